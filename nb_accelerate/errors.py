@@ -1,0 +1,168 @@
+"""What can go wrong, as types.
+
+::
+
+    NbAccelerateError
+    ├── ConfigError (ValueError)          an option has a value that cannot be
+    ├── MissingDependencyError (ImportError)   a package is not installed; names what to install
+    ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
+    ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
+    └── LaunchError (RuntimeError)        ranks were to be started, or were running
+        ├── ShippingError (TypeError)     a function, argument or result cannot be sent to another process
+        ├── StartError                    a rank could not be started
+        ├── RankError                     a rank failed; base of the two below
+        │   ├── RankDiedError             its process ended without an answer: exit code or signal
+        │   └── RemoteError               it raised something that cannot be raised here as it was
+        └── DeadlineError (TimeoutError)  the run took longer than it was allowed to
+
+An exception that user code raises in a rank is *not* wrapped: it arrives in the notebook with its own
+type. Every error here survives pickling, because it travels from ranks to the kernel.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+
+class NbAccelerateError(Exception):
+    """Base of every error this package defines.
+
+    Subclasses carry fields, not only text. Pickling keeps all of them: an instance is rebuilt without calling
+    ``__init__`` again, so that a subclass is free to choose its constructor.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(cls: type[NbAccelerateError], args: tuple[Any, ...], fields: dict[str, Any]) -> NbAccelerateError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(NbAccelerateError, ValueError):
+    """An option was given a value that cannot be."""
+
+
+class MissingDependencyError(NbAccelerateError, ImportError):
+    """A package that this call needs is not installed.
+
+    Attributes:
+        package: its name on the package index.
+        extra: the extra of nb-accelerate that brings it, or None.
+    """
+
+    def __init__(self, package: str, *, needed_for: str, extra: str | None = None) -> None:
+        command = f"pip install 'nb-accelerate[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{needed_for} needs the package {package!r}, which is not installed. Run: {command}")
+        self.package = package
+        self.extra = extra
+
+
+class NotPreparedError(NbAccelerateError, RuntimeError):
+    """A method was called before the objects it works on went through ``prepare``."""
+
+
+class CollectiveMismatchError(NbAccelerateError, RuntimeError):
+    """Ranks handed different structures, shapes or dtypes to the same collective."""
+
+
+class LaunchError(NbAccelerateError, RuntimeError):
+    """Ranks could not be started, or did not end as they should."""
+
+
+class ShippingError(LaunchError, TypeError):
+    """Something cannot be pickled, so it cannot travel between the notebook and a rank.
+
+    Attributes:
+        path: where the object sits in what was sent, e.g. ``args[0].lock``.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class StartError(LaunchError):
+    """A rank could not be started."""
+
+
+class RankError(LaunchError):
+    """A rank failed.
+
+    Attributes:
+        rank: which one.
+        output: the last lines it wrote, as text.
+        stacks: what the other ranks were doing, by rank.
+    """
+
+    def __init__(self, message: str, *, rank: int, output: str = "", stacks: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.output = output
+        self.stacks = stacks or {}
+
+
+class RankDiedError(RankError):
+    """A rank's process ended without an answer.
+
+    Attributes:
+        exitcode: as in `multiprocessing.Process.exitcode`: the exit code, or minus the signal's number.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        exitcode: int,
+        output: str = "",
+        stacks: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, output=output, stacks=stacks)
+        self.exitcode = exitcode
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the process, or None if it exited by itself."""
+        return signal.Signals(-self.exitcode) if self.exitcode < 0 else None
+
+
+class RemoteError(RankError):
+    """A rank raised an exception that cannot be rebuilt here.
+
+    Attributes:
+        type_name: the name of its type in the rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        type_name: str,
+        output: str = "",
+        stacks: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, output=output, stacks=stacks)
+        self.type_name = type_name
+
+
+class DeadlineError(LaunchError, TimeoutError):
+    """A run took longer than the ``timeout`` it was given.
+
+    Attributes:
+        stacks: what every rank was doing, by rank.
+    """
+
+    def __new__(cls, *args: Any, **_: Any) -> DeadlineError:
+        """Made by TimeoutError."""
+        # Of the two built-in bases OSError has the larger layout, but RuntimeError comes first in the order.
+        return TimeoutError.__new__(cls, *args)
+
+    def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.stacks = stacks or {}

@@ -1,0 +1,92 @@
+"""Why something cannot be pickled: which part of it, and where that part sits.
+
+Pickle's own message names a type ("cannot pickle '_thread.lock' object") and leaves the search to the reader. This
+descends into whatever failed, one level at a time, and stops at the smallest part that still fails alone.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MAX_DEPTH = 20
+
+
+def find_unpicklable(
+    value: object, name: str, error: BaseException, dumps: Callable[[Any], bytes]
+) -> tuple[str, str, str]:
+    """The smallest part of `value` that `dumps` refuses.
+
+    Returns:
+        Its path (``args[0].lock``), a short description of it, and the reason.
+    """
+    path = name
+    seen = {id(value)}
+    for _ in range(_MAX_DEPTH):
+        for step, part in _parts(value):
+            if id(part) in seen:
+                continue
+            failure = _failure(part, dumps)
+            if failure is not None:
+                seen.add(id(part))
+                path, value, error = path + step, part, failure
+                break
+        else:
+            break
+    return path, _describe(value), f"{type(error).__name__}: {error}"
+
+
+def _failure(value: object, dumps: Callable[[Any], bytes]) -> BaseException | None:
+    try:
+        dumps(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    """What `value` refers to when it is pickled by value, with how a reader would write the way there."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        yield from (("{...}", part) for part in value)
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from _function_parts(value)
+    elif isinstance(value, type):
+        yield from ((f".{key}", part) for key, part in vars(value).items() if not key.startswith("__"))
+    elif not isinstance(value, types.ModuleType):
+        yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f" -> variable {variable!r} of the enclosing function", cell.cell_contents
+        except ValueError:  # an empty cell: the name is not bound yet
+            continue
+    for used in _global_names(function.__code__):
+        if used in function.__globals__:
+            yield f" -> global {used!r}", function.__globals__[used]
+    yield from ((f" -> default {part!r}", part) for part in function.__defaults__ or ())
+    yield from ((f".{key}", part) for key, part in vars(function).items())
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, (types.FunctionType, type)):
+        return f"{value.__qualname__!r}"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"an object of type {kind!r}"

@@ -1,0 +1,143 @@
+"""What the kernel and a rank say to one another: frozen dataclasses, nothing else crosses the channel.
+
+::
+
+    kernel                                       rank
+      Setup, Call or ... ------------------------>
+      <----------------------------- Ready
+      <----------------------------- Result or Failure
+      Quit --------------------------------------->      leaves its groups, flushes, ends
+
+Output does not travel here but through two pipes of its own (see `nb_accelerate.worker.streams`), so that what a
+rank wrote last is still readable after it was killed. What users' code made (functions, results, exceptions)
+travels as a `Parcel`, already pickled, so that reading a message never runs users' code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A pickled object.
+
+    Attributes:
+        pickled: the pickle stream; empty when it lies in the segment.
+        sizes: lengths in bytes of the pickle stream and of each out-of-band buffer behind it in the segment that
+            comes with the message as a descriptor; empty when there is no segment.
+    """
+
+    pickled: bytes = b""
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a rank is to be before it runs anything.
+
+    Attributes:
+        rank: its number among all ranks.
+        environ: its whole environment, not a difference.
+        cwd: working directory.
+        sys_path: the module search path of the kernel as it is now.
+        argv: `sys.argv`.
+        num_threads: intra-op threads of torch.
+        sources: text of notebook cells by file name, so that tracebacks and `inspect.getsource` find them; a
+            parcel, since a long notebook is more than a socket's buffer takes.
+        store_port: port of the rendezvous store this rank is to serve on the socket it was given, or None.
+    """
+
+    rank: int
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    num_threads: int
+    sources: Parcel
+    store_port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Run a function: the parcel holds ``(function, args, kwargs)``."""
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quit:
+    """End: every rank has answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The rank is set up and will take calls."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The function returned; the parcel holds its value."""
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One line of a traceback. The kernel has the sources, so text is looked up there."""
+
+    filename: str
+    lineno: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReport:
+    """An exception as data.
+
+    Attributes:
+        type_name: qualified name of its type.
+        message: its text.
+        frames: outermost first; frames of the worker itself are left out.
+        notes: PEP 678 notes.
+        cause: what it was raised from, or while handling.
+        explicit_cause: True for ``raise ... from``.
+        last_lines: what follows the frames in a plain traceback (several lines for a `SyntaxError`).
+    """
+
+    type_name: str
+    message: str
+    frames: tuple[Frame, ...]
+    notes: tuple[str, ...] = ()
+    cause: ErrorReport | None = None
+    explicit_cause: bool = False
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The function raised, or the rank could not do what it was told.
+
+    Attributes:
+        report: the exception as data.
+        parcel: the exception itself, or None if it cannot be pickled.
+        when: `time.monotonic` on this machine at which it was caught, to order failures of several ranks.
+        peer_lost: the exception only says that another rank went away, so it is a consequence and not a cause.
+        result_of_call: False when the rank failed before or after running the user's function.
+    """
+
+    report: ErrorReport
+    parcel: Parcel | None
+    when: float
+    peer_lost: bool = False
+    result_of_call: bool = True
+
+
+ToRank = Setup | Call | Quit
+FromRank = Ready | Result | Failure

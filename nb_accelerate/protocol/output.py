@@ -1,0 +1,83 @@
+r"""One pipe for everything a rank prints, in the order it printed it.
+
+A rank's file descriptor 1 is a pipe to the kernel. ``sys.stdout`` and C code write to it as they are;
+``sys.stderr`` writes to the *same* pipe inside small frames, so that the two keep their order::
+
+    plain bytes ... | mark | length | bytes for stderr | plain bytes ...
+
+The mark is 16 random bytes, new for every rank, so that no output can be taken for a frame. A frame is at most
+`PIPE_BUF` long: the kernel of the operating system never mixes such a write with that of another writer. C code
+that writes to descriptor 2 has a pipe of its own; only its order relative to the rest is approximate.
+
+Because each write goes to a pipe at once, what a rank wrote last is there after it was killed.
+"""
+
+from __future__ import annotations
+
+import select
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+StreamName = Literal["stdout", "stderr"]
+
+MARK_SIZE = 16
+_LENGTH = struct.Struct("!H")
+_HEAD = MARK_SIZE + _LENGTH.size
+MAX_PAYLOAD = select.PIPE_BUF - _HEAD
+"""Bytes of text one frame can carry."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some bytes of one stream."""
+
+    stream: StreamName
+    data: bytes
+
+
+def frame(mark: bytes, payload: bytes | memoryview) -> bytes:
+    """`payload` (at most `MAX_PAYLOAD` bytes), to be written in one call."""
+    return mark + _LENGTH.pack(len(payload)) + bytes(payload)
+
+
+class Decoder:
+    """Takes the pipe apart again."""
+
+    def __init__(self, mark: bytes) -> None:
+        self._mark = mark
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[Chunk]:
+        """What `data`, the next bytes of the pipe, completes."""
+        data = self._rest + data
+        self._rest = b""
+        position = 0
+        while True:
+            start = data.find(self._mark, position)
+            if start < 0:
+                end = len(data) - self._tail(data, position)
+                if end > position:
+                    yield Chunk("stdout", data[position:end])
+                self._rest = data[end:]
+                return
+            if start > position:
+                yield Chunk("stdout", data[position:start])
+            end = start + _HEAD
+            if len(data) >= end:
+                end += _LENGTH.unpack_from(data, start + MARK_SIZE)[0]
+            if len(data) < end or len(data) < start + _HEAD:
+                self._rest = data[start:]
+                return
+            yield Chunk("stderr", data[start + _HEAD : end])
+            position = end
+
+    def _tail(self, data: bytes, position: int) -> int:
+        """Length of a beginning of the mark at the end of `data`."""
+        for length in range(min(MARK_SIZE - 1, len(data) - position), 0, -1):
+            if self._mark.startswith(data[-length:]):
+                return length
+        return 0

@@ -1,0 +1,178 @@
+"""Functions, arguments and results on their way between processes.
+
+`pack` pickles by value whatever lives in a notebook (cloudpickle) and leaves large buffers, those of NumPy arrays
+and of torch's CPU storages, where they are. Small parcels travel inside their message. Large ones are written once
+into an anonymous memory file whose descriptor travels along; every receiver maps it privately, so a 1 GB tensor is
+copied once for any number of ranks, nothing gets a name in ``/dev/shm``, and the memory goes when the last
+process does.
+
+Tensors on an accelerator arrive on the CPU: unpickling must not touch a device in a kernel that may still fork.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+from typing import Any
+
+import cloudpickle
+
+from nb_accelerate.errors import ShippingError
+from nb_accelerate.protocol.explain import find_unpicklable
+from nb_accelerate.protocol.messages import Parcel
+
+_INLINE_LIMIT = 1 << 15
+"""Bytes. A frame stays below what a socket buffer takes, so that sending to a busy rank does not block."""
+
+_SMALL_BUFFER = 1 << 10
+"""Bytes. Copying less than this is cheaper than a segment."""
+
+_ALIGNMENT = 64
+"""Bytes. What torch aligns its own CPU storages to."""
+
+
+class Packed:
+    """A pickled object, ready to be sent to any number of receivers. Close it when all have it."""
+
+    def __init__(self, pickled: bytes, buffers: list[pickle.PickleBuffer]) -> None:
+        self.fds: tuple[int, ...] = ()
+        if len(pickled) <= _INLINE_LIMIT and not buffers:
+            self.parcel = Parcel(pickled=pickled)
+            return
+        parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
+        self.parcel = Parcel(sizes=tuple(part.nbytes for part in parts))
+        self.fds = (_write_segment(parts),)
+
+    def close(self) -> None:
+        """Let go of the segment; receivers keep theirs."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
+
+    def __enter__(self) -> Packed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pack(value: object, *, name: str = "value") -> Packed:
+    """Pickle `value`.
+
+    Args:
+        value: anything; functions and classes of ``__main__`` travel by value.
+        name: what to call it in an error.
+
+    Raises:
+        ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes <= _SMALL_BUFFER:
+            return True
+        buffers.append(buffer)
+        return False
+
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=5, buffer_callback=stays_inside).dump(value)
+    except Exception as error:
+        # Any exception: __reduce__ and __getstate__ are users' code.
+        path, culprit, reason = find_unpicklable(value, name, error, _dumps)
+        raise ShippingError(
+            f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). "
+            f"Create it inside the function, or pass what it is made from.",
+            path=path,
+        ) from error
+    return Packed(file.getvalue(), buffers)
+
+
+def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
+    """The object in a parcel. Takes over the descriptors. Raises whatever unpickling it raises."""
+    if not parcel.sizes:
+        return pickle.loads(parcel.pickled)
+    (fd,) = fds
+    try:
+        # Private: a rank that writes into its argument changes neither another rank's nor the notebook's.
+        view = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    finally:
+        os.close(fd)
+    parts, offset = [], 0
+    for size in parcel.sizes:
+        parts.append(view[offset : offset + size])
+        offset = _aligned(offset + size)
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=5, buffer_callback=lambda _: None).dump(value)
+    return file.getvalue()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write_segment(parts: list[memoryview]) -> int:
+    fd = _anonymous_file()
+    try:
+        offset = 0
+        for part in parts:
+            rest = part.cast("B")
+            while rest:
+                written = os.pwrite(fd, rest, offset)
+                rest, offset = rest[written:], offset + written
+            offset = _aligned(offset)
+        os.ftruncate(fd, max(offset, 1))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("nb_accelerate", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with the memory of torch storages out of band.
+
+    ``Tensor.__reduce_ex__`` hands out a `TypedStorage`, whose own pickling copies three times and forgets that two
+    views share memory. Pickling the untyped storage once, as a buffer, keeps the sharing and copies nothing.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        # Half-imported while another thread imports it: then nobody can have a storage yet.
+        storage_module = getattr(torch, "storage", None)
+        if torch is not None and storage_module is not None:
+            if type(obj) is storage_module.TypedStorage:
+                return _typed_storage, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - there is no public way
+            if type(obj) is torch.UntypedStorage:
+                on_cpu = obj.cpu()
+                if on_cpu.nbytes() == 0:
+                    return torch.UntypedStorage, (0,)
+                array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
+                return _untyped_storage, (pickle.PickleBuffer(array),)
+        return super().reducer_override(obj)
+
+
+def _typed_storage(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _untyped_storage(buffer: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
