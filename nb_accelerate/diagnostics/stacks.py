@@ -1,0 +1,53 @@
+"""Where every thread of a rank is, also while C code holds the interpreter.
+
+A rank registers `faulthandler` for a signal. Its dump is written by C code without the interpreter's lock, so it
+works in a blocked collective or a compiled loop; a stopped process (SIGSTOP) does not answer.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from nb_accelerate.diagnostics.render import cell_name, place
+from nb_accelerate.protocol.messages import Frame
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""Asks a rank for its stacks."""
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+_LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
+_WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$")
+
+
+def main_thread(dump: str) -> tuple[Frame, ...]:
+    """Frames of the main thread, innermost first, from a dump. Empty if the dump is.
+
+    Users' code runs in the main thread, and faulthandler lists that thread last.
+    """
+    threads = _THREAD.split(dump)
+    if len(threads) < 2:
+        return ()
+    return tuple(
+        Frame(filename=match["filename"], lineno=int(match["lineno"]), name=match["name"])
+        for match in _LINE.finditer(threads[-1])
+    )
+
+
+def where(dump: str) -> str:
+    """In a few words what a rank was doing, for a list of ranks.
+
+    The innermost frame, and the line of the notebook (or of the user's file) that led there.
+    """
+    frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
+    if not frames:
+        return "no answer"
+    innermost = frames[0]
+    user = next((frame for frame in frames if cell_name(frame.filename) or _is_users(frame.filename)), innermost)
+    if user is innermost:
+        return f"in {place(innermost)}"
+    return f"in {innermost.name}, called from {place(user)}"
+
+
+def _is_users(filename: str) -> bool:
+    return "site-packages" not in filename and "/lib/python" not in filename and "nb_accelerate/" not in filename

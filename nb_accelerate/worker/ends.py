@@ -1,0 +1,35 @@
+"""The descriptors a rank is born with: its ends of everything that connects it to the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnds:
+    """Open file descriptors, owned by the rank.
+
+    Attributes:
+        control: its end of the channel.
+        stdout: write end of the pipe for everything Python prints and C code writes to descriptor 1.
+        stderr: write end of the pipe for what C code writes to descriptor 2.
+        interrupt: read end of a pipe; a byte in it says that the next SIGINT is meant for this rank.
+        stacks: write end of the pipe into which the stacks of all threads are dumped on request.
+        store: a listening socket on which this rank serves the rendezvous store, or -1.
+    """
+
+    control: int
+    stdout: int
+    stderr: int
+    interrupt: int
+    stacks: int
+    store: int = -1
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """The open ones, in the order of the fields, as they are sent."""
+        return tuple(fd for fd in (getattr(self, field.name) for field in fields(self)) if fd >= 0)
+
+    @classmethod
+    def from_tuple(cls, fds: tuple[int, ...]) -> RankEnds:
+        """The inverse of `as_tuple`."""
+        return cls(**dict(zip((field.name for field in fields(cls)), fds, strict=False)))

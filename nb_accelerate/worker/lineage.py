@@ -1,0 +1,43 @@
+"""Who dies with whom, and who inherits orphans: Linux' process controls, and what stands in for them elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process, however busy it is, when process `parent` ends.
+
+    Call it in a child that `parent` forked from its main thread: Linux sends the signal when the *thread* that
+    forked ends.
+    """
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), name="nb_accelerate-parent", daemon=True).start()
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of descendants whose own parent ends. False where the system cannot do that."""
+    return sys.platform == "linux" and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> bool:
+    return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
+
+
+def _watch_parent(parent: int) -> None:
+    # macOS has no parent-death signal; a change of parent is all there is to see.
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)

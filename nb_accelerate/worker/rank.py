@@ -1,0 +1,146 @@
+"""A rank: sets itself up, answers calls, and leaves.
+
+::
+
+    descriptors in hand -> streams -> interrupt gate -> dies with its parent -> Setup -> Ready
+        -> Call -> Result or Failure -> Call ... -> Quit -> groups closed, exit handlers, flush, exit
+
+A launched function and, later, a persistent `%%distributed` rank are this same process and loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import io
+import linecache
+import os
+import sys
+import types
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.messages import Call, Quit, Ready
+from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.worker.call import answer, fail
+from nb_accelerate.worker.interrupt import InterruptGate
+from nb_accelerate.worker.lineage import die_with_parent
+from nb_accelerate.worker.streams import replace_streams
+
+if TYPE_CHECKING:
+    from nb_accelerate.protocol.messages import Setup
+    from nb_accelerate.protocol.shipping import Packed
+    from nb_accelerate.worker.ends import RankEnds
+
+CLOSE_GROUPS = "nb_accelerate.process.group:close"
+"""The training half's way to leave every process group; only called where torch.distributed is loaded."""
+
+
+def run_rank(ends: RankEnds, mark: bytes, parent: int, broken: BaseException | None = None) -> NoReturn:
+    """Be a rank until the kernel says `Quit` or goes away.
+
+    Args:
+        ends: descriptors, taken over.
+        mark: mark of the output frames.
+        parent: process id of whoever forked this process.
+        broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
+    """
+    replace_streams(ends.stdout, ends.stderr, mark)
+    gate = InterruptGate(ends.interrupt)
+    die_with_parent(parent)
+    faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=True)
+    atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
+    channel = Channel.from_fd(ends.control)
+    store: object = None
+    try:
+        setup, fds = channel.recv()
+        try:
+            if broken is not None:
+                raise broken
+            store = _set_up(setup, unpack(setup.sources, fds), ends.store)
+        except Exception as error:
+            _send(channel, *fail(error, result_of_call=False))
+        else:
+            channel.send(Ready(pid=os.getpid()))
+        while True:
+            message, fds = channel.recv()
+            if isinstance(message, Quit):
+                break
+            assert isinstance(message, Call), message
+            _send(channel, *answer(lambda: unpack(message.parcel, fds), gate))  # noqa: B023
+    except (EOFError, BrokenPipeError):
+        os._exit(1)  # the kernel is gone; nobody is left to tell
+    _leave()
+    del store  # until here: the other ranks may have needed it to leave
+    os._exit(0)
+
+
+def _send(channel: Channel, message: object, packed: Packed | None) -> None:
+    _flush()
+    channel.send(message, packed.fds if packed else ())
+    if packed:
+        packed.close()
+
+
+def _set_up(setup: Setup, sources: dict[str, str], store_fd: int) -> object:
+    """Make this process what `setup` says; returns what must live as long as the rank."""
+    os.environ.clear()
+    os.environ.update(setup.environ)
+    os.chdir(setup.cwd)
+    sys.path[:] = setup.sys_path
+    sys.argv[:] = setup.argv
+    importlib.invalidate_caches()  # packages may have been installed since this process' parent started
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    for filename, text in sources.items():
+        lines = text.splitlines(keepends=True)
+        linecache.cache[filename] = (len(text), None, lines, filename)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
+        torch.set_num_threads(setup.num_threads)
+    if setup.store_port is None:
+        return None
+    return _serve_store(setup, store_fd)
+
+
+def _serve_store(setup: Setup, fd: int) -> Any:
+    """Answer on a socket that the kernel has bound to loopback: no port to guess, none open to the network."""
+    from torch._C._distributed_c10d import TCPStore
+
+    assert setup.store_port is not None
+    return TCPStore(
+        "127.0.0.1",
+        setup.store_port,
+        int(setup.environ["WORLD_SIZE"]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=fd,
+    )
+
+
+def _leave() -> None:
+    """What a script's end would do: leave groups, end children, run exit handlers, flush."""
+    if "torch.distributed" in sys.modules:
+        # A process that leaves without destroying every gloo group sometimes aborts while it is torn down.
+        module, _, name = CLOSE_GROUPS.partition(":")
+        with contextlib.suppress(Exception):
+            getattr(importlib.import_module(module), name)()
+    multiprocessing = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None:
+        with contextlib.suppress(Exception):
+            multiprocessing._exit_function()  # noqa: SLF001 - its atexit hook was registered before this process was forked
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # noqa: SLF001 - os._exit does not
+    _flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, io.IOBase):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()

@@ -1,0 +1,211 @@
+"""The process that ranks are forked from: warm, single-threaded, and without anything of the notebook's in it.
+
+::
+
+    kernel ---- control channel ----> server ---- fork ----> rank
+       |   StartRank + descriptors      |                      |
+       |   SignalRank                   | waits for its        | talks to the kernel over
+       |                                | children             | its own descriptors
+       <---- exit status, by a pipe ----+                      |
+       <----------------------------- channel, output ---------+
+
+The server imports torch once; a rank forked from it starts in milliseconds, with none of the kernel's threads,
+locks, sockets or CUDA state. It answers nothing on the control channel: a rank speaks for itself, and its end is
+told by eight bytes in a pipe of its own.
+
+Who dies with whom: the server ends when the kernel does (it waits for the kernel's process descriptor, and for the
+end of the channel), and kills its ranks first. Ranks end when the server does (parent-death signal). What a rank
+leaves behind, a loader's workers say, is adopted by the server and killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+import psutil
+
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.lineage import adopt_orphans
+from nb_accelerate.worker.rank import run_rank
+
+EXIT_STATUS = struct.Struct("!q")
+"""What is written to the pipe of a rank that ended: exit code, or minus the signal's number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRank:
+    """Fork a rank. Comes with the write end of its status pipe, then its `RankEnds`.
+
+    Attributes:
+        key: names the rank in `SignalRank`.
+        mark: mark of its output frames.
+    """
+
+    key: int
+    mark: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalRank:
+    """Send a signal to a rank, if it still runs."""
+
+    key: int
+    signum: int
+
+
+@dataclass
+class _Child:
+    key: int
+    status_fd: int
+
+
+def serve(control_fd: int, parent: int, preload: tuple[str, ...]) -> NoReturn:
+    """Be the server until the kernel ends or closes the channel.
+
+    Args:
+        control_fd: this end of the control channel.
+        parent: process id of the kernel.
+        preload: modules to import first. One that fails is reported by every rank that is started.
+    """
+    _Server(Channel.from_fd(control_fd), parent, preload).run()
+
+
+class _Server:
+    def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
+        self._control = control
+        self._parent = parent
+        self._children: dict[int, _Child] = {}
+        self._adopts = adopt_orphans()
+        self._selector = selectors.DefaultSelector()
+        self._own_fds: list[int] = []
+        self._broken = _import_all(preload)
+        # What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank.
+        gc.collect()
+        gc.freeze()
+
+    def run(self) -> NoReturn:
+        wakeup_read, wakeup_write = os.pipe()
+        for fd in (wakeup_read, wakeup_write):
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        self._own_fds += [wakeup_read, wakeup_write]
+        self._selector.register(wakeup_read, selectors.EVENT_READ, "child")
+        self._selector.register(self._control, selectors.EVENT_READ, "control")
+        with contextlib.suppress(AttributeError, OSError):  # not on macOS, not on old or emulated kernels
+            # The channel's end may be hidden: a process the notebook forked holds a copy of the kernel's side.
+            pidfd = os.pidfd_open(self._parent)
+            self._own_fds.append(pidfd)
+            self._selector.register(pidfd, selectors.EVENT_READ, "parent")
+        while os.getppid() == self._parent:
+            for key, _ in self._selector.select():
+                if key.data == "control" and not self._read_control():
+                    self._end()
+                elif key.data == "child":
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wakeup_read, 1 << 12)
+                    self._reap()
+                elif key.data == "parent":
+                    self._end()
+        self._end()
+
+    def _read_control(self) -> bool:
+        messages, is_open = self._control.drain()
+        for message, fds in messages:
+            if isinstance(message, StartRank):
+                self._start(message, fds)
+            elif isinstance(message, SignalRank):
+                for pid, child in self._children.items():
+                    if child.key == message.key:
+                        os.kill(pid, message.signum)
+        return is_open
+
+    def _start(self, message: StartRank, fds: tuple[int, ...]) -> None:
+        status_fd, *rank_fds = fds
+        server = os.getpid()
+        # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become_child()
+                os.close(status_fd)
+                run_rank(RankEnds.from_tuple(tuple(rank_fds)), message.mark, server, self._broken)
+            finally:
+                os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for fd in rank_fds:
+            os.close(fd)
+        self._children[pid] = _Child(message.key, status_fd)
+
+    def _become_child(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._control.close()
+        for fd in self._own_fds:
+            os.close(fd)
+        for child in self._children.values():
+            os.close(child.status_fd)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            self._kill_adopted()
+            if child is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(child.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                os.close(child.status_fd)
+
+    def _kill_adopted(self) -> None:
+        """End what a rank left behind, before its end is told: then nothing is left once a launch returns."""
+        while self._adopts:
+            orphans = [child.pid for child in psutil.Process().children() if child.pid not in self._children]
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+            for pid in orphans:  # their own children come to us next
+                os.waitpid(pid, 0)
+            if not orphans:
+                return
+
+    def _end(self) -> NoReturn:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        while self._children:
+            pid, _ = os.waitpid(-1, 0)
+            self._children.pop(pid, None)
+            self._kill_adopted()
+        os._exit(0)
+
+
+def _import_all(modules: tuple[str, ...]) -> BaseException | None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return error
+    return None
+
+
+def main() -> NoReturn:
+    """Entry of ``python -c`` with the arguments of `serve` on the command line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the kernel blocked it until this line
+    control_fd, parent, *preload = sys.argv[1:]
+    serve(int(control_fd), int(parent), tuple(preload))
