@@ -1,0 +1,86 @@
+"""The kernel's side of one rank: what it reads from, writes to, and knows about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.server import EXIT_STATUS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class RankHandle:
+    """Owns the kernel's ends of a rank's connections.
+
+    Attributes:
+        rank: its number.
+        mark: mark of its output frames.
+        channel: messages to and from it.
+        stdout, stderr, stacks, status: read ends of its pipes; see `RankEnds`, and the server for ``status``.
+        pid: its process id once it is ready.
+        exitcode: once it has ended: exit code, or minus the signal's number; None also if its end went unseen.
+        ended: its process is gone.
+    """
+
+    def __init__(self, rank: int, store_fd: int = -1) -> None:
+        self.rank = rank
+        self.mark = os.urandom(16)
+        self.pid: int | None = None
+        self.exitcode: int | None = None
+        self.ended = False
+        self._signal: Callable[[int], None] = lambda _: None
+        self.channel, there = Channel.pair()
+        self.stdout, stdout = os.pipe()
+        self.stderr, stderr = os.pipe()
+        self.stacks, stacks = os.pipe()
+        self.status, self._status_end = os.pipe()
+        interrupt, self._interrupt = os.pipe()
+        for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
+            os.set_blocking(fd, False)
+        self._ends = RankEnds(
+            control=there.detach(),
+            stdout=stdout,
+            stderr=stderr,
+            interrupt=interrupt,
+            stacks=stacks,
+            store=store_fd,
+        )
+
+    @property
+    def birth_fds(self) -> tuple[int, ...]:
+        """What the process that starts the rank needs: its status pipe, then the rank's own ends."""
+        return (self._status_end, *self._ends.as_tuple())
+
+    def born(self, send_signal: Callable[[int], None]) -> None:
+        """The other side has its ends: close ours of them, and remember how to signal the rank."""
+        for fd in self.birth_fds:
+            os.close(fd)
+        self._signal = send_signal
+
+    def signal(self, signum: int) -> None:
+        """Send a signal, if the rank still runs."""
+        if not self.ended:
+            self._signal(signum)
+
+    def announce_interrupt(self) -> None:
+        """Say that the next SIGINT is meant for this rank."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._interrupt, b"!")
+
+    def read_status(self) -> None:
+        """The status pipe is readable: the rank has ended, or whoever watched it has."""
+        data = os.read(self.status, EXIT_STATUS.size)
+        self.ended = True
+        if len(data) == EXIT_STATUS.size:
+            (self.exitcode,) = EXIT_STATUS.unpack(data)
+
+    def close(self) -> None:
+        """Close every descriptor. The rank, if it lives, sees the end of its channel."""
+        self.channel.close()
+        for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
+            os.close(fd)
