@@ -1,0 +1,51 @@
+"""``run_ranks`` and the kernel fixture, seen failing."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nb_accelerate.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from fixtures.kernels import Kernel
+    from fixtures.ranks import RunRanks
+
+
+def test_ranks_are_other_processes_and_their_values_come_in_order(run_ranks: RunRanks) -> None:
+    values = run_ranks(lambda: (int(os.environ["RANK"]), os.getpid()), world_size=3)
+    assert [rank for rank, _ in values] == [0, 1, 2]
+    assert len({os.getpid(), *(pid for _, pid in values)}) == 4
+
+
+def test_a_deadline_shows_the_stacks_of_every_rank(run_ranks: RunRanks, capfd: pytest.CaptureFixture[str]) -> None:
+    def a_function_that_hangs() -> None:
+        import threading
+
+        threading.Event().wait()
+
+    with pytest.raises(DeadlineError):
+        run_ranks(a_function_that_hangs, deadline=0.5)
+    shown = capfd.readouterr().err
+    assert shown.count("in a_function_that_hangs") == 2
+    assert "rank 0 at its deadline" in shown
+    assert "rank 1 at its deadline" in shown
+
+
+def test_a_cell_that_raises_is_seen_to_raise(shared_kernel: Kernel) -> None:
+    cell = shared_kernel.run("print('before')\n1 / 0")
+    assert cell.error == "ZeroDivisionError"
+    assert cell.stdout == "before\n"
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        cell.ok()
+
+
+def test_a_cell_that_does_not_end_is_a_timeout(kernel: Kernel) -> None:
+    cell = kernel.start("import threading; print('here'); threading.Event().wait()")
+    kernel.wait_for_output(cell, "here")
+    with pytest.raises(TimeoutError):
+        kernel.finish(cell, timeout=0.2)
+    kernel.interrupt()
+    assert kernel.finish(cell).error == "KeyboardInterrupt"

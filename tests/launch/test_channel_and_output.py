@@ -1,0 +1,132 @@
+"""Frames over a socket pair, and the pipe that carries two streams in order."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nb_accelerate import errors
+from nb_accelerate.launch.output import RankOutput
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.output import MARK_SIZE, Chunk, Decoder, frame
+
+MARK = bytes(range(200, 200 + MARK_SIZE))
+
+
+def test_messages_arrive_whole_and_in_order_with_their_descriptors() -> None:
+    here, there = Channel.pair()
+    other = Channel(there)
+    read, write = os.pipe()
+    here.send("first")
+    here.send(["second", b"x" * 100_000], [write])
+    here.send("third")
+    os.close(write)
+    assert other.recv().message == "first"
+    (_, body), fds = other.recv()
+    assert len(body) == 100_000
+    os.write(fds[0], b"through a copy")
+    assert os.read(read, 100) == b"through a copy"
+    assert not os.get_inheritable(fds[0])
+    assert other.drain() == ([("third", ())], True)
+    here.close()
+    assert other.drain() == ([], False)
+    with pytest.raises(EOFError):
+        other.recv()
+    other.close()
+    for fd in (read, *fds):
+        os.close(fd)
+
+
+def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
+    here, there = Channel.pair()
+    other = Channel(there)
+    here.send("with a descriptor", [0])
+    other._read(0)
+    other.close()
+    here.close()  # the leak check watches
+
+
+def test_half_a_message_does_not_hold_up_whoever_drains() -> None:
+    here, there = Channel.pair()
+    body = pickle.dumps("late")
+    there.send(len(body).to_bytes(8, "big") + b"\0" + body[:3])
+    assert here.drain() == ([], True)
+    there.send(body[3:])
+    assert here.drain() == ([("late", ())], True)
+    here.close()
+    there.close()
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.binary(min_size=1, max_size=40)), max_size=10),
+    st.lists(st.integers(0, 400), max_size=12),
+)
+def test_two_streams_in_one_pipe_come_apart_in_order_wherever_the_bytes_are_cut(
+    writes: list[tuple[bool, bytes]], cuts: list[int]
+) -> None:
+    stream = b"".join(frame(MARK, data) if is_err else data for is_err, data in writes)
+    decoder, chunks = Decoder(MARK), []
+    edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    for start, end in pairwise(edges):
+        chunks += decoder.feed(stream[start:end])
+    expected = [("stderr" if is_err else "stdout", data) for is_err, data in writes]
+    assert merged(chunks) == merged([Chunk(*pair) for pair in expected])
+
+
+def merged(chunks: list[Chunk]) -> list[tuple[str, bytes]]:
+    joined: list[tuple[str, bytes]] = []
+    for chunk in chunks:
+        if joined and joined[-1][0] == chunk.stream:
+            joined[-1] = (chunk.stream, joined[-1][1] + chunk.data)
+        else:
+            joined.append((chunk.stream, chunk.data))
+    return joined
+
+
+def test_lines_of_several_ranks_are_passed_on_whole() -> None:
+    seen: list[str] = []
+    first, second = (RankOutput(MARK, lambda _, text: seen.append(text), alone=False) for _ in range(2))
+    first.feed("grüße ".encode()[:4])
+    second.feed(b"from two\n")
+    first.feed("grüße ".encode()[4:] + b"from one\nand")
+    first.finish()
+    assert seen == ["from two\n", "grüße from one\n", "and\n"]
+    assert first.tail == "grüße from one\nand\n"
+
+
+EXAMPLES = [
+    errors.NbAccelerateError("text"),
+    errors.ConfigError("text"),
+    errors.MissingDependencyError("ray", needed_for="this", extra="ray"),
+    errors.NotPreparedError("text"),
+    errors.CollectiveMismatchError("text"),
+    errors.LaunchError("text"),
+    errors.ShippingError("text", path="args[0]"),
+    errors.StartError("text"),
+    errors.RankError("text", rank=1, output="last", stacks={0: "there"}),
+    errors.RankDiedError("text", rank=1, exitcode=-9),
+    errors.RemoteError("text", rank=1, type_name="Strange"),
+    errors.DeadlineError("text", stacks={0: "there"}),
+]
+
+
+def all_errors(cls: type = errors.NbAccelerateError) -> set[type]:
+    return {cls}.union(*(all_errors(sub) for sub in cls.__subclasses__() if sub.__module__ == errors.__name__))
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_every_error_of_ours_survives_pickling_with_its_fields(error: errors.NbAccelerateError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_the_list_of_errors_above_is_complete_and_the_drawing_names_each() -> None:
+    assert {type(error) for error in EXAMPLES} >= all_errors()
+    assert all(cls.__name__ in (errors.__doc__ or "") for cls in all_errors())

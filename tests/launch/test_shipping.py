@@ -1,0 +1,101 @@
+"""What travels between processes arrives as it was, and what cannot travel is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nb_accelerate.errors import ShippingError
+from nb_accelerate.protocol.shipping import pack, unpack
+
+
+def round_trip(value: Any) -> Any:
+    with pack(value) as packed:
+        return unpack(packed.parcel, tuple(os.dup(fd) for fd in packed.fds))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor(3),
+        torch.empty(0),
+        torch.randn(5).bfloat16(),
+        torch.arange(100_000),
+        torch.randn(1000, requires_grad=True),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64),
+        torch.arange(3.0).to_sparse(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}",
+)
+def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
+    arrived = round_trip(tensor)
+    assert arrived.dtype == tensor.dtype
+    assert arrived.requires_grad == tensor.requires_grad
+    assert arrived.stride() == tensor.stride() if tensor.layout == torch.strided else True
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+def test_two_views_of_one_storage_still_share_it() -> None:
+    whole = torch.arange(1000.0)
+    part = whole[10:20]
+    arrived, arrived_part = round_trip((whole, part))
+    arrived[12] = -1
+    assert arrived_part[2] == -1
+    assert part[2] == 12  # and not with what was sent
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_arrays_and_tensors_can_be_written_to_and_are_nobody_elses(size: int) -> None:
+    array, tensor = np.zeros(size), torch.zeros(size)
+    with pack((array, tensor)) as packed:
+        first, second = (unpack(packed.parcel, tuple(map(os.dup, packed.fds))) for _ in range(2))
+    first[0][0] = first[1][0] = 7
+    assert second[0][0] == second[1][0] == array[0] == tensor[0] == 0
+
+
+def test_a_module_keeps_its_tied_weights() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+    model[1].weight = model[0].weight
+    arrived = round_trip(model)
+    assert arrived[1].weight is arrived[0].weight
+    assert isinstance(arrived[0].weight, torch.nn.Parameter)
+
+
+@dataclasses.dataclass
+class Holder:
+    content: object
+
+
+def hidden_lock() -> object:
+    lock = threading.Lock()
+    return lambda: lock
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [1, Holder(threading.Lock())]}, "value['a'][1].content"),
+        (hidden_lock(), "value -> variable 'lock' of the enclosing function"),
+        ((Holder(hidden_lock()),), "value[0].content -> variable 'lock' of the enclosing function"),
+    ],
+)
+def test_an_error_names_the_part_that_cannot_be_pickled(value: object, path: str) -> None:
+    with pytest.raises(ShippingError, match=r"'_thread\.lock'") as caught:
+        pack(value)
+    assert caught.value.path == path
+    assert path in str(caught.value)
+
+
+def test_large_things_cost_no_name_in_shared_memory_and_no_descriptor_afterwards() -> None:
+    value = torch.zeros(1 << 20)
+    arrived = round_trip(value)  # the leak check watches
+    assert arrived.shape == value.shape
