@@ -1,0 +1,59 @@
+# Needs make and Python 3.11 or newer, nothing else. Everything is installed in .venv and written to build/.
+
+PYTHON ?= python3
+ARGS   ?=
+
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+PINS   := tests/requirements-dev.txt
+# `ready` is written when a set-up has succeeded, `unfinished` lies there while one is under way.
+READY      := $(VENV)/ready
+UNFINISHED := $(VENV)/unfinished
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format bench clean
+
+help: ## Show this list
+	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
+	@echo; \
+	echo "  PYTHON=python3.12   the Python to set up with, the first time"; \
+	echo "  ARGS='-k sampler'   more arguments for pytest, or the benchmarks to run"
+
+setup: $(READY) ## Set up .venv; the others do it by themselves, once
+
+demo: $(READY) ## Train the quickstart notebook on two ranks and write it as a page
+	@$(RUN) notebooks/demo.py
+
+test: $(READY) ## Run the tests, except the slow ones
+	@$(RUN) -m pytest -m "not slow and not browser" $(ARGS)
+
+# pytest ends with 5 when it selected nothing, which is no failure here.
+test-slow: $(READY) ## Run the slow tests and those that need a browser
+	@$(RUN) -m pytest -m "slow or browser" $(ARGS) || [ $$? -eq 5 ]
+
+lint: $(READY) ## Check style, format and types
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+format: $(READY) ## Put the sources into the format that lint asks for
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+bench: $(READY) ## Measure; prints ratios taken within one run
+	@$(RUN) tests/benchmarks/run.py $(ARGS)
+
+clean: ## Remove .venv, build/ and caches
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
+$(READY): $(PINS) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"make needs Python 3.11 or newer, but {sys.executable} is {sys.version.split()[0]}. Run: make PYTHON=python3.12")'
+	@if [ -e $(UNFINISHED) ] || ! $(RUN) -m pip --version >/dev/null 2>&1; then \
+		echo "[1/2] creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@touch $(UNFINISHED)
+	@echo "[2/2] installing PyTorch, Jupyter and the tools: a minute or two the first time"
+	@$(RUN) -m pip install --disable-pip-version-check --requirement $(PINS) --editable .
+	@rm -f $(UNFINISHED)
+	@touch $(READY)

@@ -1,0 +1,138 @@
+"""Distributed PyTorch that is at home in a Jupyter notebook.
+
+What is public is what this module names, and nothing else. Each name is imported when it is first used, so
+that ``import nb_accelerate`` and ``%load_ext nb_accelerate`` cost nothing and leave a kernel as it was.
+
+The package has two halves over one base. The training half needs torch and runs in the ranks, and in plain
+scripts. The notebook half runs in the kernel and does not import torch. They meet when a program runs, never
+by an import::
+
+    level  training half              base                  notebook half
+    10                                __init__  cli
+     9                                                      magics
+     8     accelerator
+     7                                                      launch
+     6     strategies                                       worker
+     5     optim  data                                      diagnostics
+     4     precision  comm                                  protocol
+     3     process  nested
+     2                                topology
+     1                                config
+     0                                errors  version
+
+A module imports from lower levels or from its own package, nothing from the other half, and torch at import in
+the training half only. ``tests/structure/test_layers.py`` reads this picture and holds the sources to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.version import __version__
+
+if TYPE_CHECKING:
+    from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.config.distributed import DistributedType
+    from nb_accelerate.config.kwargs import (
+        AutocastKwargs,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+    )
+    from nb_accelerate.config.loader import DataLoaderConfiguration
+    from nb_accelerate.errors import (
+        CollectiveMismatchError,
+        ConfigError,
+        DeadlineError,
+        LaunchError,
+        MissingDependencyError,
+        NbAccelerateError,
+        NotPreparedError,
+        RankDiedError,
+        RankError,
+        RemoteError,
+        ShippingError,
+        StartError,
+    )
+    from nb_accelerate.launch import notebook_launcher
+    from nb_accelerate.magics import load_ipython_extension, unload_ipython_extension
+    from nb_accelerate.process.rng import set_seed
+
+_HOME = {
+    "Accelerator": "accelerator",
+    "AutocastKwargs": "config.kwargs",
+    "CollectiveMismatchError": "errors",
+    "ConfigError": "errors",
+    "DDPCommunicationHookType": "config.kwargs",
+    "DataLoaderConfiguration": "config.loader",
+    "DeadlineError": "errors",
+    "DistributedDataParallelKwargs": "config.kwargs",
+    "DistributedType": "config.distributed",
+    "GradScalerKwargs": "config.kwargs",
+    "GradientAccumulationPlugin": "config.accumulation",
+    "InitProcessGroupKwargs": "config.kwargs",
+    "LaunchError": "errors",
+    "MissingDependencyError": "errors",
+    "NbAccelerateError": "errors",
+    "NotPreparedError": "errors",
+    "RankDiedError": "errors",
+    "RankError": "errors",
+    "RemoteError": "errors",
+    "ShippingError": "errors",
+    "StartError": "errors",
+    "load_ipython_extension": "magics",
+    "notebook_launcher": "launch",
+    "set_seed": "process.rng",
+    "unload_ipython_extension": "magics",
+}
+
+__all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "CollectiveMismatchError",
+    "ConfigError",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeadlineError",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "LaunchError",
+    "MissingDependencyError",
+    "NbAccelerateError",
+    "NotPreparedError",
+    "RankDiedError",
+    "RankError",
+    "RemoteError",
+    "ShippingError",
+    "StartError",
+    "__version__",
+    "load_ipython_extension",
+    "notebook_launcher",
+    "set_seed",
+    "unload_ipython_extension",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from nb_accelerate.errors import MissingDependencyError
+
+        raise MissingDependencyError("torch", needed_for=f"{__name__}.{name}") from error
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,43 @@
+"""`nb-accelerate`, the command line: one file per command.
+
+A command is a module with `register(subparsers)`, which describes its arguments, and a function that runs it
+and returns the exit code. Importing it costs nothing: what a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from nb_accelerate.cli import env, launch
+from nb_accelerate.errors import NbAccelerateError
+from nb_accelerate.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COMMANDS = (env, launch)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; the console script `nb-accelerate` calls this."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except NbAccelerateError as error:
+        # These are written for the person at the terminal; a traceback would only hide the sentence.
+        print(f"nb-accelerate: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook."
+    )
+    parser.add_argument("--version", action="version", version=f"nb-accelerate {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.register(subparsers)
+    return parser

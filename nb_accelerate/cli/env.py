@@ -1,0 +1,118 @@
+"""`nb-accelerate env`: what this machine has, as text to read or to put into a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.version import __version__
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+_PACKAGES = (
+    "numpy",
+    "cloudpickle",
+    "ipykernel",
+    "ipython",
+    "ipywidgets",
+    "jupyter_client",
+    "jupyterlab",
+    "nbclient",
+    "safetensors",
+    "huggingface_hub",
+    "accelerate",
+    "deepspeed",
+    "torch_xla",
+    "ray",
+)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (its size is read; nothing is written there)
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `env` to the command line."""
+    parser = subparsers.add_parser(
+        "env",
+        help="show Python, PyTorch, devices and versions",
+        description="Show what this machine has: Python, PyTorch, devices, cores, shared memory, versions.",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command is called alike)
+    rows = list(describe())
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def describe() -> Iterator[tuple[str, str]]:
+    """What `env` prints, as pairs of a name and a value. Works where PyTorch is missing, and says so."""
+    yield "nb-accelerate", __version__
+    yield "platform", platform.platform()
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "cores", _cores()
+    yield "shared memory", _shared_memory()
+    yield from _torch()
+    for package in _PACKAGES:
+        yield package, _version(package)
+
+
+def _cores() -> str:
+    total = os.cpu_count() or 1
+    # A container or a batch system may lend this process fewer than the machine has.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    return str(total) if usable == total else f"{usable} of {total}"
+
+
+def _shared_memory() -> str:
+    if not _SHARED_MEMORY.is_dir():
+        return f"no {_SHARED_MEMORY}"
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    return f"{_SHARED_MEMORY}: {usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
+
+
+def _torch() -> Iterator[tuple[str, str]]:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        yield "torch", "not installed (pip install torch)"
+        return
+    yield "torch", torch.__version__
+    yield "devices", ", ".join(_devices()) or "cpu"
+    backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if _has_backend(name)]
+    yield "distributed", ", ".join(backends) or "not built into this PyTorch"
+
+
+def _devices() -> Iterator[str]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index} {properties.name} {properties.total_memory / 2**30:.0f} GiB"
+    if torch.backends.mps.is_available():
+        yield "mps"
+    if hasattr(torch, "xpu"):
+        yield from (f"xpu:{index}" for index in range(torch.xpu.device_count()))
+
+
+def _has_backend(name: str) -> bool:
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_backend_available(name)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,353 @@
+"""A notebook run from top to bottom in a kernel of its own, with its progress as text.
+
+::
+
+    execute(path) ──> kernel of this Python ──> one cell after the other ──> values, read while it is alive
+        │                     ▲                          │                                 │
+        │              Ctrl-C: interrupt          streams, as they come                    ▼
+        │              again:  end it                    ▼                            NotebookRun
+        └── the kernel ends, always               the terminal              write_notebook, write_page
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import zmq
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+from nb_accelerate.cli.progress import CellProgress
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+    from typing import TextIO
+
+    from nbformat import NotebookNode
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # what a terminal no longer shows after a carriage return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a notebook did not run to its end.
+
+    Attributes:
+        number: the code cell that failed, counted from 1, or None if it was none of them.
+        title: the first line of that cell.
+        traceback: as the kernel wrote it, with its colours.
+    """
+
+    number: int | None
+    title: str
+    traceback: str
+
+    def render(self, *, color: bool) -> str:
+        """The failure as text for a terminal."""
+        where = f"cell {self.number} failed: {self.title}" if self.number else f"failed: {self.title}"
+        return f"{where}\n{self.traceback if color else _COLOR.sub('', self.traceback)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotebookRun:
+    """What came of running a notebook.
+
+    Attributes:
+        name: the notebook's file name without its ending.
+        notebook: the executed copy, complete up to where it stopped.
+        seconds: from the first cell to the last.
+        values: what the expressions asked for were worth after the last cell.
+        failure: why it stopped early, or None.
+        interrupted: True if Ctrl-C stopped it.
+    """
+
+    name: str
+    notebook: NotebookNode
+    seconds: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    interrupted: bool = False
+
+
+def execute(
+    path: Path,
+    *,
+    progress: TextIO,
+    values: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> NotebookRun:
+    """Run the notebook at ``path`` in a new kernel and return what came of it, also when a cell fails.
+
+    The kernel is always one of the Python that runs this, whatever kernel the notebook names: a package that
+    can be imported here can be imported there.
+
+    Args:
+        path: the notebook; its folder becomes the kernel's working directory. The file is not changed.
+        progress: where each cell, what it prints, and its seconds are shown while it runs.
+        values: Python expressions by name, evaluated in the kernel after the last cell. Each must be worth
+            something that JSON can hold.
+        env: the kernel's whole environment; by default it is this process's.
+
+    Raises:
+        ConfigError: if the file is not a notebook.
+    """
+    try:
+        notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not a notebook that Jupyter can read: {error}") from error
+    return asyncio.run(_Session(path, notebook, progress, env).run(values or {}))
+
+
+def write_notebook(run: NotebookRun, directory: Path) -> Path:
+    """Write the executed notebook into ``directory`` and return its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{run.name}.executed.ipynb"
+    nbformat.write(run.notebook, path)  # type: ignore[no-untyped-call]
+    return path
+
+
+def write_page(run: NotebookRun, directory: Path) -> Path:
+    """Write the executed notebook as one HTML page into ``directory`` and return its path."""
+    from nbconvert import HTMLExporter
+
+    exporter: Any = HTMLExporter(template_name="lab")  # type: ignore[no-untyped-call]
+    page, _ = exporter.from_notebook_node(run.notebook, resources={"metadata": {"name": run.name}})
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{run.name}.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+class _Session:
+    """One kernel, from its start to its end."""
+
+    def __init__(self, path: Path, notebook: NotebookNode, progress: TextIO, env: Mapping[str, str] | None) -> None:
+        self._path = path
+        self._notebook = notebook
+        self._progress = CellProgress(progress)
+        self._start_options = {} if env is None else {"env": dict(env)}
+        # With no folders to look in, what is left is the kernel of this very Python; one of the same name
+        # that somebody installed for themselves may belong to another environment.
+        specs = KernelSpecManager(kernel_dirs=[])
+        self._manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
+        self._stop = _Stop(self._manager)
+        self._client = _Client(notebook, self._manager, self._progress, self._stop, path.parent)
+
+    async def run(self, expressions: Mapping[str, str]) -> NotebookRun:
+        for cell in self._notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        self._progress.line(f"{self._path.name}")
+        values: dict[str, Any] = {}
+        seconds = 0.0
+        try:
+            with self._stop.on_signals():
+                failure = await self._start()
+                began = time.monotonic()
+                failure = failure or await self._cells()
+                seconds = time.monotonic() - began
+                if failure is None and expressions and not self._stop.requested:
+                    values, failure = await self._evaluate(expressions)
+        finally:
+            await self._close()
+        self._client.set_widgets_metadata()
+        interrupted = self._stop.requested
+        if interrupted:
+            self._progress.line("interrupted")
+        return NotebookRun(
+            name=self._path.stem,
+            notebook=self._notebook,
+            seconds=seconds,
+            values=values,
+            failure=None if interrupted else failure,  # an interrupted cell fails because it was told to
+            interrupted=interrupted,
+        )
+
+    async def _start(self) -> Failure | None:
+        try:
+            await self._client.async_start_new_kernel(**self._start_options)
+            await self._client.async_start_new_kernel_client()
+            reply = await self._client.async_wait_for_reply(self._client.kernel.kernel_info())
+        except RuntimeError as error:  # what they raise for a kernel that dies while it starts
+            return Failure(number=None, title="the kernel did not start", traceback=str(error))
+        if reply is not None:
+            self._notebook.metadata["language_info"] = reply["content"]["language_info"]
+        return None
+
+    async def _cells(self) -> Failure | None:
+        cells = [
+            (index, cell)
+            for index, cell in enumerate(self._notebook.cells)
+            if cell.cell_type == "code" and cell.source.strip()
+        ]
+        for number, (index, cell) in enumerate(cells, start=1):
+            if self._stop.requested:
+                return None
+            title = next(line.strip() for line in cell.source.splitlines() if line.strip()).lstrip("# ")
+            with self._progress.cell(number, len(cells), title):
+                try:
+                    await self._client.async_execute_cell(cell, index)
+                except CellExecutionError as error:
+                    return Failure(number=number, title=title, traceback=_traceback(cell, error))
+                except DeadKernelError:
+                    text = "The kernel's process ended while this cell was running."
+                    return Failure(number=number, title=title, traceback=text)
+                finally:
+                    self._stop.cell_ended()
+                    _forget_overwritten(cell)
+        return None
+
+    async def _evaluate(self, expressions: Mapping[str, str]) -> tuple[dict[str, Any], Failure | None]:
+        # As JSON within a string literal: the kernel's pretty printer rounds and cuts everything else.
+        asked = {name: f"__import__('json').dumps({expression})" for name, expression in expressions.items()}
+        message = self._client.kernel.execute("", silent=True, store_history=False, user_expressions=asked)
+        reply = await self._client.async_wait_for_reply(message)
+        answers = reply["content"].get("user_expressions", {}) if reply else {}
+        values: dict[str, Any] = {}
+        for name, expression in expressions.items():
+            answer = answers.get(name, {})
+            if answer.get("status") != "ok":
+                reason = f"{answer.get('ename', 'no answer')}: {answer.get('evalue', '')}"
+                title = f"after the last cell, {expression} has no value"
+                return values, Failure(number=None, title=title, traceback=reason)
+            values[name] = json.loads(ast.literal_eval(answer["data"]["text/plain"]))
+        return values, None
+
+    async def _close(self) -> None:
+        await self._stop.settle()
+        if self._client.kc is not None:
+            self._client.kc.stop_channels()
+        if self._manager.has_kernel:
+            await self._manager.shutdown_kernel()
+
+
+class _Client(NotebookClient):
+    """nbclient, telling what a cell prints while it runs, and keeping what belongs together in one output."""
+
+    def __init__(
+        self,
+        notebook: NotebookNode,
+        manager: AsyncKernelManager,
+        progress: CellProgress,
+        stop: _Stop,
+        directory: Path,
+    ) -> None:
+        super().__init__(notebook, manager, resources={"metadata": {"path": str(directory)}})
+        self._progress = progress
+        self._stop = stop
+
+    @property
+    def kernel(self) -> Any:
+        assert self.kc is not None, "the kernel is started before it is spoken to"
+        return self.kc
+
+    def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
+        if msg["msg_type"] == "execute_input":
+            self._stop.cell_began()
+        return super().process_message(msg, cell, cell_index)
+
+    def output(
+        self, outs: list[NotebookNode], msg: dict[str, Any], display_id: str | None, cell_index: int
+    ) -> NotebookNode | None:
+        content = msg["content"]
+        if msg["msg_type"] == "stream":
+            self._progress.text(content["text"])
+            hook = self.output_hook_stack[msg["parent_header"]["msg_id"]]
+            last = outs[-1] if outs and not hook and not self.clear_before_next_output else None
+            if last is not None and last.get("name") == content["name"]:
+                # One message is one output for nbclient; a saved notebook would show a gap at each.
+                last["text"] += content["text"]
+                return last
+        return super().output(outs, msg, display_id, cell_index)
+
+
+class _Stop:
+    """What Ctrl-C does: once, interrupt the running cell and run no other; again, end the kernel.
+
+    A kernel lives in a session of its own, so that the terminal's signal reaches only this process. What the
+    cell started gets its chance to clean up, because the kernel gets a real KeyboardInterrupt.
+    """
+
+    def __init__(self, manager: AsyncKernelManager) -> None:
+        self.requested = False
+        self._manager = manager
+        self._in_cell = False
+        self._actions: list[asyncio.Future[None]] = []
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        installed = []
+        # Windows has no such handlers and threads may not set them: there, KeyboardInterrupt ends the run.
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            for number, handler in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._end)):
+                loop.add_signal_handler(number, handler)
+                installed.append(number)
+        try:
+            yield
+        finally:
+            for number in installed:
+                loop.remove_signal_handler(number)
+
+    def cell_began(self) -> None:
+        # A kernel that is interrupted after it received a cell and before it runs it never answers: so wait.
+        self._in_cell = True
+        if self.requested:
+            self._interrupt_kernel()
+
+    def cell_ended(self) -> None:
+        self._in_cell = False
+
+    async def settle(self) -> None:
+        for action in self._actions:
+            with contextlib.suppress(RuntimeError):  # the kernel ended before it could be told to
+                await action
+
+    def _interrupt(self) -> None:
+        if self.requested:
+            self._end()
+        elif self._in_cell:
+            self._interrupt_kernel()
+        self.requested = True
+
+    def _interrupt_kernel(self) -> None:
+        self._actions.append(asyncio.ensure_future(self._manager.interrupt_kernel()))
+
+    def _end(self) -> None:
+        self.requested = True
+        if self._manager.has_kernel:
+            self._actions.append(asyncio.ensure_future(self._manager.shutdown_kernel(now=True)))
+
+
+def _encryption() -> dict[str, str]:
+    # The kernel's sockets listen on loopback, which other users of the machine can reach. Newer versions of
+    # jupyter_client and of ZeroMQ can encrypt them, and newer kernels warn where that is not done.
+    known = "transport_encryption" in AsyncKernelManager.class_trait_names()
+    return {"transport_encryption": "auto"} if known and zmq.has("curve") else {}
+
+
+def _traceback(cell: NotebookNode, error: CellExecutionError) -> str:
+    for output in cell.outputs:
+        if output.output_type == "error":
+            return "\n".join(output.traceback)
+    return f"{error.ename}: {error.evalue}"
+
+
+def _forget_overwritten(cell: NotebookNode) -> None:
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            output.text = _OVERWRITTEN.sub("", output.text)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from nb_accelerate.cli import env, main
+from nb_accelerate.version import __version__
+
+
+def test_the_console_script_is_this_command_line():
+    scripts = metadata.entry_points(group="console_scripts", name="nb-accelerate")
+    assert {script.value for script in scripts} == {"nb_accelerate.cli:main"}
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"nb-accelerate {__version__}\n")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown.replace("    ", "  ") for command in ("env", "launch"))
+
+
+def test_env_names_python_torch_devices_and_versions(capsys: pytest.CaptureFixture[str]):
+    import torch
+
+    assert main(["env"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " ")
+    assert rows["nb-accelerate"] == __version__
+    assert rows["torch"] == torch.__version__
+    assert rows["numpy"] == metadata.version("numpy")
+    assert sys.executable in rows["python"]
+
+
+def test_env_works_without_torch_and_says_so():
+    code = "import sys; sys.modules['torch'] = None\nfrom nb_accelerate.cli import main\nsys.exit(main(['env']))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "not installed (pip install torch)" in run.stdout
+    assert "devices" not in run.stdout
+
+
+def test_env_says_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(env, "_SHARED_MEMORY", Path("nowhere"))
+    monkeypatch.setattr(env, "_PACKAGES", ("no-such-package-anywhere",))
+    rows = dict(env.describe())
+    assert rows["shared memory"] == "no nowhere"
+    assert rows["no-such-package-anywhere"] == "not installed"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("train.py", "torchrun --nproc-per-node 2"),
+        ("notes.txt", "does not end in .ipynb"),
+        ("missing.ipynb", "there is no such file"),
+    ],
+)
+def test_launch_refuses_what_it_cannot_run_in_one_sentence(name: str, reason: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["launch", name]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert name in shown.err
+    assert reason in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def _notebook(folder: Path, cell: str) -> Path:
+    path = folder / "sample.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), path)
+    return path
+
+
+def test_launch_writes_the_executed_notebook_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = _notebook(tmp_path, "print('hello from a cell')")
+    before = path.read_bytes()
+    assert main(["launch", str(path), "--output-dir", str(tmp_path / "out"), "--html"]) == 0
+    assert "      hello from a cell\n" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["sample.executed.ipynb", "sample.html"]
+    assert path.read_bytes() == before
+
+
+def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = _notebook(tmp_path, "def risky():\n    raise LookupError('nothing here')\nrisky()")
+    assert main(["launch", str(path), "--output-dir", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "cell 1 failed: def risky():" in shown.err
+    assert "LookupError: nothing here" in shown.err
+    assert "sample.executed.ipynb" in shown.out

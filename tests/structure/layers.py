@@ -1,0 +1,129 @@
+"""The rules of the picture in ``nb_accelerate/__init__.py``, checked by reading sources, importing nothing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PACKAGE = "nb_accelerate"
+TRAINING, BASE, NOTEBOOK = HALVES = ("training half", "base", "notebook half")
+IMPORTS_TORCH = {"torch", "torch_xla", "accelerate", "deepspeed"}
+SAYS_NOTHING = {"utils", "util", "helpers", "common", "misc"}
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a package stands in the picture."""
+
+    level: int
+    half: str
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module imports, and whether that happens when the module itself is imported."""
+
+    line: int
+    module: str
+    at_import: bool
+
+
+def read_picture(source: str) -> dict[str, Room]:
+    """The rooms that the docstring of ``__init__.py`` draws, by name."""
+    lines = (ast.get_docstring(ast.parse(source)) or "").splitlines()
+    head = next((line for line in lines if all(half in line for half in HALVES)), None)
+    assert head is not None, f"no picture: no line of the docstring names {HALVES}"
+    starts = [(head.index(half), half) for half in HALVES]
+    rooms = {}
+    for line in lines[lines.index(head) + 1 :]:
+        row = re.match(r"\s*(\d+)\s", line)
+        if row is None:
+            break
+        for name in re.finditer(r"\S+", line[row.end() :]):
+            column = row.end() + name.start()
+            half = max((start, half) for start, half in starts if start <= column)[1]
+            rooms[name[0]] = Room(level=int(row[1]), half=half)
+    return rooms
+
+
+def broken_rules(root: Path) -> list[str]:
+    """Every rule that the package below ``root`` breaks, one sentence each."""
+    package = root / PACKAGE
+    rooms = read_picture((package / "__init__.py").read_text(encoding="utf-8"))
+    files = sorted(package.rglob("*.py"))
+    present = {_room_of(file, package) for file in files}
+    found = [f"{name} is not in the picture" for name in sorted(present - rooms.keys())]
+    found += [f"{name} is in the picture, but does not exist" for name in sorted(rooms.keys() - present)]
+    for file in files:
+        where = file.relative_to(root).as_posix()
+        if file.stem in SAYS_NOTHING:
+            found.append(f"{where}: the name says nothing about the subject")
+        room = _room_of(file, package)
+        if room in rooms:
+            found += (f"{where}:{line} {fault}" for line, fault in _faults(file, root, room, rooms))
+    return found
+
+
+def _faults(file: Path, root: Path, room: str, rooms: dict[str, Room]) -> Iterator[tuple[int, str]]:
+    here = rooms[room]
+    for one in imports_of(file, root):
+        if one.at_import and here.half != TRAINING and one.module.split(".")[0] in IMPORTS_TORCH:
+            yield one.line, f"{room} ({here.half}) imports {one.module} when it is imported"
+        target = _target(one.module, rooms)
+        if target is None or target == room:
+            continue
+        there = rooms[target]
+        if there.level >= here.level:
+            yield one.line, f"{room} (level {here.level}) imports {target} (level {there.level})"
+        if {here.half, there.half} == {TRAINING, NOTEBOOK}:
+            yield one.line, f"{room} ({here.half}) imports {target} ({there.half})"
+
+
+def imports_of(file: Path, root: Path) -> Iterator[Import]:
+    """What a file imports, anywhere in it. ``from a import b`` counts as ``a.b``."""
+    tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    parts = file.relative_to(root).with_suffix("").parts
+    containing = parts[:-1]
+    yield from _walk(tree, containing, at_import=True)
+
+
+def _walk(node: ast.AST, containing: tuple[str, ...], *, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(child.lineno, alias.name, at_import)
+        elif isinstance(child, ast.ImportFrom):
+            base = containing[: len(containing) - child.level + 1] if child.level else ()
+            module = ".".join([*base, *([child.module] if child.module else [])])
+            for alias in child.names:
+                yield Import(child.lineno, f"{module}.{alias.name}", at_import)
+        elif isinstance(child, ast.If) and _is_type_checking(child.test):
+            for statement in child.body:
+                yield from _walk(ast.Module([statement], []), containing, at_import=False)
+            for statement in child.orelse:
+                yield from _walk(ast.Module([statement], []), containing, at_import=at_import)
+        else:
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _walk(child, containing, at_import=at_import and not inside)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def _target(module: str, rooms: dict[str, Room]) -> str | None:
+    """The room an imported name is in; None if it is not ours. What `__init__` names itself is in `__init__`."""
+    parts = module.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in rooms else "__init__"
+
+
+def _room_of(file: Path, package: Path) -> str:
+    return file.relative_to(package).with_suffix("").parts[0]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = {
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "binder",
+    "nb_accelerate",
+    "notebooks",
+    "pyproject.toml",
+    "tests",
+}
+SOMEBODYS_FOLDER = re.compile(r"(?<![\w.:/])/(home|root|opt|work|Users)/\w+")
+
+
+def _files() -> list[Path]:
+    """What is committed, or would be with the next commit."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return [Path(name) for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def strange_entries(files: list[Path]) -> set[str]:
+    tops = {file.parts[0] for file in files}
+    return {top for top in tops if top not in ALLOWED and not top.startswith(".")}
+
+
+def test_the_top_of_the_repository_holds_nothing_but_what_belongs_there():
+    assert strange_entries(_files()) == set()
+
+
+def test_a_strange_entry_at_the_top_is_reported():
+    assert strange_entries([Path("notes.txt"), Path("docs/a.md"), Path(".ci/run"), Path("tests/a.py")]) == {
+        "notes.txt",
+        "docs",
+    }
+
+
+def test_no_file_names_a_folder_of_somebodys_machine():
+    found = [
+        f"{file}: {match[0]}"
+        for file in _files()
+        for match in SOMEBODYS_FOLDER.finditer((ROOT / file).read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["open('/" + "home/me/x')", "see /" + "opt/data", "cd /" + "Users/me"])
+def test_a_folder_of_somebodys_machine_is_recognised(text: str):
+    assert SOMEBODYS_FOLDER.search(text)
+    assert not SOMEBODYS_FOLDER.search("https://example.org/home/index and ./work/x and tests/work/y")
+
+
+def _pins(text: str) -> dict[str, str]:
+    found = re.finditer(r"^([\w-]+)==([^\s+;]+)", text, re.MULTILINE)
+    return {pin[1]: pin[2] for pin in found}
+
+
+def test_binder_installs_the_versions_that_the_tests_run_with():
+    binder = _pins((ROOT / "binder" / "requirements.txt").read_text(encoding="utf-8"))
+    development = _pins((ROOT / "tests" / "requirements-dev.txt").read_text(encoding="utf-8"))
+    assert "torch" in binder
+    assert binder.items() <= development.items()
+
+
+@pytest.mark.parametrize("script", [".ci/run", "binder/postBuild"])
+def test_a_script_can_be_executed_and_is_valid_shell(script: str):
+    path = ROOT / script
+    assert path.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", str(path)], timeout=30, check=True)
