@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.choices import one_of
+from nb_accelerate.config.checks import check_choice
+from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-START_METHODS = ("auto", "forkserver")
-MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_CHOICES = {
+    "mixed_precision": PrecisionType.list(),
+    "start_method": ("auto", "forkserver", "fork", "spawn", "inline"),
+    "rdzv_backend": ("static", "c10d"),
+    "progress": ("auto", "off"),
+}
+
+
+def _nothing() -> Mapping[str, Any]:
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +38,74 @@ class LaunchOptions:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    kwargs: Mapping[str, Any] = field(default_factory=_nothing)
     num_processes: int | None = None
     mixed_precision: str = "no"
+    use_port: str | int | None = None
+    master_addr: str = "127.0.0.1"
+    node_rank: int = 0
+    num_nodes: int = 1
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    rdzv_conf: Mapping[str, Any] | None = None
+    rdzv_id: str = "none"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_line_prefix_template: str | None = None
     start_method: str = "auto"
-    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    devices: str | Sequence[int] | None = None
     timeout: float | None = None
+    progress: str = "auto"
+    env: Mapping[str, str] = field(default_factory=_nothing)
+    by_value: Sequence[ModuleType] = ()
+    fold_output: bool = False
 
     def __post_init__(self) -> None:
         _check_function(self.function)
         _check_args(self.args)
         if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
             raise ConfigError(f"kwargs={self.kwargs!r} does not map names to values. Write kwargs={{'lr': 0.1}}")
-        _check_num_processes(self.num_processes)
-        one_of("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
-        one_of("start_method", self.start_method, START_METHODS)
+        _check_count("num_processes", self.num_processes, "ranks", "None for all devices")
+        for name, choices in _CHOICES.items():
+            object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
+        _check_devices(self.devices)
+        _check_port(self.use_port)
+        self._check_nodes()
+        if not _is_int(self.max_restarts) or self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts!r} is not a number of restarts: 0, 1, 2 ...")
+        _check_prefix(self.log_line_prefix_template)
         _check_env(self.env)
-        _check_timeout(self.timeout)
+        for module in self.by_value:
+            if not isinstance(module, ModuleType):
+                raise ConfigError(f"by_value has {module!r}, which is no module. Write by_value=[my_module]")
+        _check_seconds("timeout", self.timeout, "None means no limit")
+        _check_seconds("monitor_interval", self.monitor_interval, "0.1 is the default")
+
+    def _check_nodes(self) -> None:
+        _check_count("num_nodes", self.num_nodes, "machines", "1")
+        if not _is_int(self.node_rank) or not 0 <= self.node_rank < self.num_nodes:
+            raise ConfigError(
+                f"node_rank={self.node_rank!r}, but of num_nodes={self.num_nodes} machines the first is number 0 and "
+                f"the last is number {self.num_nodes - 1}"
+            )
+        if self.num_nodes == 1:
+            return
+        if self.start_method == "inline":
+            raise ConfigError("start_method='inline' runs one rank in this process; num_nodes must be 1")
+        if self.rdzv_backend == "c10d" and not self.rdzv_endpoint:
+            raise ConfigError(
+                "rdzv_backend='c10d' needs the place where machines meet. Write rdzv_endpoint='HOST:29400' with the "
+                "address of one of them, the same on all"
+            )
+        if self.rdzv_backend == "static" and not self.rdzv_endpoint and self.master_addr in ("127.0.0.1", "localhost"):
+            raise ConfigError(
+                f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is each machine itself. Write the "
+                f"address of machine 0 as the others see it, the same on all: master_addr='10.0.0.1'"
+            )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_function(function: object) -> None:
@@ -66,20 +127,49 @@ def _check_args(args: object) -> None:
     )
 
 
-def _check_num_processes(number: object) -> None:
+def _check_count(name: str, number: Any, what: str, default: str) -> None:
     if number is None:
         return
-    if isinstance(number, bool) or not isinstance(number, int):
+    if not _is_int(number):
         digits = isinstance(number, str) and number.strip().isdigit()
-        hint = f" Write num_processes={str(number).strip()}" if digits else ""
+        hint = f" Write {name}={str(number).strip()}" if digits else ""
         raise ConfigError(
-            f"num_processes={number!r} is of type {type(number).__name__}, but ranks are counted with an int, or "
-            f"None for all devices.{hint}"
+            f"{name}={number!r} is of type {type(number).__name__}, but {what} are counted with an int, or "
+            f"{default}.{hint}"
         )
     if number < 1:
-        raise ConfigError(
-            f"num_processes={number} starts nothing. Write num_processes=1 or more, or None for all devices"
-        )
+        raise ConfigError(f"{name}={number} starts nothing. Write {name}=1 or more, or {default}")
+
+
+def _check_devices(devices: object) -> None:
+    if devices is None or devices == "cpu":
+        return
+    ok = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) > 0
+    if not ok or not all(_is_int(device) and device >= 0 for device in devices):  # type: ignore[attr-defined]
+        raise ConfigError(f"devices={devices!r}: write devices='cpu', or the numbers of GPUs, as devices=[0, 2]")
+    if len(set(devices)) < len(devices):  # type: ignore[call-overload, arg-type]
+        raise ConfigError(f"devices={devices!r} names a GPU twice; each rank needs its own")
+
+
+def _check_port(port: object) -> None:
+    if port is None:
+        return
+    number = int(port) if isinstance(port, str) and port.isdigit() else port
+    if not _is_int(number) or not 0 <= number < 1 << 16:  # type: ignore[operator]
+        raise ConfigError(f"use_port={port!r} is not a port: 1 to 65535, or 0 or None for a free one")
+
+
+def _check_prefix(template: object) -> None:
+    if template is None:
+        return
+    known = ("rank", "local_rank", "role_name")
+    if not isinstance(template, str):
+        raise ConfigError(f"log_line_prefix_template={template!r} is not text. Write '[rank ${{rank}}] '")
+    try:
+        string.Template(template).substitute(dict.fromkeys(known, ""))
+    except (KeyError, ValueError) as error:
+        names = ", ".join(f"${{{name}}}" for name in known)
+        raise ConfigError(f"log_line_prefix_template={template!r} may use {names}; {error} is none of them") from None
 
 
 def _check_env(env: Mapping[str, object]) -> None:
@@ -90,6 +180,8 @@ def _check_env(env: Mapping[str, object]) -> None:
             )
 
 
-def _check_timeout(timeout: object) -> None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0):
-        raise ConfigError(f"timeout={timeout!r} is not a number of seconds above 0. None means no limit")
+def _check_seconds(name: str, seconds: Any, hint: str) -> None:
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ConfigError(f"{name}={seconds!r} is not a number of seconds above 0. {hint}")

@@ -1,0 +1,154 @@
+"""`Accelerator`: the one object a training script talks to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.accelerator.communication import CommunicationSlice
+from nb_accelerate.accelerator.core import build_core
+from nb_accelerate.accelerator.identity import IdentitySlice
+from nb_accelerate.accelerator.preparing import PreparingSlice
+from nb_accelerate.accelerator.training import TrainingSlice
+from nb_accelerate.config.checks import suggest
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.config.kwargs import KwargsHandler
+    from nb_accelerate.config.loader import DataLoaderConfiguration
+    from nb_accelerate.config.precision import PrecisionType
+    from nb_accelerate.process.rng import RNGType
+
+_NOT_YET = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "Megatron-LM",
+    "log_with": "experiment tracking",
+    "project_dir": "checkpoints",
+    "project_config": "checkpoints",
+    "dynamo_backend": "torch.compile by argument (model = torch.compile(model) before prepare works)",
+    "dynamo_plugin": "torch.compile by argument (model = torch.compile(model) before prepare works)",
+    "parallelism_config": "device meshes",
+}
+_ARGUMENTS = (
+    "device_placement",
+    "split_batches",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "dataloader_config",
+    "rng_types",
+    "gradient_accumulation_plugin",
+    "step_scheduler_with_optimizer",
+    "kwargs_handlers",
+    "scheduler_steps_per_process",
+)
+
+
+class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, PreparingSlice):
+    """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.
+
+    Example::
+
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            loss = loss_function(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Values come from the arguments, then from the environment, then from defaults.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: the batch size of a loader is that of all processes together.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; else ``ACCELERATE_MIXED_PRECISION``.
+        gradient_accumulation_steps: batches for one optimizer step; else
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1. Use `accumulate` in the loop.
+        cpu: train on the CPU; else ``ACCELERATE_USE_CPU``.
+        dataloader_config: how loaders share out data.
+        rng_types: which random numbers get the state of process 0 at each epoch; by default the generators of
+            samplers, so that all processes shuffle alike.
+        gradient_accumulation_plugin: how gradients accumulate, in detail.
+        step_scheduler_with_optimizer: False advances prepared schedulers at every call, whether or not the
+            optimizer stepped.
+        kwargs_handlers: arguments for torch: `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            `InitProcessGroupKwargs`, `AutocastKwargs`.
+        scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
+            batches are split. False: once.
+        **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
+
+    Raises:
+        ConfigError: a value cannot be, or an argument is not supported yet.
+        TypeError: there is no such argument.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: Sequence[str | RNGType] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        scheduler_steps_per_process: bool = True,
+        **others: Any,
+    ) -> None:
+        _refuse(others)
+        self.core = build_core(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            rng_types=rng_types,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps_per_process=scheduler_steps_per_process,
+            kwargs_handlers=kwargs_handlers,
+        )
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the batch size of a loader is that of all processes together."""
+        return self.core.loader.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes get equal batches at the end of the data."""
+        return self.core.loader.even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether loaders shuffle by a seed and the epoch."""
+        return self.core.loader.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        return self.core.loader.non_blocking
+
+    def __repr__(self) -> str:
+        place = f"process {self.process_index} of {self.num_processes} on {self.device}"
+        return f"Accelerator({place}, mixed_precision={self.mixed_precision!r})"
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _NOT_YET:
+            raise TypeError(f"Accelerator has no argument {name!r}.{suggest(name, (*_ARGUMENTS, *_NOT_YET))}")
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} was given, but {_NOT_YET[name]} is not supported in this version. Leave it out."
+            )

@@ -1,0 +1,116 @@
+"""Tensors and objects of all processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.comm import operations
+from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.nested import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nb_accelerate.data.tracker import Tracked
+
+
+class CommunicationSlice(Slice):
+    """What processes exchange."""
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all processes, one after the other along dimension 0.
+
+        Args:
+            tensor: a tensor, or a structure of tensors, of the same shapes on all processes.
+        """
+        return operations.gather(self.core.collectives, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum or mean of tensors over all processes.
+
+        Args:
+            tensor: a tensor, or a structure of tensors, of the same shapes on all processes. It is not changed.
+            reduction: ``"sum"``, ``"mean"`` or ``"none"``.
+            scale: what the result is multiplied with.
+        """
+        return operations.reduce(self.core.collectives, tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Return tensors padded to their greatest size on any process, ready for `gather`.
+
+        Args:
+            tensor: a tensor, or a structure of tensors, alike on all processes except in the size of ``dim``.
+            dim: which dimension.
+            pad_index: what to pad with.
+            pad_first: pad at the beginning.
+        """
+        return operations.pad_across_processes(self.core.collectives, tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return what all processes computed for a batch, in the order of the data and without copies of rows.
+
+        Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch.
+        At the end of the data, rows that were repeated to give all processes equal batches are left out.
+
+        Args:
+            input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
+                one for each row.
+            use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
+
+        Raises:
+            NotPreparedError: no prepared loader is being iterated, so copies cannot be told from rows.
+            ValueError: at the end of the data, ``input_data`` does not have one entry for each row of the batch, or
+                processes have different numbers of rows.
+        """
+        collectives = self.core.collectives
+        if collectives.world_size == 1:
+            return input_data
+        loader = self.core.tracker.active
+        if loader is None:
+            raise NotPreparedError(
+                "gather_for_metrics was called outside a loop over a prepared loader, so it cannot know which rows are "
+                "copies. Call it inside the loop, on loader = accelerator.prepare(loader); or use gather, which keeps "
+                "everything."
+            )
+        as_objects = use_gather_object or not _only_tensors(input_data)
+        if loader.batch_remainder is None:
+            return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
+        _check_rows(input_data, loader, as_objects=as_objects)
+        real = loader.batch_remainder
+        if as_objects:
+            return operations.gather_object(collectives, input_data)[:real]
+        return map_tensors(lambda tensor: tensor[:real], self.gather(input_data))
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        return bool(tensors_in(data, strict=True))
+    except TypeError:
+        return False
+
+
+def _check_rows(data: Any, loader: Tracked, *, as_objects: bool) -> None:
+    """Refuse to drop rows of something that has no rows. Said before any exchange, so that all ranks say it."""
+    if not loader.even:
+        raise ValueError(
+            "gather_for_metrics cannot be used for the last batches of a loader with even_batches=False: some "
+            "processes have fewer rows, or no batch at all. Write even_batches=True in DataLoaderConfiguration; the "
+            "rows it repeats are left out here."
+        )
+    if as_objects and not isinstance(data, (list, tuple)):
+        return  # gather_object says what is wrong with it
+    given = [len(data)] if as_objects else [_rows(tensor) for tensor in tensors_in(data)]
+    wrong = next((rows for rows in given if rows != loader.rows_on_rank), None)
+    if wrong is None:
+        return
+    what = "no rows (it has no dimensions)" if wrong < 0 else f"{wrong} entries"
+    raise ValueError(
+        f"gather_for_metrics was given something with {what} for a batch of {loader.rows_on_rank} rows. In this last "
+        f"batch only {loader.batch_remainder} rows of all processes are real, and which entries belong to them cannot "
+        "be known. Give it one entry for each row, or use gather for values that are not about rows."
+    )
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else -1

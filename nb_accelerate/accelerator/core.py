@@ -1,0 +1,155 @@
+"""The parts an `Accelerator` is made of, chosen once.
+
+::
+
+    arguments, environment -> options -> process -> strategy, precision -> Core
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nb_accelerate.config.accumulation import resolve_accumulation
+from nb_accelerate.config.checks import check_flag
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.kwargs import Handlers
+from nb_accelerate.config.loader import resolve_loader
+from nb_accelerate.config.precision import resolve_precision
+from nb_accelerate.data import LoaderTracker
+from nb_accelerate.optim import AccumulationState
+from nb_accelerate.precision import select_precision
+from nb_accelerate.process.rng import resolve_rng_types
+from nb_accelerate.process.setup import setup_process
+from nb_accelerate.strategies import select_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch import nn
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.config.kwargs import KwargsHandler
+    from nb_accelerate.config.loader import DataLoaderConfiguration
+    from nb_accelerate.config.precision import PrecisionType
+    from nb_accelerate.data import DataLoaderShard
+    from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
+    from nb_accelerate.precision import Precision
+    from nb_accelerate.process.context import ProcessContext
+    from nb_accelerate.process.rng import RNGType
+    from nb_accelerate.strategies import Strategy
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """What went through ``prepare``, in order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    loaders: list[DataLoaderShard] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for things in (self.models, self.optimizers, self.loaders, self.schedulers):
+            things.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """The chosen parts. They do not change; what changes is inside them.
+
+    Attributes:
+        process: what this process is.
+        collectives: how ranks talk to each other.
+        strategy: how models are trained on all ranks.
+        precision: which numbers they compute with.
+        accumulation: where in its window the loop is.
+        tracker: which loader is being iterated.
+        loader: how loaders share out data.
+        rng_types: which random numbers are in step over ranks.
+        device_placement: whether models and batches are moved to the device.
+        step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
+        scheduler_steps: how often a schedule advances for one optimizer step.
+        prepared: what went through ``prepare``.
+    """
+
+    process: ProcessContext
+    collectives: Collectives
+    strategy: Strategy
+    precision: Precision
+    accumulation: AccumulationState
+    tracker: LoaderTracker
+    loader: DataLoaderConfiguration
+    rng_types: tuple[RNGType, ...]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    scheduler_steps: int
+    prepared: Prepared = field(default_factory=Prepared)
+
+    @property
+    def device(self) -> torch.device:
+        """Where models and batches live."""
+        return self.process.device
+
+
+def build_core(
+    *,
+    device_placement: bool,
+    split_batches: bool | None,
+    mixed_precision: PrecisionType | str | None,
+    gradient_accumulation_steps: int | None,
+    cpu: bool | None,
+    dataloader_config: DataLoaderConfiguration | None,
+    rng_types: Sequence[str | RNGType] | None,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+    step_scheduler_with_optimizer: bool,
+    scheduler_steps_per_process: bool,
+    kwargs_handlers: Iterable[KwargsHandler] | None,
+) -> Core:
+    """Check all options, then connect the process, then choose the parts.
+
+    Raises:
+        ConfigError: an option has a value that cannot be. Nothing was connected then.
+    """
+    environment = Environment()
+    chosen_precision = resolve_precision(mixed_precision, environment)
+    accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environment)
+    loader = resolve_loader(split_batches, dataloader_config)
+    handlers = Handlers.collect(kwargs_handlers)
+    in_step = resolve_rng_types(rng_types)
+    check_flag("device_placement", device_placement)
+    check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+    check_flag("scheduler_steps_per_process", scheduler_steps_per_process)
+    if cpu is not None:
+        check_flag("cpu", cpu)
+
+    process = setup_process(cpu=cpu, options=handlers.process_group, environment=environment)
+    strategy = select_strategy(process, ddp=handlers.ddp)
+    tracker = LoaderTracker()
+    repeats = strategy.collectives.world_size if scheduler_steps_per_process and not loader.split_batches else 1
+    return Core(
+        process=process,
+        collectives=strategy.collectives,
+        strategy=strategy,
+        precision=select_precision(chosen_precision, process.kind, autocast=handlers.autocast, scaler=handlers.scaler),
+        accumulation=AccumulationState(accumulation, tracker),
+        tracker=tracker,
+        loader=loader,
+        rng_types=in_step,
+        device_placement=device_placement,
+        step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        scheduler_steps=repeats,
+    )
+
+
+class Slice:
+    """Base of the parts of the API, each about one subject. They share a core and call each other through it.
+
+    Attributes:
+        core: the chosen parts.
+    """
+
+    core: Core

@@ -1,0 +1,222 @@
+"""``prepare``: wrap models, optimizers, loaders and schedulers for the run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.data import prepare_data_loader
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.data import DataLoaderShard
+
+logger = logging.getLogger("nb_accelerate")
+
+
+class PreparingSlice(Slice):
+    """What wraps and unwraps the user's objects."""
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Make objects ready for the run. Any number, in any order; they come back in that order.
+
+        Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows,
+        loaders yield this process's part. What was prepared before is returned as it is, and so is None.
+
+        Args:
+            *args: models, optimizers, loaders and learning rate schedulers.
+            device_placement: for each object, whether to move it to the device; by default as the `Accelerator`
+                says.
+
+        Returns:
+            The one object, or a tuple of all.
+
+        Raises:
+            ConfigError: an object is of none of these kinds, or ``device_placement`` has another length.
+        """
+        if device_placement is None:
+            places = [self.core.device_placement] * len(args)
+        elif len(device_placement) == len(args):
+            places = list(device_placement)
+        else:
+            raise ConfigError(
+                f"device_placement has {len(device_placement)} entries for {len(args)} objects. "
+                "Write one for each object."
+            )
+        prepared = [
+            None if self._is_scheduler(item) else self._prepare_one(item, at)
+            for item, at in zip(args, places, strict=True)
+        ]
+        # Schedulers last: they look for the prepared optimizer around their own.
+        results = [
+            self.prepare_scheduler(item) if self._is_scheduler(item) else done
+            for item, done in zip(args, prepared, strict=True)
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _prepare_one(self, item: Any, place: bool) -> Any:
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item, device_placement=place)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item, device_placement=place)
+        if item is None or isinstance(item, AcceleratedScheduler):
+            return item
+        raise ConfigError(
+            f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
+            "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
+            "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
+        )
+
+    @staticmethod
+    def _is_scheduler(item: Any) -> bool:
+        return isinstance(item, LRScheduler)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Make a model ready for the run.
+
+        Args:
+            model: on any device.
+            device_placement: move it to the device; by default as the `Accelerator` says.
+            evaluation_mode: it will not be trained, so its gradients need not travel.
+        """
+        core = self.core
+        if any(known is model for known in core.prepared.models):
+            return model
+        place = core.device_placement if device_placement is None else device_placement
+        prepared = core.strategy.prepare_model(
+            core.precision.prepare_model(model), place=place, training=not evaluation_mode
+        )
+        core.prepared.models.append(prepared)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Make an optimizer ready for the run.
+
+        Args:
+            optimizer: over the parameters of a model, which may be prepared before or after.
+            device_placement: move the state it may have to where its parameters are; by default as the
+                `Accelerator` says.
+        """
+        core = self.core
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if not any(known is optimizer for known in core.prepared.optimizers):
+                core.prepared.optimizers.append(optimizer)
+            return optimizer
+        place = core.device_placement if device_placement is None else device_placement
+        if place and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # which moves it to where the parameters are
+        prepared = AcceleratedOptimizer(optimizer, core.accumulation, core.precision.bind(optimizer))
+        core.prepared.optimizers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoaderShard:
+        """Make a loader yield this process's part of its data.
+
+        Args:
+            data_loader: the same on all processes.
+            device_placement: move batches to the device; by default as the `Accelerator` says.
+
+        Raises:
+            ConfigError: the loader cannot be shared out.
+        """
+        core = self.core
+        place = core.device_placement if device_placement is None else device_placement
+        prepared = prepare_data_loader(
+            data_loader,
+            collectives=core.collectives,
+            config=core.loader,
+            device=core.device if place else None,
+            tracker=core.tracker,
+            rng_types=core.rng_types,
+        )
+        if not any(known is prepared for known in core.prepared.loaders):
+            core.prepared.loaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Make a scheduler step when its optimizer does.
+
+        Args:
+            scheduler: of an optimizer, prepared or not.
+        """
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        core = self.core
+        own = scheduler.optimizer
+        matching = [one for one in core.prepared.optimizers if one is own or one.optimizer is own]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            matching or core.prepared.optimizers,
+            core.accumulation,
+            repeats=core.scheduler_steps,
+            step_with_optimizer=core.step_scheduler_with_optimizer,
+        )
+        core.prepared.schedulers.append(prepared)
+        if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:
+            logger.warning(
+                "%s advances %d times for each optimizer step, once for each of %d processes, as schedules written for "
+                "one process need; Accelerator(scheduler_steps_per_process=False) makes it advance once.",
+                type(scheduler).__name__,
+                prepared.repeats,
+                prepared.repeats,
+            )
+        return prepared
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's model inside a prepared one.
+
+        Args:
+            model: what ``prepare`` returned, or any other model.
+            keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
+            keep_torch_compile: False also takes it out of `torch.compile`.
+        """
+        compiled = model
+        model = getattr(compiled, "_orig_mod", model)
+        inner = self.core.strategy.unwrap(model)
+        if not keep_fp32_wrapper:
+            self.core.precision.restore_model(getattr(inner, "_orig_mod", inner))
+        if not keep_torch_compile:
+            return getattr(inner, "_orig_mod", inner)
+        return compiled if inner is model else inner
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything prepared, and give memory back to the device.
+
+        Args:
+            *objects: to be replaced: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
+
+        Returns:
+            As many None as objects were given.
+        """
+        count = len(objects)
+        del objects
+        self.core.prepared.clear()
+        self.core.tracker.clear()
+        self.core.accumulation.step = 0
+        gc.collect()
+        self.core.process.kind.empty_cache()
+        return [None] * count
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Do what `free_memory` does; both names are in use."""
+        return self.free_memory(*objects)

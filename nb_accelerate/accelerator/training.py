@@ -1,0 +1,160 @@
+"""The training step: accumulate, backward, clip, autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.config.checks import check_whole
+from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from torch import Tensor, nn
+
+    from nb_accelerate.accelerator.core import Core
+    from nb_accelerate.config.kwargs import AutocastKwargs
+
+
+class AccumulateBlock:
+    """One batch of an accumulation window. Made by `TrainingSlice.accumulate`."""
+
+    __slots__ = ("_core", "_inner", "_models")
+
+    def __init__(self, core: Core, models: tuple[nn.Module, ...]) -> None:
+        self._core = core
+        self._models = models
+        self._inner: contextlib.AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        if not self._core.accumulation.advance():
+            self._inner = self._core.strategy.no_sync(self._models)
+            if self._inner is not None:
+                self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._inner is not None:
+            self._inner.__exit__(kind, error, trace)
+            self._inner = None
+
+
+class TrainingSlice(Slice):
+    """What a training loop calls for each batch."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
+        return self.core.precision.name
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch closes an accumulation window: optimizers step."""
+        return self.core.accumulation.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """How many batches make one optimizer step."""
+        return self.core.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.core.accumulation.num_steps = check_whole("gradient_accumulation_steps", steps, at_least=1)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was not taken, because fp16 gradients were infinite."""
+        return any(optimizer.step_was_skipped for optimizer in self.core.prepared.optimizers)
+
+    def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a block for one batch of an accumulation window.
+
+        Inside, optimizers step and gradients travel between ranks only if the batch closes the window: after
+        ``gradient_accumulation_steps`` batches, and at the last batch of a loader.
+
+        Args:
+            *models: those whose backward runs in the block; what ``prepare`` returned.
+        """
+        return AccumulateBlock(self.core, models)
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which the gradients of a model stay on their rank."""
+        return self.core.strategy.no_sync((model,)) or contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients, in place of ``loss.backward()``.
+
+        The loss is divided by ``gradient_accumulation_steps``, and with fp16 multiplied by the loss scale.
+
+        Args:
+            loss: without dimensions.
+            **kwargs: those of `torch.Tensor.backward`.
+        """
+        steps = self.core.accumulation.num_steps
+        self.core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
+
+    def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
+        """Divide fp16 gradients by the loss scale, at most once per step. Clipping does it by itself.
+
+        Args:
+            optimizer: whose gradients; those of all prepared optimizers by default.
+
+        Raises:
+            NotPreparedError: one of them did not go through ``prepare``.
+        """
+        if optimizer is None:
+            chosen: list[Any] = list(self.core.prepared.optimizers)
+        else:
+            chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for one in chosen:
+            if not isinstance(one, AcceleratedOptimizer):
+                raise NotPreparedError(
+                    f"unscale_gradients was given a {type(one).__name__} that did not go through prepare, so its "
+                    "gradients were never scaled. Write optimizer = accelerator.prepare(optimizer) first."
+                )
+            one.accelerated_step.unscale()
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.
+
+        Args:
+            parameters: usually ``model.parameters()``.
+            max_norm: the greatest norm allowed.
+            norm_type: 2 for the Euclidean norm, ``inf`` for the greatest element.
+
+        Returns:
+            The norm before clipping, of unscaled gradients: a tensor without dimensions.
+        """
+        core = self.core
+        return clip_grad_norm(
+            parameters,
+            max_norm,
+            norm_type,
+            optimizers=core.prepared.optimizers,
+            accumulation=core.accumulation,
+            precision=core.precision,
+        )
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Limit every element of the gradients to between ``-clip_value`` and ``clip_value``, when the window closes.
+
+        Args:
+            parameters: usually ``model.parameters()``.
+            clip_value: the greatest absolute value allowed.
+        """
+        clip_grad_value(
+            parameters, clip_value, optimizers=self.core.prepared.optimizers, accumulation=self.core.accumulation
+        )
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Return a block that computes in the mixed precision, for a loss outside of the model, say.
+
+        Args:
+            autocast_handler: arguments for this block; by default those given to the `Accelerator`.
+        """
+        return self.core.precision.autocast(autocast_handler)

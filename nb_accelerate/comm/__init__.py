@@ -1,0 +1,25 @@
+"""Exchange tensors and objects between ranks."""
+
+from nb_accelerate.comm.collectives import Collectives
+from nb_accelerate.comm.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from nb_accelerate.comm.single import SingleCollectives
+from nb_accelerate.comm.torch_distributed import TorchCollectives
+
+__all__ = [
+    "Collectives",
+    "SingleCollectives",
+    "TorchCollectives",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+]

@@ -1,0 +1,47 @@
+"""The small interface on which all communication is written."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Collectives(ABC):
+    """What ranks can do together. Every rank calls the same method, in the same order.
+
+    `nb_accelerate.comm.operations` calls these, with contiguous tensors of the same shape and dtype on all ranks.
+
+    Attributes:
+        rank: the number of this process.
+        world_size: how many there are.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of shape (world_size, *tensor.shape), in rank order."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks. May change ``tensor``, which the caller gives up."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of rank ``source``. May change ``tensor``, which the caller gives up."""
+
+    @abstractmethod
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order. They are pickled."""
+
+    @abstractmethod
+    def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
+        """Return the objects of rank ``source``; all ranks hand in a list of that length. They are pickled."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks are here."""

@@ -1,0 +1,172 @@
+"""What users call: gather, reduce, broadcast and pad whole structures. Written once, on `Collectives`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from nb_accelerate.comm.packing import packed
+from nb_accelerate.config.checks import check_choice
+from nb_accelerate.nested import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from nb_accelerate.comm.collectives import Collectives
+
+
+def gather(collectives: Collectives, data: Any) -> Any:
+    """Return ``data`` with every tensor replaced by those of all ranks, one after the other along dimension 0.
+
+    Tensors without dimensions become tensors of shape (world_size,). One process gets back what it gave.
+
+    Args:
+        collectives: how.
+        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
+
+    Raises:
+        TypeError: something in ``data`` is not a tensor.
+    """
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1:
+        return data
+    rows = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
+    gathered = packed(rows, collectives.all_gather, collectives.world_size)
+    return _put_back(data, [tensor.flatten(0, 1) for tensor in gathered])
+
+
+def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return ``data`` with every tensor replaced by its sum or mean over ranks. ``data`` is not changed.
+
+    Args:
+        collectives: how.
+        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
+        reduction: ``"sum"``, ``"mean"`` or ``"none"``. The mean of whole numbers is a float32 tensor.
+        scale: what the result is multiplied with.
+
+    Raises:
+        ConfigError: ``reduction`` is none of these.
+        TypeError: something in ``data`` is not a tensor.
+    """
+    check_choice("reduction", reduction, ("sum", "mean", "none"))
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1 or reduction == "none":
+        return data if scale == 1.0 else _put_back(data, [tensor * scale for tensor in tensors])
+    sums = _sum(collectives, tensors)
+    factor = scale / collectives.world_size if reduction == "mean" else scale
+    return _put_back(data, sums if factor == 1.0 else [tensor * factor for tensor in sums])
+
+
+def _sum(collectives: Collectives, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sum over ranks, with one collective for all tensors of a dtype and device."""
+    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        together.setdefault((tensor.dtype, tensor.device), []).append(index)
+    sums: list[Tensor] = list(tensors)
+    for indices in together.values():
+        if len(indices) == 1:
+            only = tensors[indices[0]]
+            sums[indices[0]] = collectives.all_reduce(only.detach().clone(memory_format=torch.contiguous_format))
+            continue
+        flat = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
+        parts = torch.split(collectives.all_reduce(flat), [tensors[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            sums[index] = part.reshape(tensors[index].shape)
+    return sums
+
+
+def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any:
+    """Return ``data`` with every tensor replaced by that of rank ``from_process``.
+
+    Args:
+        collectives: how.
+        data: a tensor, or a structure of tensors, of the same shapes on all ranks.
+        from_process: whose tensors.
+
+    Raises:
+        TypeError: something in ``data`` is not a tensor.
+    """
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1:
+        return data
+
+    def carry(flat: Tensor) -> Tensor:
+        return collectives.broadcast(flat.clone(), from_process)
+
+    return _put_back(data, packed(tensors, carry))
+
+
+def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
+    """Return the items of all ranks in one list, in rank order.
+
+    Args:
+        collectives: how.
+        items: what this rank gives; anything that can be pickled.
+
+    Raises:
+        TypeError: ``items`` is not a list or another sequence of items.
+    """
+    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+        raise TypeError(
+            f"gather_object was given a {type(items).__name__}, but joins lists. "
+            "Write gather_object([item]) for one item."
+        )
+    return [item for part in collectives.all_gather_object(list(items)) for item in part]
+
+
+def broadcast_object_list(collectives: Collectives, items: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of a list by those of rank ``from_process``, in place, and return the list.
+
+    Args:
+        collectives: how.
+        items: a list of the same length on all ranks; anything that can be pickled.
+        from_process: whose items.
+    """
+    items[:] = collectives.broadcast_objects(items, from_process)
+    return items
+
+
+def pad_across_processes(
+    collectives: Collectives, data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Return ``data`` with every tensor padded along ``dim`` to its greatest size on any rank, ready for `gather`.
+
+    Args:
+        collectives: how.
+        data: a tensor, or a structure of tensors, alike on all ranks except in the size of ``dim``. Tensors
+            without that dimension are left as they are.
+        dim: which dimension; negative counts from the last.
+        pad_index: what to pad with.
+        pad_first: pad at the beginning.
+
+    Raises:
+        TypeError: something in ``data`` is not a tensor.
+    """
+    tensors = tensors_in(data, strict=True)
+    if collectives.world_size == 1 or not tensors:
+        return data
+    sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0 for tensor in tensors]
+    greatest = collectives.all_gather(torch.tensor(sizes)).amax(0).tolist()
+    missing = [most - size for most, size in zip(greatest, sizes, strict=True)]
+    padded = [
+        _pad(tensor, dim, rows, pad_index, first=pad_first) if rows else tensor
+        for tensor, rows in zip(tensors, missing, strict=True)
+    ]
+    return _put_back(data, padded)
+
+
+def _pad(tensor: Tensor, dim: int, rows: int, value: int, *, first: bool) -> Tensor:
+    from_the_end = tensor.dim() - 1 - dim % tensor.dim()  # functional.pad counts dimensions from the last
+    amount = (rows, 0) if first else (0, rows)
+    return functional.pad(tensor, (0, 0) * from_the_end + amount, value=value)
+
+
+def _put_back(data: Any, tensors: Sequence[Tensor]) -> Any:
+    queue = iter(tensors)
+    take: Callable[[Tensor], Tensor] = lambda _: next(queue)  # noqa: E731 - a name for the type
+    return map_tensors(take, data)

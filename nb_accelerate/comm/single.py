@@ -1,0 +1,43 @@
+"""One process: everything it would exchange is its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.comm.collectives import Collectives
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SingleCollectives(Collectives):
+    """Collectives of a process that is alone."""
+
+    rank = 0
+    world_size = 1
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    @override
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return tensor
+
+    @override
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return [item]
+
+    @override
+    def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
+        return items
+
+    @override
+    def barrier(self) -> None:
+        return

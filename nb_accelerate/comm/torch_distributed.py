@@ -1,0 +1,73 @@
+"""Collectives carried by torch.distributed's default process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from nb_accelerate.comm.collectives import Collectives
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# torch 2.13 renamed it, and warns at each call of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TorchCollectives(Collectives):
+    """Collectives of torch.distributed.
+
+    Args:
+        device: the device of this rank. A tensor that lives elsewhere takes a detour over it, because a backend
+            such as nccl carries tensors of its own kind of device only.
+        device_ids: what barriers are told, for backends that want to know.
+    """
+
+    def __init__(self, device: torch.device, *, device_ids: list[int] | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._device = device
+        self._device_ids = device_ids
+
+    @override
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        here = self._carried(tensor)
+        # Flat, because gloo takes the first dimension of the result for the ranks, and of the input for its own.
+        gathered = torch.empty(self.world_size * here.numel(), dtype=here.dtype, device=here.device)
+        _all_gather(gathered, here.reshape(-1))
+        return gathered.view(self.world_size, *here.shape).to(tensor.device)
+
+    @override
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        here = self._carried(tensor)
+        dist.all_reduce(here)
+        return here.to(tensor.device)
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        here = self._carried(tensor)
+        dist.broadcast(here, source)
+        return here.to(tensor.device)
+
+    @override
+    def all_gather_object(self, item: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, item)
+        return gathered
+
+    @override
+    def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
+        received = list(items)
+        dist.broadcast_object_list(received, source)
+        return received
+
+    @override
+    def barrier(self) -> None:
+        dist.barrier(device_ids=self._device_ids)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device.type == self._device.type else tensor.to(self._device)

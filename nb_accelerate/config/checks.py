@@ -1,0 +1,85 @@
+"""Checks that option objects share. Each says what was given, why it cannot be and what to write."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, TypeVar
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+T = TypeVar("T")
+
+
+def suggest(given: object, known: Iterable[str]) -> str:
+    """Say which known word a mistyped one is close to.
+
+    Returns:
+        A sentence with a leading space such as ``" Did you mean 'bf16'?"``, or an empty string.
+    """
+    near = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """Return ``value`` as one of ``choices``; case does not matter.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    known = tuple(choices)
+    word = str(getattr(value, "value", value)).lower()
+    if word in known:
+        return word
+    listed = ", ".join(repr(choice) for choice in known)
+    raise ConfigError(f"{name}={value!r} is not a choice.{suggest(word, known)} Write one of: {listed}.")
+
+
+def check_whole(name: str, value: object, *, at_least: int) -> int:
+    """Return ``value`` if it is a whole number of at least ``at_least``.
+
+    Raises:
+        ConfigError: it is not an integer (True and False are not), or it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(
+            f"{name}={value!r} is {_described(value)}, not a whole number. Write an integer such as {name}={at_least}."
+        )
+    if value < at_least:
+        raise ConfigError(f"{name}={value} is too small. Write an integer of at least {at_least}.")
+    return value
+
+
+def check_number(name: str, value: object, *, above: float) -> float:
+    """Return ``value`` if it is a number greater than ``above``.
+
+    Raises:
+        ConfigError: it is not a number, or it is not greater than ``above``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}={value!r} is {_described(value)}, not a number. Write a number above {above}.")
+    if not value > above:
+        raise ConfigError(f"{name}={value} is too small. Write a number above {above}.")
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False.
+
+    Raises:
+        ConfigError: it is anything else; the text ``"False"`` is true in Python, so text is not accepted.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{name}={value!r} is {_described(value)}, not a yes or no. Write {name}=True or {name}=False.")
+
+
+def first_given(*values: T | None, default: T) -> T:
+    """Return the first value that is not None: argument, then environment, then file, then the default."""
+    return next((value for value in values if value is not None), default)
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"

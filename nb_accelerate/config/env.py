@@ -1,0 +1,86 @@
+"""The only code that reads our environment variables.
+
+Names are those of Hugging Face accelerate, so a script that was configured for it keeps its configuration.
+A variable that is set to an empty string counts as not set.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from nb_accelerate.config.checks import check_whole
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_YES = ("1", "true", "yes", "y", "on", "t")
+_NO = ("0", "false", "no", "n", "off", "f")
+
+
+class Environment:
+    """A typed view of environment variables.
+
+    Args:
+        variables: what to read; the environment of this process by default. It is read when asked, not copied.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self.variables: Mapping[str, str] = os.environ if variables is None else variables
+
+    def text(self, name: str) -> str | None:
+        """Return the value of ``name``, or None if it is not set."""
+        return self.variables.get(name, "").strip() or None
+
+    def flag(self, name: str) -> bool | None:
+        """Return the value of ``name`` as a yes or no, or None if it is not set.
+
+        Raises:
+            ConfigError: the value is not a yes or no.
+        """
+        word = self.text(name)
+        if word is None:
+            return None
+        if word.lower() in _YES:
+            return True
+        if word.lower() in _NO:
+            return False
+        raise ConfigError(f"The environment variable {name}={word!r} is not a yes or no. Write {name}=1 or {name}=0.")
+
+    def whole(self, name: str, *, at_least: int = 0) -> int | None:
+        """Return the value of ``name`` as a whole number, or None if it is not set.
+
+        Raises:
+            ConfigError: the value is not a whole number, or it is below ``at_least``.
+        """
+        word = self.text(name)
+        if word is None:
+            return None
+        try:
+            number = int(word)
+        except ValueError:
+            raise ConfigError(
+                f"The environment variable {name}={word!r} is not a whole number. Write {name}={at_least}, say."
+            ) from None
+        return check_whole(f"The environment variable {name}", number, at_least=at_least)
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """``ACCELERATE_MIXED_PRECISION``: the precision, as it was written."""
+        return self.text("ACCELERATE_MIXED_PRECISION")
+
+    @property
+    def use_cpu(self) -> bool | None:
+        """``ACCELERATE_USE_CPU``: train on the CPU even where there is an accelerator."""
+        return self.flag("ACCELERATE_USE_CPU")
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``: batches for one optimizer step."""
+        return self.whole("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", at_least=1)
+
+    @property
+    def has_rendezvous(self) -> bool:
+        """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` say where ranks meet."""
+        return self.text("MASTER_ADDR") is not None and self.text("MASTER_PORT") is not None

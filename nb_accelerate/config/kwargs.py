@@ -1,0 +1,222 @@
+"""Arguments handed through to torch: for DistributedDataParallel, the gradient scaler, process groups, autocast.
+
+Pass instances in ``Accelerator(kwargs_handlers=[...])``, at most one of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class KwargsHandler:
+    """Base of the objects here."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+class DDPCommunicationHookType(str, Enum):
+    """How gradients travel between ranks: as they are, as 16-bit numbers, or as low-rank factors."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_HOOKS = tuple(member.value for member in DDPCommunicationHookType)
+_WRAPPERS = ("no", "fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and how it sends gradients.
+
+    Attributes:
+        dim: the dimension of a batch that counts rows.
+        broadcast_buffers: send rank 0's buffers (batch norm statistics, say) to all ranks before each forward.
+        bucket_cap_mb: size of the pieces in which gradients travel, in MiB.
+        find_unused_parameters: look, after each forward, for parameters that will get no gradient.
+        check_reduction: ignored by torch; kept because accelerate has it.
+        gradient_as_bucket_view: let gradients share the memory of the pieces they travel in.
+        static_graph: promise that the same parameters are used in every step.
+        comm_hook: how gradients travel.
+        comm_wrapper: the number format around ``comm_hook``: no, fp16 or bf16.
+        comm_state_option: arguments of the PowerSGD state.
+
+    Raises:
+        ConfigError: a value is of the wrong type, or not a choice.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_whole("dim", self.dim, at_least=0)
+        check_whole("bucket_cap_mb", self.bucket_cap_mb, at_least=1)
+        for name in (
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "check_reduction",
+            "gradient_as_bucket_view",
+            "static_graph",
+        ):
+            check_flag(name, getattr(self, name))
+        hook = check_choice("comm_hook", self.comm_hook, _HOOKS)
+        wrapper = check_choice("comm_wrapper", self.comm_wrapper, _WRAPPERS)
+        object.__setattr__(self, "comm_hook", DDPCommunicationHookType(hook))
+        object.__setattr__(self, "comm_wrapper", DDPCommunicationHookType(wrapper))
+
+    def to_ddp(self) -> dict[str, Any]:
+        """Return the arguments of DistributedDataParallel's constructor that differ from their defaults."""
+        # check_reduction is deprecated in torch and warns when it is passed.
+        ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
+        return {name: value for name, value in self.to_kwargs().items() if name not in ours}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of `torch.amp.GradScaler`, which ``mixed_precision="fp16"`` uses.
+
+    Attributes:
+        init_scale: the first factor by which losses are multiplied.
+        growth_factor: by how much that factor grows after ``growth_interval`` good steps.
+        backoff_factor: by how much it shrinks after a step with infinite gradients; between 0 and 1.
+        growth_interval: good steps in a row before it grows.
+        enabled: False switches scaling off.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("init_scale", self.init_scale, above=0.0)
+        check_number("growth_factor", self.growth_factor, above=1.0)
+        if check_number("backoff_factor", self.backoff_factor, above=0.0) >= 1.0:
+            raise ConfigError(f"backoff_factor={self.backoff_factor} does not shrink. Write a number between 0 and 1.")
+        check_whole("growth_interval", self.growth_interval, at_least=1)
+        check_flag("enabled", self.enabled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Arguments of `torch.distributed.init_process_group`.
+
+    Attributes:
+        backend: what carries tensors between ranks; None takes what fits the device (gloo on CPU, nccl on CUDA).
+        init_method: the address where ranks meet; None takes ``MASTER_ADDR`` and ``MASTER_PORT``.
+        timeout: how long a collective waits for ranks that do not come; None takes torch's default.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is None:
+            return
+        if not isinstance(self.timeout, timedelta):
+            raise ConfigError(
+                f"timeout={self.timeout!r} is not a datetime.timedelta. "
+                "Write timeout=timedelta(seconds=60), with `from datetime import timedelta`."
+            )
+        if self.timeout <= timedelta(0):
+            raise ConfigError(f"timeout={self.timeout!r} is over before it begins. Write a positive one.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastKwargs(KwargsHandler):
+    """Arguments of `torch.autocast`.
+
+    Attributes:
+        enabled: False computes in float32 inside the block.
+        cache_enabled: keep the 16-bit copies of weights for the whole block; None takes torch's default.
+
+    Raises:
+        ConfigError: a value is of the wrong type.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_flag("enabled", self.enabled)
+        if self.cache_enabled is not None:
+            check_flag("cache_enabled", self.cache_enabled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handlers:
+    """One of each kind of handler, given or default."""
+
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    process_group: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+
+    @classmethod
+    def collect(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
+        """Sort a list of handlers by kind.
+
+        Raises:
+            ConfigError: something in the list is not a handler, or there are two of one kind.
+        """
+        places: dict[type[KwargsHandler], str] = {
+            DistributedDataParallelKwargs: "ddp",
+            GradScalerKwargs: "scaler",
+            InitProcessGroupKwargs: "process_group",
+            AutocastKwargs: "autocast",
+        }
+        found: dict[str, Any] = {}
+        for handler in given or ():
+            place = places.get(type(handler))
+            if place is None:
+                known = ", ".join(kind.__name__ for kind in places)
+                raise ConfigError(
+                    f"kwargs_handlers holds {handler!r}, which is not a handler this version knows. "
+                    f"Write instances of: {known}."
+                )
+            if place in found:
+                raise ConfigError(
+                    f"kwargs_handlers holds two {type(handler).__name__}; which one counts? Write one with all fields."
+                )
+            found[place] = handler
+        return cls(**found)

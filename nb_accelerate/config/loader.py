@@ -1,0 +1,74 @@
+"""How prepared data loaders share out their batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nb_accelerate.config.checks import check_flag, check_whole
+from nb_accelerate.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLoaderConfiguration:
+    """How prepared data loaders share out their batches.
+
+    Attributes:
+        split_batches: a batch of the loader is cut into one piece for each rank, so the batch size you wrote is
+            that of all ranks together. By default every rank gets whole batches of that size.
+        dispatch_batches: rank 0 reads all data and sends the others their part. None and False: every rank
+            reads its own.
+        even_batches: fill up the last batches with rows from the start, so that all ranks have equally many.
+        use_seedable_sampler: shuffle by ``data_seed`` plus the epoch, independent of all other random numbers.
+        data_seed: the seed for that; None takes the seed of torch when the loader is prepared.
+        non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
+        use_stateful_dataloader: make loaders that can save and restore their position (torchdata).
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("split_batches", self.split_batches)
+        if self.dispatch_batches is not None:
+            check_flag("dispatch_batches", self.dispatch_batches)
+        check_flag("even_batches", self.even_batches)
+        check_flag("use_seedable_sampler", self.use_seedable_sampler)
+        if self.data_seed is not None:
+            check_whole("data_seed", self.data_seed, at_least=0)
+        check_flag("non_blocking", self.non_blocking)
+        check_flag("use_stateful_dataloader", self.use_stateful_dataloader)
+        if self.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True is not supported yet. Write dispatch_batches=False: every rank then reads "
+                "its own part of the data."
+            )
+        if self.use_stateful_dataloader:
+            raise ConfigError(
+                "use_stateful_dataloader=True is not supported yet. Leave it out; prepared loaders then start "
+                "every epoch at its first batch."
+            )
+
+
+def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """Merge the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    config = given or DataLoaderConfiguration()
+    if split_batches is None:
+        return config
+    if given is not None and given.split_batches and not check_flag("split_batches", split_batches):
+        raise ConfigError(
+            "split_batches=False and dataloader_config.split_batches=True contradict each other. "
+            "Write it in one of them only."
+        )
+    return replace(config, split_batches=split_batches)

@@ -1,0 +1,144 @@
+"""One rank's part of an iterable dataset.
+
+Every rank reads the whole stream and keeps its rows. The dataset may be read in a worker process of the
+loader, which has no way to say at the end how many rows of the last group are real. So the rows of that group
+carry the number with them: each is wrapped in `LastRow`, and `MarkingCollate` makes a `LastBatch` of them,
+which the loader opens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
+from nb_accelerate.nested import map_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class LastRow:
+    """A row of an incomplete last group, and how many rows of that group are real."""
+
+    row: Any
+    real: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """A batch of an incomplete last group, and how many rows of that group are real."""
+
+    batch: Any
+    real: int
+    rows: int
+
+    def pin_memory(self) -> LastBatch:
+        """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
+        return replace(self, batch=map_tensors(lambda tensor: tensor.pin_memory(), self.batch))
+
+
+class MarkingCollate:
+    """A loader's ``collate_fn`` that carries the mark of the last group on.
+
+    Args:
+        collate: the loader's own.
+        batched: whether it is called with a list of rows; otherwise with one item.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
+        self.collate = collate
+        self.batched = batched
+
+    def __call__(self, rows: Any) -> Any:
+        """Return rows as a batch. Called by the loader, perhaps in a worker process."""
+        first = rows[0] if self.batched and rows else rows
+        if type(first) is not LastRow:
+            return self.collate(rows)
+        if not self.batched:
+            return LastBatch(self.collate(first.row), first.real, 1)
+        return LastBatch(self.collate([marked.row for marked in rows]), first.real, len(rows))
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One rank's part of an iterable dataset that yields the same rows, in the same order, on all ranks.
+
+    Args:
+        dataset: the user's.
+        batch_size: that of the user's loader; 1 if its items are batches by themselves.
+        drop_last: leave out an incomplete last group.
+        num_processes: how many ranks there are.
+        process_index: the number of this one.
+        split_batches: cut each batch into pieces instead of handing out whole batches.
+        even_batches: fill up the last group with rows from the start.
+
+    Raises:
+        ConfigError: ``batch_size`` cannot be split.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self._local = rows_per_rank(batch_size, num_processes, split_batches=split_batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset which epoch comes, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        plan = ShardPlan(
+            rows=len(self.dataset),  # type: ignore[arg-type]  # raises TypeError, as the dataset itself would
+            batch_size=self.batch_size,
+            world_size=self.num_processes,
+            split_batches=self.split_batches,
+            even_batches=self.even_batches,
+            drop_last=self.drop_last,
+        )
+        rest = 0
+        if plan.remainder:
+            rest = self._local if self.even_batches else plan.remainder - self.process_index * self._local
+        return plan.full_groups * self._local + min(max(rest, 0), self._local)
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self._local * self.num_processes
+        first = self.process_index * self._local
+        start: list[Any] | None = None
+        group: list[Any] = []
+        for row in self.dataset:
+            group.append(row)
+            if len(group) == size:
+                yield from group[first : first + self._local]
+                start = start or group
+                group = []
+        if not group or self.drop_last:
+            return
+        pieces = piece_of_last_group(
+            group,
+            start or group,
+            self.process_index,
+            local_size=self._local,
+            group_size=size,
+            even_batches=self.even_batches,
+        )
+        for piece in pieces:
+            for row in piece:
+                yield LastRow(row, len(group))

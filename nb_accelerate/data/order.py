@@ -1,0 +1,51 @@
+"""All ranks shuffle alike, although their random numbers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from nb_accelerate.process.rng import RNGType, synchronize
+
+Broadcast = Callable[[Tensor], Tensor]
+
+
+class SharedOrder:
+    """Puts a sampler in step with rank 0 at the start of each epoch.
+
+    A sampler with a generator of its own gets the state of rank 0's. One without would draw from torch's global
+    numbers, which differ between ranks; it gets a generator, seeded with a number drawn where the sampler
+    itself would have drawn it. So the order on all ranks is the one that rank 0 would see if it were alone.
+
+    Args:
+        sampler: has a ``generator`` attribute.
+        broadcast: returns rank 0's tensor on every rank.
+    """
+
+    def __init__(self, sampler: Any, broadcast: Broadcast) -> None:
+        self.sampler = sampler
+        self.broadcast = broadcast
+        self.draws = sampler.generator is None
+        if self.draws:
+            sampler.generator = torch.Generator()
+
+    def __call__(self) -> None:
+        """Put the sampler in step. All ranks call it together."""
+        if not self.draws:
+            synchronize((RNGType.GENERATOR,), self.broadcast, self.sampler.generator)
+            return
+        seed = torch.empty((), dtype=torch.int64).random_()
+        self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))
+
+
+def shared_order(sampler: Any, broadcast: Broadcast) -> SharedOrder | None:
+    """Return what keeps a sampler in step, or None if it is not random in a way that we can reach."""
+    # Others may have a generator that is not torch's, or none and no use for one.
+    known = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    if known or isinstance(getattr(sampler, "generator", None), torch.Generator):
+        return SharedOrder(sampler, broadcast)
+    return None

@@ -1,0 +1,130 @@
+"""Which rows go to which rank: arithmetic, nothing else.
+
+A loader's rows, in the order of its sampler, are cut into *groups*: what all ranks together see in one step. Each
+rank takes its slice of each group. With batches of 2 and 2 ranks::
+
+    rows        0 1 2 3 | 4 5 6 7 | 8
+    rank 0      0 1       4 5       8 0     <- even_batches fills the last group from the start
+    rank 1          2 3       6 7       1 2
+
+A group is ``world_size`` batches, so batch k goes to rank k modulo world_size; with ``split_batches`` it is one
+batch, cut into pieces. Everything else is the same. Gathered in rank order, a group is in the loader's order, and
+in the last one only its first ``remainder`` rows are real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+T = TypeVar("T")
+
+
+def rows_per_rank(batch_size: int, world_size: int, *, split_batches: bool) -> int:
+    """Return how many rows of a full group each rank takes.
+
+    Raises:
+        ConfigError: batches are to be split, but not evenly.
+    """
+    if not split_batches:
+        return batch_size
+    if batch_size % world_size:
+        lower = batch_size - batch_size % world_size
+        near = f"batch_size={lower} or {lower + world_size}" if lower else f"batch_size={world_size}"
+        raise ConfigError(
+            f"split_batches=True was asked for, but batches of {batch_size} cannot be cut into {world_size} equal "
+            f"pieces. Write {near} in the DataLoader, or split_batches=False."
+        )
+    return batch_size // world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """How the rows of one epoch are shared out.
+
+    Attributes:
+        rows: how many the sampler yields.
+        batch_size: that of the user's loader.
+        world_size: how many ranks there are.
+        split_batches: cut each batch into pieces instead of handing out whole batches.
+        even_batches: fill the last group with rows from the start, so that all ranks have equal batches.
+        drop_last: leave out an incomplete last group.
+
+    Raises:
+        ConfigError: ``batch_size`` cannot be split.
+    """
+
+    rows: int
+    batch_size: int
+    world_size: int
+    split_batches: bool = False
+    even_batches: bool = True
+    drop_last: bool = False
+    local_size: int = field(init=False)
+    group_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        local = rows_per_rank(self.batch_size, self.world_size, split_batches=self.split_batches)
+        object.__setattr__(self, "local_size", local)
+        object.__setattr__(self, "group_size", local * self.world_size)
+
+    @property
+    def full_groups(self) -> int:
+        """Groups that are complete."""
+        return self.rows // self.group_size
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the incomplete last group; 0 if there is none, or if it is left out."""
+        return 0 if self.drop_last else self.rows % self.group_size
+
+    def num_batches(self, rank: int) -> int:
+        """Return how many batches a rank gets."""
+        return self.full_groups + (
+            self.remainder > 0 and (self.even_batches or self.remainder > rank * self.local_size)
+        )
+
+    def batches(self, order: Sequence[T], rank: int, *, start: int = 0) -> Iterator[list[T]]:
+        """Yield the batches of a rank.
+
+        Args:
+            order: all rows, in the order of the sampler; ``rows`` of them.
+            rank: whose batches.
+            start: how many groups to leave out at the beginning. They cost nothing.
+        """
+        local, group = self.local_size, self.group_size
+        end = self.full_groups * group
+        for first in range(start * group + rank * local, end, group):
+            yield list(order[first : first + local])
+        if self.remainder and start <= self.full_groups:
+            last = order[end:]
+            yield from piece_of_last_group(
+                list(last), order, rank, local_size=local, group_size=group, even_batches=self.even_batches
+            )
+
+
+def piece_of_last_group(
+    last: list[T], start: Sequence[T], rank: int, *, local_size: int, group_size: int, even_batches: bool
+) -> Iterator[list[T]]:
+    """Yield what a rank gets of an incomplete group: one piece, or nothing.
+
+    Args:
+        last: the real rows of the group, at least one.
+        start: rows from the beginning of the data to fill up with, again and again if they are few.
+        rank: whose piece.
+        local_size: rows of a full piece.
+        group_size: rows of a full group.
+        even_batches: fill up; otherwise the last ranks get fewer rows, or none.
+    """
+    first = rank * local_size
+    if even_batches:
+        missing = group_size - len(last)
+        last = last + [start[index % len(start)] for index in range(missing)]
+    piece = last[first : first + local_size]
+    if piece:
+        yield piece

@@ -1,0 +1,250 @@
+"""Make a user's loader into one rank's part of it.
+
+torch does not let the sampler of a loader be changed, so a new loader is made, with all other settings as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.data.iterable import IterableDatasetShard, MarkingCollate
+from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.data.order import shared_order
+from nb_accelerate.data.plan import rows_per_rank
+from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process.rng import RNGType, synchronize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.data.tracker import LoaderTracker
+
+_COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+_KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "in_order")
+
+
+def prepare_data_loader(
+    loader: DataLoader[Any],
+    *,
+    collectives: Collectives,
+    config: DataLoaderConfiguration | None = None,
+    device: torch.device | None = None,
+    tracker: LoaderTracker | None = None,
+    rng_types: Sequence[RNGType] = (RNGType.GENERATOR,),
+) -> DataLoaderShard:
+    """Return a loader that yields this rank's part of another one.
+
+    In one process it yields what the other would, row for row and with the same random numbers.
+
+    Args:
+        loader: the user's. Its samplers are copied before they are changed, where that is possible.
+        collectives: knows the ranks, and keeps random numbers in step.
+        config: how to share out.
+        device: where batches go; None leaves them where they are.
+        tracker: told when epochs begin and end.
+        rng_types: which random numbers get the state of rank 0 before each epoch.
+
+    Raises:
+        ConfigError: the loader is sharded already, or cannot be shared out as ``config`` says.
+    """
+    if isinstance(loader, DataLoaderShard):
+        return loader
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{type(loader).__name__} has an __iter__ of its own, which would be lost: prepare makes a new "
+            "DataLoader. Prepare a plain torch.utils.data.DataLoader, or leave yours out and move its batches to "
+            "accelerator.device."
+        )
+    config = config or DataLoaderConfiguration()
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    if loader.num_workers:
+        kept |= {name: getattr(loader, name) for name in _KEPT_WITH_WORKERS if hasattr(loader, name)}
+    maker = _Maker(loader, collectives, config, rng_types)
+    parts = maker.iterable() if isinstance(loader.dataset, IterableDataset) else maker.mapped()
+    return DataLoaderShard(
+        device=device,
+        tracker=tracker,
+        even=config.even_batches,
+        non_blocking=config.non_blocking,
+        rows=_length(loader.dataset),
+        **{**kept, **parts},
+    )
+
+
+class _Maker:
+    """Makes those arguments of the new loader that differ from the old one's."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        collectives: Collectives,
+        config: DataLoaderConfiguration,
+        rng_types: Sequence[RNGType],
+    ) -> None:
+        self.loader = loader
+        self.ranks = collectives.world_size
+        self.rank = collectives.rank
+        self.collectives = collectives
+        self.config = config
+        self.rng_types = rng_types
+
+    def mapped(self) -> dict[str, Any]:
+        """Return the arguments for a dataset whose rows can be asked for by number."""
+        loader = self.loader
+        # A loader with batch_size=None has no batch sampler; its sampler may be one (datasets that fetch many rows
+        # at once are read that way), or may yield items that are batches by themselves.
+        batched = loader.batch_sampler is not None
+        outer: Any = loader.batch_sampler if batched else loader.sampler
+        batches = batched or isinstance(outer, BatchSampler)
+        inner = getattr(outer, "sampler", None) if batches else outer
+        self._refuse_sharded(inner if inner is not None else outer)
+        outer, inner = self._own(outer, inner, batches=batches)
+        parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._global_sync()}
+        if self.ranks > 1:
+            on_start = self._order_sync(outer, inner)
+            if batches:
+                outer = BatchSamplerShard(
+                    outer,
+                    self.ranks,
+                    self.rank,
+                    self.config.split_batches,
+                    self.config.even_batches,
+                    on_start=on_start,
+                )
+                parts["last_group_rows"] = partial(getattr, outer, "last_group_rows")
+            else:
+                outer = SamplerShard(
+                    outer, self.ranks, self.rank, even_batches=self.config.even_batches, on_start=on_start
+                )
+                parts["last_group_items"] = partial(getattr, outer, "last_group_items")
+        if batched:
+            parts["batch_sampler"] = outer
+        else:
+            parts |= {"sampler": outer, "batch_size": None}
+        parts["total_batch_size"] = self._total(getattr(outer, "batch_size", None))
+        return parts
+
+    def iterable(self) -> dict[str, Any]:
+        """Return the arguments for a dataset that is read from its beginning."""
+        loader, batched = self.loader, self.loader.batch_size is not None
+        parts: dict[str, Any] = {
+            "dataset": loader.dataset,
+            "batch_size": loader.batch_size,
+            "on_start": self._global_sync(getattr(loader.dataset, "generator", None)),
+            "total_batch_size": self._total(loader.batch_size),
+        }
+        if batched:
+            parts["drop_last"] = loader.drop_last
+        if self.ranks == 1:
+            return parts
+        split = self.config.split_batches and batched
+        size = loader.batch_size or 1
+        parts["dataset"] = IterableDatasetShard(
+            cast("Iterable[Any]", loader.dataset),
+            size,
+            bool(batched and loader.drop_last),
+            self.ranks,
+            self.rank,
+            split,
+            even_batches=self.config.even_batches,
+        )
+        parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
+        if batched:
+            parts["batch_size"] = rows_per_rank(size, self.ranks, split_batches=split)
+        else:
+            parts["last_group_items"] = _unknown
+        return parts
+
+    def _refuse_sharded(self, sampler: object) -> None:
+        if self.ranks > 1 and isinstance(sampler, DistributedSampler):
+            raise ConfigError(
+                "The loader has a DistributedSampler, so each rank would get a part of a part of the data. Leave "
+                "the sampler out (write shuffle=True instead): prepare shares out the data."
+            )
+
+    def _own(self, outer: Any, inner: Any, *, batches: bool) -> tuple[Any, Any]:
+        """Return samplers that may be changed without changing those of the user's loader.
+
+        Samplers of other kinds stay the user's own objects, who may hold on to them and call their ``set_epoch``.
+        """
+        wanted = self._seedable(inner) if self.config.use_seedable_sampler else None
+        if self.ranks == 1 and wanted is None:
+            return outer, inner
+        if not batches:
+            own = wanted if wanted is not None else _copied(outer)
+            return own, own
+        if type(outer) is not BatchSampler:
+            return outer, inner  # its sampler may be bound up with it in ways we do not know
+        own = wanted if wanted is not None else _copied(inner)
+        return BatchSampler(own, outer.batch_size, outer.drop_last), own
+
+    def _seedable(self, sampler: Any) -> SeedableRandomSampler | None:
+        if type(sampler) is not RandomSampler:
+            return None
+        seed = self.config.data_seed
+        if seed is None:
+            mine = torch.tensor(torch.initial_seed() % 2**63)
+            seed = int(self.collectives.broadcast(mine, 0).item())
+        return SeedableRandomSampler(
+            sampler.data_source,
+            sampler.replacement,
+            sampler._num_samples,  # noqa: SLF001 - None, where num_samples would be today's length
+            data_seed=seed,
+        )
+
+    def _order_sync(self, outer: Any, inner: Any) -> Callable[[], None] | None:
+        if RNGType.GENERATOR not in self.rng_types or isinstance(inner, SeedableRandomSampler):
+            return None
+        broadcast = partial(self.collectives.broadcast, source=0)
+        return shared_order(inner, broadcast) or shared_order(outer, broadcast)
+
+    def _global_sync(self, generator: torch.Generator | None = None) -> Callable[[], None] | None:
+        types = [kind for kind in self.rng_types if kind is not RNGType.GENERATOR or generator is not None]
+        if self.ranks == 1 or not types:
+            return None
+        return partial(synchronize, types, partial(self.collectives.broadcast, source=0), generator)
+
+    def _total(self, batch_size: int | None) -> int | None:
+        if batch_size is None or self.config.split_batches:
+            return batch_size
+        return batch_size * self.ranks
+
+
+def _copied(sampler: Any) -> Any:
+    return copy.copy(sampler) if type(sampler) in _COPIED else sampler
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _unknown() -> None:
+    """Say that nothing is known about the last group: iterable datasets send it along with the batch."""

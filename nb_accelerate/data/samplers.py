@@ -1,0 +1,239 @@
+"""Samplers that yield one rank's part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
+
+from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffle by a seed plus the epoch, independent of all other random numbers.
+
+    Args:
+        data_source: the dataset.
+        replacement: draw rows with replacement.
+        num_samples: how many to draw; all rows by default.
+        generator: what to draw with; seeded anew for each epoch.
+        data_seed: the seed.
+        epoch: the first epoch; counts up by itself.
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        data_seed: int,
+        epoch: int = 0,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = data_seed
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert isinstance(self.generator, torch.Generator)
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next pass as that of ``epoch``."""
+        self.epoch = epoch
+
+
+# These yield as many rows as they say they have, and take no decision while they do, so their whole order may be
+# asked for at once.
+_FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
+
+
+class BatchSamplerShard(BatchSampler):
+    """One rank's part of a batch sampler.
+
+    Args:
+        batch_sampler: that of the user's loader; every rank has the same, in the same order.
+        num_processes: how many ranks there are.
+        process_index: the number of this one.
+        split_batches: cut each batch into pieces instead of handing out whole batches.
+        even_batches: fill up the last batches, so that all ranks have equally many of equal size.
+        on_start: called when an epoch starts, before the first row is drawn.
+
+    Attributes:
+        last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
+            None if its last batch is complete on all ranks.
+
+    Raises:
+        ConfigError: batches have no fixed size but are to be evened out or split, or cannot be split evenly.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[list[Any]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        size = getattr(batch_sampler, "batch_size", None)
+        if size is None and (split_batches or even_batches):
+            raise ConfigError(
+                f"{type(batch_sampler).__name__} has no batch_size, so its batches cannot be "
+                f"{'split' if split_batches else 'made even'} for {num_processes} ranks. Give it a batch_size "
+                "attribute, or write DataLoaderConfiguration(even_batches=False, split_batches=False)."
+            )
+        self.batch_size = size  # type: ignore[assignment]  # None where batches differ in size
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
+        self.last_group_rows: int | None = None
+        self._on_start = on_start
+        self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
+        self._plannable = type(batch_sampler) is BatchSampler and type(self.sampler) in _FINITE
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all ranks together."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        if self._plannable:
+            return self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
+        batches = self.total_length
+        if self.split_batches:
+            return batches  # the last may be too short for a piece for this rank; only an epoch can tell
+        whole, rest = divmod(batches, self.num_processes)
+        if self.drop_last:
+            return whole
+        return whole + (rest > 0 if self.even_batches else rest > self.process_index)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if self._on_start is not None:
+            self._on_start()
+        # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
+        yield from self._planned() if self._plannable else self._streamed()
+
+    def _plan(self, rows: int) -> ShardPlan:
+        return ShardPlan(
+            rows=rows,
+            batch_size=self.batch_size,
+            world_size=self.num_processes,
+            split_batches=self.split_batches,
+            even_batches=self.even_batches,
+            drop_last=self.drop_last,
+        )
+
+    def _planned(self) -> Iterator[list[Any]]:
+        """Slice this rank's rows out of the whole order; those of other ranks are never collected."""
+        sequential = type(self.sampler) is SequentialSampler
+        order: Sequence[Any] = range(len(self.sampler)) if sequential else list(self.sampler)  # type: ignore[arg-type]
+        plan = self._plan(len(order))
+        self._note_last(plan.remainder)
+        return plan.batches(order, self.process_index)
+
+    def _streamed(self) -> Iterator[list[Any]]:
+        """Go through all batches of a sampler whose order is its own affair."""
+        self.last_group_rows = None
+        per_group = 1 if self.split_batches else self.num_processes
+        start: list[Any] = []
+        group: list[list[Any]] = []
+        for batch in self.batch_sampler:
+            if len(group) == per_group:  # another batch follows, so this group is not the last
+                yield self._mine(group)
+                group = []
+            if self.batch_size is not None and len(start) < self.batch_size * per_group:
+                start.extend(batch)
+            group.append(batch)
+        if len(group) == per_group and (self.batch_size is None or len(group[-1]) == self.batch_size):
+            yield self._mine(group)
+        elif group and not self.drop_last:
+            yield from self._end(group, start)
+
+    def _mine(self, group: list[list[Any]]) -> list[Any]:
+        if not self.split_batches:
+            return group[self.process_index]
+        assert self._local is not None
+        first = self.process_index * self._local
+        return group[0][first : first + self._local]
+
+    def _end(self, group: list[list[Any]], start: list[Any]) -> Iterator[list[Any]]:
+        if self._local is None:  # batches without a fixed size, not to be evened out: whole batches, while they last
+            if len(group) > self.process_index:
+                self.last_group_rows = sum(len(batch) for batch in group)
+                yield group[self.process_index]
+            return
+        rows = [row for batch in group for row in batch]
+        self._note_last(len(rows))
+        yield from piece_of_last_group(
+            rows,
+            start,
+            self.process_index,
+            local_size=self._local,
+            group_size=self._local * self.num_processes,
+            even_batches=self.even_batches,
+        )
+
+    def _note_last(self, rows: int) -> None:
+        has_part = self.even_batches or (self._local is not None and rows > self.process_index * self._local)
+        self.last_group_rows = rows if rows and has_part else None
+
+
+class SamplerShard(Sampler[Any]):
+    """One rank's part of a sampler whose items are batches by themselves (loaders with ``batch_size=None``).
+
+    Args:
+        sampler: that of the user's loader.
+        num_processes: how many ranks there are.
+        process_index: the number of this one.
+        even_batches: start again from the beginning at the end, so that all ranks have equally many.
+        on_start: called when an epoch starts, before the first item is drawn.
+
+    Attributes:
+        last_group_items: after an epoch, the real items of an incomplete last round that this rank has a part of.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        num_processes: int,
+        process_index: int,
+        *,
+        even_batches: bool = True,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.sampler = sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.even_batches = even_batches
+        self.last_group_items: int | None = None
+        self._on_start = on_start
+
+    def _plan(self, items: int) -> ShardPlan:
+        return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
+
+    def __len__(self) -> int:
+        return self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._on_start is not None:
+            self._on_start()
+        order = list(self.sampler)
+        plan = self._plan(len(order))
+        has_part = self.even_batches or plan.remainder > self.process_index
+        self.last_group_items = plan.remainder if plan.remainder and has_part else None
+        for batch in plan.batches(order, self.process_index):
+            yield batch[0]

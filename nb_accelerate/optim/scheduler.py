@@ -1,0 +1,98 @@
+"""A learning rate scheduler that steps when its optimizer steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from nb_accelerate.optim.accumulation import AccumulationState
+    from nb_accelerate.optim.optimizer import AcceleratedOptimizer
+
+
+class AcceleratedScheduler:
+    """A user's scheduler, prepared. Made by ``prepare``.
+
+    Schedules are usually written for the number of batches one process would see. With n ranks there are n times
+    fewer optimizer steps, so each advances the schedule n times; `ReduceLROnPlateau`, which counts evaluations
+    and not batches, advances once.
+
+    Args:
+        scheduler: the user's.
+        optimizers: those it is about; if one skipped its step, the schedule waits.
+        accumulation: knows whether an optimizer step was due.
+        repeats: how often the schedule advances for one optimizer step.
+        step_with_optimizer: False advances it at every call instead, as often as it is called.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: Sequence[AcceleratedOptimizer],
+        accumulation: AccumulationState,
+        *,
+        repeats: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self.repeats = 1 if isinstance(scheduler, ReduceLROnPlateau) else repeats
+        self.step_with_optimizer = step_with_optimizer
+        self._accumulation = accumulation
+        # OneCycleLR raises when it is stepped past its end, which rounding up to whole steps of n does.
+        self._last: int | None = getattr(scheduler, "total_steps", None)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule if an optimizer step was taken.
+
+        Args:
+            *args: handed to the scheduler inside, such as the metric of ReduceLROnPlateau.
+            **kwargs: likewise.
+        """
+        scheduler = self.scheduler
+        if not self.step_with_optimizer:
+            scheduler.step(*args, **kwargs)
+            return
+        if not self._accumulation.sync_gradients:
+            if self._accumulation.adjust_scheduler:
+                scheduler._step_count += 1  # noqa: SLF001 - torch keeps the count of calls nowhere else
+            return
+        for optimizer in self.optimizers:
+            if optimizer.accelerated_step.skipped:
+                return
+        for _ in range(self.repeats):
+            if self._last is None or scheduler.last_epoch < self._last:
+                scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        """Return the learning rates of the parameter groups."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> Any:
+        """Return what the scheduler inside computes for its current step."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Print learning rates, where the scheduler inside can."""
+        self.scheduler.print_lr(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scheduler inside, as if it had not been prepared."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the scheduler inside."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedScheduler({self.scheduler!r})"

@@ -1,0 +1,6 @@
+"""Which numbers a model computes with: float32 as it is, bfloat16, or float16 with a loss scaler."""
+
+from nb_accelerate.precision.precision import OptimizerStep, Precision
+from nb_accelerate.precision.select import select_precision
+
+__all__ = ["OptimizerStep", "Precision", "select_precision"]

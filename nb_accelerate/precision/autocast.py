@@ -1,0 +1,80 @@
+"""Compute a model's forward under autocast, and hand its outputs on in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from nb_accelerate.nested import to_float32
+from nb_accelerate.precision.precision import Precision
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from nb_accelerate.config.kwargs import AutocastKwargs
+
+
+class AutocastForward:
+    """A model's forward under autocast; sits in place of ``model.forward``. Pickles and deep-copies with the model.
+
+    Args:
+        forward: the model's own forward.
+        arguments: those of `torch.autocast`.
+    """
+
+    def __init__(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the model
+        self.arguments = arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs. Called by the model for each batch."""
+        with torch.autocast(**self.arguments):
+            outputs = self.__wrapped__(*args, **kwargs)
+        return to_float32(outputs)
+
+
+class AutocastPrecision(Precision):
+    """Compute in a 16-bit type where that is safe; weights and their updates stay in float32.
+
+    Args:
+        device_type: torch's name for the type of device.
+        dtype: the 16-bit type.
+        options: arguments of autocast.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, options: AutocastKwargs) -> None:
+        self.device_type = device_type
+        self.dtype = dtype
+        self.options = options
+
+    @override
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        if not isinstance(model.forward, AutocastForward):
+            model.forward = AutocastForward(model.forward, self._arguments(self.options))
+        return model
+
+    @override
+    def restore_model(self, model: nn.Module) -> nn.Module:
+        if isinstance(model.forward, AutocastForward):
+            own = model.forward.__wrapped__
+            del model.forward
+            if model.forward != own:  # someone else had put a forward on the instance before us
+                model.forward = own
+        return model
+
+    @override
+    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(**self._arguments(options or self.options))
+
+    def _arguments(self, options: AutocastKwargs) -> dict[str, Any]:
+        return {
+            "device_type": self.device_type,
+            "dtype": self.dtype,
+            "enabled": options.enabled,
+            "cache_enabled": options.cache_enabled,
+        }

@@ -1,0 +1,35 @@
+"""Choose the precision, once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.config.precision import PrecisionType
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.precision.bf16 import BF16Precision
+from nb_accelerate.precision.fp16 import FP16Precision
+from nb_accelerate.precision.precision import Precision
+
+if TYPE_CHECKING:
+    from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
+    from nb_accelerate.process.devices import DeviceKind
+
+
+def select_precision(
+    chosen: PrecisionType, kind: DeviceKind, *, autocast: AutocastKwargs, scaler: GradScalerKwargs
+) -> Precision:
+    """Return the precision with a name, for a kind of device.
+
+    Raises:
+        ConfigError: the device cannot compute in it.
+    """
+    if chosen is PrecisionType.BF16:
+        if not kind.supports_bf16():
+            raise ConfigError(
+                f"mixed_precision='bf16' was asked for, but this {kind.name} device cannot compute in bfloat16. "
+                "Write mixed_precision='fp16' or 'no'."
+            )
+        return BF16Precision(kind.name, autocast)
+    if chosen is PrecisionType.FP16:
+        return FP16Precision(kind.name, autocast, scaler)
+    return Precision()

@@ -1,0 +1,82 @@
+"""What this process is, once: the only module-level variable of the package.
+
+Every `Accelerator` in a process shares one `ProcessContext`. It is made by `nb_accelerate.process.setup`, and
+forgotten by `reset`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from nb_accelerate.config.distributed import DistributedType
+
+if TYPE_CHECKING:
+    import torch
+
+    from nb_accelerate.config.kwargs import InitProcessGroupKwargs
+    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessContext:
+    """What this process is.
+
+    Attributes:
+        topology: its place among all processes.
+        kind: what its device can do.
+        device: where its model and batches live.
+        group: the default process group, or None when it is alone.
+        owns_group: whether we made that group, and so may destroy it.
+        options: what the group was asked to be made with.
+        pid: the process this describes. A forked child inherits the variable, but is not that process.
+    """
+
+    topology: Topology
+    kind: DeviceKind
+    device: torch.device
+    group: dist.ProcessGroup | None
+    owns_group: bool
+    options: InitProcessGroupKwargs
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What this setup is called."""
+        return self.kind.distributed_type if self.topology.world_size > 1 else DistributedType.NO
+
+
+_context: ProcessContext | None = None
+
+
+def current() -> ProcessContext | None:
+    """Return what this process is, or None if nobody asked yet.
+
+    A description is out of date, and None is returned, when it was inherited by a fork or when the process group
+    it names is no longer torch's default one.
+    """
+    if _context is None or _context.pid != os.getpid() or _context.group is not default_group():
+        return None
+    return _context
+
+
+def install(context: ProcessContext) -> ProcessContext:
+    """Make ``context`` the description of this process."""
+    global _context  # noqa: PLW0603 - the one module-level variable of the package
+    _context = context
+    return context
+
+
+def reset() -> None:
+    """Forget what this process is; the next `Accelerator` looks again. The process group stays."""
+    global _context  # noqa: PLW0603 - as above
+    _context = None
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Return torch's default process group, or None if there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

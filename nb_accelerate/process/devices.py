@@ -1,0 +1,152 @@
+"""What each kind of device can do, as a table.
+
+A new device is one row. Nobody outside this file asks which kind a device is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.topology import Topology
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, for rows that have nothing to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """One row of the table.
+
+    Attributes:
+        name: torch's name for the device type.
+        distributed_type: what several ranks on such devices are called.
+        backend: the torch.distributed backend for them; None if there is none.
+        is_available: whether this machine has such a device.
+        count: how many; 0 means that the device has no number (the CPU).
+        set_device: make the device with a number the current one.
+        seed: seed its random numbers.
+        get_rng_state: its random state as a byte tensor on the CPU; None if it has none of its own.
+        set_rng_state: put such a state back.
+        empty_cache: give cached memory back to the device.
+        memory_allocated: bytes that tensors use on it now.
+        supports_bf16: whether it computes in bfloat16.
+    """
+
+    name: str
+    distributed_type: DistributedType
+    backend: str | None
+    is_available: Callable[[], bool]
+    count: Callable[[], int]
+    set_device: Callable[[int], None] = _nothing
+    seed: Callable[[int], Any] = _nothing
+    get_rng_state: Callable[[], torch.Tensor] | None = None
+    set_rng_state: Callable[[torch.Tensor], None] = _nothing
+    empty_cache: Callable[[], None] = _nothing
+    memory_allocated: Callable[[], int] = lambda: 0
+    supports_bf16: Callable[[], bool] = lambda: True
+
+    @property
+    def passes_device_ids(self) -> bool:
+        """Whether DistributedDataParallel and nccl want to be told the number of the device."""
+        return self.name in ("cuda", "xpu")
+
+
+CPU = DeviceKind(
+    name="cpu",
+    distributed_type=DistributedType.MULTI_CPU,
+    backend="gloo",
+    is_available=lambda: True,
+    count=lambda: 0,
+)
+
+# In order of preference. The lambdas look up torch's modules when they are called: builds of torch may lack
+# one, and tests put stand-ins for hardware there.
+# ruff: noqa: PLW0108
+DEVICE_KINDS = (
+    DeviceKind(
+        name="cuda",
+        distributed_type=DistributedType.MULTI_GPU,
+        backend="nccl",
+        is_available=lambda: torch.cuda.is_available(),
+        count=lambda: torch.cuda.device_count(),
+        set_device=lambda index: torch.cuda.set_device(index),
+        seed=lambda number: torch.cuda.manual_seed_all(number),
+        get_rng_state=lambda: torch.cuda.get_rng_state(),
+        set_rng_state=lambda state: torch.cuda.set_rng_state(state),
+        empty_cache=lambda: torch.cuda.empty_cache(),
+        memory_allocated=lambda: torch.cuda.memory_allocated(),
+        supports_bf16=lambda: torch.cuda.is_bf16_supported(),
+    ),
+    DeviceKind(
+        name="xpu",
+        distributed_type=DistributedType.MULTI_XPU,
+        backend="xccl",
+        is_available=lambda: torch.xpu.is_available(),
+        count=lambda: torch.xpu.device_count(),
+        set_device=lambda index: torch.xpu.set_device(index),
+        seed=lambda number: torch.xpu.manual_seed_all(number),
+        get_rng_state=lambda: torch.xpu.get_rng_state(),
+        set_rng_state=lambda state: torch.xpu.set_rng_state(state),
+        empty_cache=lambda: torch.xpu.empty_cache(),
+        memory_allocated=lambda: torch.xpu.memory_allocated(),
+        supports_bf16=lambda: torch.xpu.is_bf16_supported(),
+    ),
+    DeviceKind(
+        name="mps",
+        distributed_type=DistributedType.NO,
+        backend=None,
+        is_available=lambda: torch.backends.mps.is_available(),
+        count=lambda: 1,
+        seed=lambda number: torch.mps.manual_seed(number),
+        get_rng_state=lambda: torch.mps.get_rng_state(),
+        set_rng_state=lambda state: torch.mps.set_rng_state(state),
+        empty_cache=lambda: torch.mps.empty_cache(),
+        memory_allocated=lambda: torch.mps.current_allocated_memory(),
+    ),
+    CPU,
+)
+
+
+def device_kind(name: str) -> DeviceKind:
+    """Return the row for torch's name of a device type.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    for kind in DEVICE_KINDS:
+        if kind.name == name:
+            return kind
+    known = ", ".join(kind.name for kind in DEVICE_KINDS)
+    raise ConfigError(f"Devices of type {name!r} are not known here. Known are: {known}.")
+
+
+def choose_device(topology: Topology, *, cpu: bool) -> tuple[DeviceKind, torch.device]:
+    """Choose the device of this process: the best kind there is, and of that kind the one with its local rank.
+
+    A kind that cannot carry tensors between ranks (mps) is passed over when there is more than one rank.
+
+    Raises:
+        ConfigError: there are more processes on this machine than devices.
+    """
+    several = topology.world_size > 1
+    usable = (kind for kind in DEVICE_KINDS if kind.is_available() and (kind.backend or not several))
+    kind = CPU if cpu else next(usable)
+    if not several or not kind.count():
+        return kind, torch.device(kind.name)
+    if topology.local_rank >= kind.count():
+        raise ConfigError(
+            f"Rank {topology.rank} is process {topology.local_rank + 1} of {topology.local_world_size} on this "
+            f"machine, which has {kind.count()} {kind.name} device(s). Start at most {kind.count()} processes, "
+            "or train on the CPU with Accelerator(cpu=True)."
+        )
+    return kind, torch.device(kind.name, topology.local_rank)

@@ -1,0 +1,88 @@
+"""The life of the process group: made when there are several ranks, adopted when it exists, ended by its owner."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from nb_accelerate.errors import ConfigError, MissingDependencyError
+from nb_accelerate.process import context
+
+if TYPE_CHECKING:
+    import torch
+
+    from nb_accelerate.config.env import Environment
+    from nb_accelerate.config.kwargs import InitProcessGroupKwargs
+    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def create(
+    topology: Topology,
+    kind: DeviceKind,
+    device: torch.device,
+    *,
+    options: InitProcessGroupKwargs,
+    environment: Environment,
+) -> None:
+    """Make the default process group. Blocks until all ranks are there.
+
+    The group ends with `close`, at the latest when the interpreter ends: a rank that leaves without destroying
+    its gloo groups sometimes aborts on the way out.
+
+    Raises:
+        ConfigError: the environment does not say where ranks meet, or the device has no backend.
+        MissingDependencyError: this build of torch has no torch.distributed.
+    """
+    if not dist.is_available():
+        raise MissingDependencyError("torch", needed_for=f"training on {topology.world_size} ranks (torch.distributed)")
+    backend = options.backend or kind.backend
+    if backend is None:
+        raise ConfigError(
+            f"{kind.name} devices cannot exchange tensors between ranks. Write Accelerator(cpu=True), or start "
+            "one rank."
+        )
+    if options.init_method is None and not environment.has_rendezvous:
+        raise ConfigError(
+            f"This is rank {topology.rank} of {topology.world_size}, but MASTER_ADDR and MASTER_PORT do not say where "
+            "the ranks meet. Export both (the host of rank 0 and a free port there), or start the ranks with "
+            "notebook_launcher, nb-accelerate launch or torchrun, which set them."
+        )
+    dist.init_process_group(
+        backend=backend,
+        init_method=options.init_method or "env://",
+        timeout=options.timeout,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        # Binding the device at once lets nccl fail early, and keeps barriers from guessing a device.
+        device_id=device if backend == "nccl" else None,
+    )
+    atexit.register(close)
+
+
+def close() -> None:
+    """Destroy every process group of this process and forget what it was.
+
+    Called by a rank when it ends. Never raises, and does nothing where there is no group.
+    """
+    atexit.unregister(close)
+    context.reset()
+    if dist.is_available() and dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except Exception:  # on the way out there is nobody left to handle it
+            logger.debug("a process group could not be destroyed", exc_info=True)
+
+
+def close_owned() -> None:
+    """Destroy the process group if we made it; leave one that was adopted as it is."""
+    known = context.current()
+    if known is not None and known.owns_group:
+        close()
+    else:
+        context.reset()

@@ -1,0 +1,93 @@
+"""Random numbers: seed them all, and give all ranks the state of rank 0."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from nb_accelerate.config.checks import check_choice, check_whole
+from nb_accelerate.config.env import Environment
+from nb_accelerate.process import context
+from nb_accelerate.process.devices import DEVICE_KINDS, device_kind
+from nb_accelerate.topology import read_topology
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class RNGType(str, Enum):
+    """Which random numbers are kept in step over ranks."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    XPU = "xpu"
+    MPS = "mps"
+    GENERATOR = "generator"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the random numbers of Python, numpy, torch and every device.
+
+    Args:
+        seed: from 0 to 2**32 - 1.
+        device_specific: add the rank, so that every rank draws other numbers.
+        deterministic: also tell torch to use deterministic algorithms only.
+
+    Raises:
+        ConfigError: ``seed`` is not a whole number, or is negative.
+    """
+    check_whole("seed", seed, at_least=0)
+    if device_specific:
+        known = context.current()  # before the first Accelerator, only the environment knows
+        seed += (known.topology if known else read_topology(Environment().variables)).rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    for kind in DEVICE_KINDS:
+        if kind.is_available():
+            kind.seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def resolve_rng_types(given: Sequence[str | RNGType] | None) -> tuple[RNGType, ...]:
+    """Check the ``rng_types`` argument of `Accelerator`; by default only generators of samplers are kept in step.
+
+    Raises:
+        ConfigError: one of them is not a kind of random numbers.
+    """
+    if given is None:
+        return (RNGType.GENERATOR,)
+    known = [member.value for member in RNGType]
+    return tuple(RNGType(check_choice("rng_types", item, known)) for item in given)
+
+
+def synchronize(
+    rng_types: Sequence[RNGType],
+    broadcast: Callable[[torch.Tensor], torch.Tensor],
+    generator: torch.Generator | None = None,
+) -> None:
+    """Give this rank the random states of rank 0. All ranks call it together.
+
+    Args:
+        rng_types: which states.
+        broadcast: returns rank 0's tensor on every rank.
+        generator: the one that `RNGType.GENERATOR` means; skipped if None.
+    """
+    for rng_type in rng_types:
+        if rng_type is RNGType.GENERATOR:
+            if generator is not None:
+                generator.set_state(broadcast(generator.get_state()))
+        elif rng_type is RNGType.TORCH:
+            torch.set_rng_state(broadcast(torch.get_rng_state()))
+        else:
+            kind = device_kind(rng_type.value)
+            if kind.get_rng_state is not None and kind.is_available():
+                kind.set_rng_state(broadcast(kind.get_rng_state()))

@@ -1,0 +1,101 @@
+"""Find out what this process is, and connect it with the others.
+
+::
+
+    environment -> Topology -> device -> process group -> ProcessContext
+                   (or the group that exists already)
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.kwargs import InitProcessGroupKwargs
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process import context, group
+from nb_accelerate.process.context import ProcessContext
+from nb_accelerate.process.devices import CPU, choose_device
+from nb_accelerate.topology import Topology, read_topology
+
+if TYPE_CHECKING:
+    import torch
+
+    from nb_accelerate.process.devices import DeviceKind
+
+logger = logging.getLogger(__name__)
+
+
+def setup_process(
+    *,
+    cpu: bool | None = None,
+    options: InitProcessGroupKwargs | None = None,
+    environment: Environment | None = None,
+) -> ProcessContext:
+    """Return what this process is; the first call finds out, and later calls return the same.
+
+    A process group that exists already is adopted and never destroyed by us.
+
+    Args:
+        cpu: train on the CPU; None leaves it to the environment and to the devices there are.
+        options: how to make the process group.
+        environment: where to read; that of this process by default.
+
+    Raises:
+        ConfigError: the environment contradicts itself, or this call contradicts an earlier one.
+    """
+    environment = environment or Environment()
+    known = context.current()
+    if known is not None:
+        _check_same(known, cpu=cpu, options=options)
+        return known
+    use_cpu = bool(environment.use_cpu) if cpu is None else cpu
+    options = options or InitProcessGroupKwargs()
+    adopted = context.default_group()
+    topology = read_topology(environment.variables)
+    if adopted is not None:
+        topology = _topology_of_group(topology)
+        use_cpu = use_cpu or dist.get_backend() == "gloo"
+    kind, device = choose_device(topology, cpu=use_cpu)
+    if topology.world_size > 1:
+        _select(kind, device)
+        if adopted is None:
+            group.create(topology, kind, device, options=options, environment=environment)
+    return context.install(
+        ProcessContext(
+            topology=topology,
+            kind=kind,
+            device=device,
+            group=context.default_group(),
+            owns_group=adopted is None and topology.world_size > 1,
+            options=options,
+        )
+    )
+
+
+def _select(kind: DeviceKind, device: torch.device) -> None:
+    if device.index is not None:
+        kind.set_device(device.index)
+
+
+def _topology_of_group(read: Topology) -> Topology:
+    """Return the place of this process in the group that exists; the environment only adds the machine."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (read.rank, read.world_size) == (rank, world_size):
+        return read
+    # Who made the group did not go through the environment. Take all ranks to be on this machine.
+    return replace(Topology(), rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+
+
+def _check_same(known: ProcessContext, *, cpu: bool | None, options: InitProcessGroupKwargs | None) -> None:
+    if cpu and known.kind is not CPU:
+        raise ConfigError(
+            f"cpu=True was given, but this process already trains on {known.device}, chosen when its first Accelerator "
+            "was made. Write cpu=True in the first one."
+        )
+    if options is not None and known.group is not None and options != known.options:
+        logger.warning("InitProcessGroupKwargs have no effect: this process already has a process group.")

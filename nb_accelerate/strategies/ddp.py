@@ -1,0 +1,69 @@
+"""Every rank has the whole model; gradients are averaged while backward runs (DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from nb_accelerate.strategies.ddp_hooks import register_hook
+from nb_accelerate.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import nn
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+
+
+class DDPStrategy(Strategy):
+    """Train with DistributedDataParallel.
+
+    Args:
+        device: where models live.
+        collectives: how ranks talk to each other.
+        options: arguments of DistributedDataParallel.
+        pass_device_ids: whether to tell it the number of the device; on a CPU it wants none.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        collectives: Collectives,
+        *,
+        options: DistributedDataParallelKwargs,
+        pass_device_ids: bool,
+    ) -> None:
+        super().__init__(device, collectives)
+        self._options = options
+        self._device_ids = [device] if pass_device_ids else None
+
+    @override
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+            return model  # torch refuses to wrap a model without anything to train
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=self._device_ids,
+            output_device=self._device_ids and self.device,
+            **self._options.to_ddp(),
+        )
+        register_hook(wrapped, self._options)
+        return wrapped
+
+    @override
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        block = contextlib.ExitStack()
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                block.enter_context(model.no_sync())
+        return block

@@ -1,0 +1,36 @@
+"""How DistributedDataParallel sends gradients: 16-bit, or as low-rank factors (PowerSGD)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.kwargs import DDPCommunicationHookType
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+
+
+def register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
+    """Make a wrapped model send its gradients as ``options`` say; by default torch's own way stays."""
+    if options.comm_hook is DDPCommunicationHookType.NO:
+        return
+    # Imported when used: torch compiles a part of PowerSGD when it is imported.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    hooks: dict[Any, Any] = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+        DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }
+    wrappers: dict[Any, Any] = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    hook = hooks[options.comm_hook]
+    wrapper = wrappers.get(options.comm_wrapper)
+    low_rank = options.comm_hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
+    state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if low_rank else None
+    model.register_comm_hook(state=state, hook=wrapper(hook) if wrapper else hook)

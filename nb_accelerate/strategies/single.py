@@ -1,0 +1,9 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from nb_accelerate.strategies.strategy import Strategy
+
+
+class SingleStrategy(Strategy):
+    """Train in one process: all defaults."""

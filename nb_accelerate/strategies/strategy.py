@@ -1,0 +1,55 @@
+"""The base of all distributed setups. Its defaults are those of one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Iterable
+
+    import torch
+    from torch import nn
+
+    from nb_accelerate.comm import Collectives
+
+
+class Strategy:
+    """How models are trained on the ranks of a run.
+
+    Args:
+        device: where models live.
+        collectives: how ranks talk to each other.
+    """
+
+    def __init__(self, device: torch.device, collectives: Collectives) -> None:
+        self.device = device
+        self.collectives = collectives
+
+    def prepare_model(self, model: nn.Module, *, place: bool = True, training: bool = True) -> nn.Module:
+        """Return the model as it is to be trained. Called by ``prepare``, after the precision.
+
+        Args:
+            model: the user's model.
+            place: move it to the device.
+            training: False when it will only be evaluated, so that no gradients need to travel.
+        """
+        if place:
+            model.to(self.device)
+        return self.wrap(model) if training else model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return a model whose gradients are those of all ranks."""
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside what `wrap` made. Called by ``unwrap_model``."""
+        return model
+
+    def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
+        """Return a block in which gradients stay on their rank, or None if they never travel.
+
+        Called once per batch that does not close an accumulation window.
+        """
+        del models
+        return None

@@ -1,0 +1,163 @@
+"""What ranks exchange: any structure, any dtype, the same for every implementation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.comm import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.nested import find_batch_size, map_tensors, send_to_device, tensors_in
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    extra: Any = None
+    hidden: Any = field(init=False, default=3)
+
+
+class Encoding(UserDict):
+    """Like a tokenizer's: a dict with more to it."""
+
+    def __init__(self, data=None, encodings=None):
+        super().__init__(data)
+        self.encodings = encodings
+
+
+def structures():
+    tensor = torch.arange(2.0)
+    with_default = defaultdict(list)
+    with_default["a"] = tensor
+    return [
+        tensor,
+        [tensor, (tensor, {"a": tensor})],
+        Point(tensor, [tensor]),
+        Output(tensor, {"more": tensor}),
+        OrderedDict(b=tensor, a=tensor),
+        with_default,
+        Encoding({"ids": tensor}, encodings="kept"),
+        torch.Size([2]),
+        "text",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("data", structures(), ids=lambda data: type(data).__name__)
+def test_structures_keep_their_types(data):
+    changed = map_tensors(lambda tensor: tensor + 1, data)
+    assert type(changed) is type(data)
+    assert [tensor.tolist() for tensor in tensors_in(changed)] == [[1.0, 2.0]] * len(tensors_in(data))
+    if isinstance(data, Encoding):
+        assert changed.encodings == "kept"
+        assert data["ids"].tolist() == [0, 1]
+    if isinstance(data, defaultdict):
+        assert changed["new"] == []
+
+
+def test_leaves_that_are_not_tensors_are_refused_where_only_tensors_can_be():
+    with pytest.raises(TypeError, match=r"found a str \('text'\) where only tensors"):
+        tensors_in({"a": ["text"]}, strict=True)
+
+
+def test_batch_size_is_that_of_the_first_tensor_with_rows():
+    assert find_batch_size({"loss": torch.tensor(1.0), "rows": [torch.ones(3, 2)]}) == 3
+    assert find_batch_size("nothing") is None
+
+
+def test_objects_that_can_move_move_themselves():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert type(send_to_device(packed, "cpu")) is type(packed)
+    assert send_to_device({"a": torch.ones(1), "b": "text"}, "meta")["a"].device.type == "meta"
+
+
+def exchange(world_size):
+    """The contract, for whatever collectives a process has."""
+    collectives = Accelerator(cpu=True).core.collectives
+    rank = collectives.rank
+    assert collectives.world_size == world_size
+    ranks = list(range(world_size))
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    kinds += [torch.complex64]
+    if hasattr(torch, "float8_e4m3fn"):
+        kinds.append(torch.float8_e4m3fn)
+    tensors = {str(kind): torch.tensor([[rank, 1], [0, rank]]).to(kind) for kind in kinds}
+    tensors["odd"] = torch.full((3, 1), rank, dtype=torch.uint8)
+    tensors["transposed"] = torch.arange(6.0).reshape(2, 3).t() + rank
+    tensors["empty"] = torch.empty(0, 2)
+    tensors["large"] = torch.full((600_000,), float(rank))
+    gathered = gather(collectives, tensors)
+    assert gathered.keys() == tensors.keys()
+    for name, tensor in gathered.items():
+        assert tensor.dtype == tensors[name].dtype
+        if name in {str(kind) for kind in kinds}:
+            expected = torch.cat([torch.tensor([[other, 1], [0, other]]).to(tensor.dtype) for other in ranks])
+            assert torch.equal(tensor.to(torch.complex64), expected.to(torch.complex64)), name
+    assert gathered["odd"].flatten().tolist() == [other for other in ranks for _ in range(3)]
+    assert torch.equal(gathered["transposed"], torch.cat([torch.arange(6.0).reshape(2, 3).t() + o for o in ranks]))
+    assert gathered["empty"].shape == (0, 2)
+    assert gathered["large"][::600_000].tolist() == ranks
+    if world_size > 1:
+        assert gather(collectives, torch.tensor(rank)).tolist() == ranks
+
+    mine = {"a": torch.ones(2, 2) * rank, "b": torch.ones(2), "n": torch.tensor([rank, 1])}
+    total = reduce(collectives, mine, "sum")
+    assert total["a"].tolist() == [[sum(ranks)] * 2] * 2
+    assert total["n"].tolist() == [sum(ranks), world_size]
+    assert mine["a"].tolist() == [[rank] * 2] * 2  # what was given is not changed
+    assert reduce(collectives, mine["a"], "mean")[0, 0].item() == pytest.approx(sum(ranks) / world_size)
+    assert reduce(collectives, mine["b"], "sum", scale=0.5).tolist() == [world_size / 2] * 2
+    assert reduce(collectives, mine["b"], "none").tolist() == [1, 1]
+    with pytest.raises(ConfigError, match=r"reduction='men'.*Did you mean 'mean'"):
+        reduce(collectives, mine, "men")
+
+    last = world_size - 1
+    sent = broadcast(collectives, [torch.tensor([rank]), (torch.ones(2, dtype=torch.bool) * bool(rank),)], last)
+    assert sent[0].tolist() == [last]
+    assert sent[1][0].tolist() == [bool(last)] * 2
+
+    assert gather_object(collectives, [rank, "x"]) == [item for other in ranks for item in (other, "x")]
+    with pytest.raises(TypeError, match=r"given a str, .* gather_object\(\[item\]\)"):
+        gather_object(collectives, "x")
+    items = [rank, {"rank": rank}]
+    assert broadcast_object_list(collectives, items, last) is items
+    assert items == [last, {"rank": last}]
+
+    ragged = {"rows": torch.ones(rank + 1, 2), "columns": torch.ones(2, rank + 1), "loss": torch.tensor(1.0)}
+    padded = pad_across_processes(collectives, ragged, pad_index=-1)
+    assert padded["rows"].shape == (world_size, 2)
+    assert padded["rows"][rank + 1 :].eq(-1).all()
+    assert padded["loss"].dim() == 0
+    for dim in (1, -1):
+        wide = pad_across_processes(collectives, ragged["columns"], dim=dim, pad_first=True)
+        assert wide[0].tolist() == [0.0] * (last - rank) + [1.0] * (rank + 1)
+    collectives.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_exchange_any_structure_of_any_dtype(run_ranks, world_size):
+    run_ranks(exchange, world_size, world_size=world_size)
+
+
+def test_one_process_exchanges_with_itself():
+    exchange(1)
+
+
+def test_a_structure_of_small_tensors_travels_in_one_collective(run_ranks):
+    def count():
+        from nb_accelerate.comm import TorchCollectives
+
+        calls = []
+        whole = TorchCollectives.all_gather
+        TorchCollectives.all_gather = lambda self, tensor: calls.append(1) or whole(self, tensor)
+        Accelerator(cpu=True).gather([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.tensor(True)] * 4)
+        return len(calls)
+
+    assert run_ranks(count) == [1, 1]

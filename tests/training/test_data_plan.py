@@ -1,0 +1,177 @@
+"""Which rows go to which rank, against counting by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from nb_accelerate.data.iterable import IterableDatasetShard, LastRow
+from nb_accelerate.data.plan import ShardPlan
+from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard
+from nb_accelerate.data.split import split_between
+from nb_accelerate.errors import ConfigError
+
+CASES = {
+    "rows": st.integers(0, 60),
+    "batch_size": st.integers(1, 7),
+    "ranks": st.integers(1, 5),
+    "drop_last": st.booleans(),
+    "split": st.booleans(),
+    "even": st.booleans(),
+}
+
+
+def deal_by_hand(rows, batch_size, ranks, drop_last, split, even):
+    """Deal out rows one by one, as one would with cards. Returns each rank's batches, and the real rows at the end."""
+    local = batch_size // ranks if split else batch_size
+    hands = [[] for _ in range(ranks)]
+    left, endless = list(range(rows)), itertools.cycle(range(rows))
+    while left:
+        table, left = left[: local * ranks], left[local * ranks :]
+        real = len(table)
+        if real < local * ranks:
+            if drop_last:
+                return hands, 0
+            while even and len(table) < local * ranks:
+                table.append(next(endless))
+        for rank in range(ranks):
+            mine = [table.pop(0) for _ in range(min(local, len(table)))]
+            if mine:
+                hands[rank].append(mine)
+        if real < local * ranks:
+            return hands, real
+    return hands, 0
+
+
+def sharded(sampler, ranks, split, even):
+    return [BatchSamplerShard(sampler, ranks, rank, split, even) for rank in range(ranks)]
+
+
+class OwnOrder(BatchSampler):
+    """A user's batch sampler: a type we do not know, so its batches are taken as they come."""
+
+
+@settings(max_examples=400, deadline=None)
+@given(**CASES)
+@example(rows=5, batch_size=4, ranks=3, drop_last=False, split=False, even=True)
+@example(rows=1, batch_size=6, ranks=3, drop_last=False, split=True, even=True)
+@example(rows=7, batch_size=2, ranks=2, drop_last=False, split=False, even=False)
+def test_every_way_of_sharing_out_equals_dealing_rows_by_hand(rows, batch_size, ranks, drop_last, split, even):
+    if split:
+        batch_size *= ranks
+    hands, real = deal_by_hand(rows, batch_size, ranks, drop_last, split, even)
+    plan = ShardPlan(
+        rows=rows,
+        batch_size=batch_size,
+        world_size=ranks,
+        drop_last=drop_last,
+        split_batches=split,
+        even_batches=even,
+    )
+    assert [list(plan.batches(range(rows), rank)) for rank in range(ranks)] == hands
+    assert [plan.num_batches(rank) for rank in range(ranks)] == [len(hand) for hand in hands]
+    assert plan.remainder == real
+    for kind in (BatchSampler, OwnOrder):
+        shards = sharded(kind(SequentialSampler(range(rows)), batch_size, drop_last), ranks, split, even)
+        assert [list(shard) for shard in shards] == hands
+        if kind is BatchSampler or even or not split:  # else only an epoch can tell
+            assert [len(shard) for shard in shards] == [len(hand) for hand in hands]
+        takes_part = [even or real > rank * plan.local_size for rank in range(ranks)]
+        assert [shard.last_group_rows for shard in shards] == [real if real and part else None for part in takes_part]
+
+
+@settings(max_examples=150, deadline=None)
+@given(**CASES)
+def test_iterable_datasets_are_shared_out_like_all_others(rows, batch_size, ranks, drop_last, split, even):
+    if split:
+        batch_size *= ranks
+    hands, real = deal_by_hand(rows, batch_size, ranks, drop_last, split, even)
+    for rank in range(ranks):
+        shard = IterableDatasetShard(range(rows), batch_size, drop_last, ranks, rank, split, even_batches=even)
+        got = list(shard)
+        marks = [row.real for row in got if isinstance(row, LastRow)]
+        assert [row.row if isinstance(row, LastRow) else row for row in got] == list(itertools.chain(*hands[rank]))
+        assert set(marks) <= {real}
+        assert len(shard) == len(got)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(0, 60), batch_size=st.integers(1, 7), ranks=st.integers(1, 5), even=st.booleans())
+def test_no_row_is_lost_and_only_even_batches_repeats_any(rows, batch_size, ranks, even):
+    plan = ShardPlan(rows=rows, batch_size=batch_size, world_size=ranks, even_batches=even)
+    seen = Counter(row for rank in range(ranks) for batch in plan.batches(range(rows), rank) for row in batch)
+    assert set(seen) == set(range(rows))
+    if not even:
+        assert set(seen.values()) <= {1}
+
+
+@settings(max_examples=100, deadline=None)
+@given(**CASES, skip=st.integers(0, 12))
+def test_skipping_groups_leaves_the_rest_as_it_was(rows, batch_size, ranks, drop_last, split, even, skip):
+    plan = ShardPlan(
+        rows=rows,
+        batch_size=batch_size * ranks,
+        world_size=ranks,
+        drop_last=drop_last,
+        split_batches=split,
+        even_batches=even,
+    )
+    for rank in range(ranks):
+        whole = list(plan.batches(range(rows), rank))
+        assert list(plan.batches(range(rows), rank, start=skip)) == whole[skip:]
+
+
+@settings(max_examples=100, deadline=None)
+@given(items=st.integers(0, 30), ranks=st.integers(1, 5), even=st.booleans())
+def test_items_that_are_batches_go_round_the_ranks(items, ranks, even):
+    shards = [SamplerShard(range(items), ranks, rank, even_batches=even) for rank in range(ranks)]
+    hands, real = deal_by_hand(items, 1, ranks, False, False, even)
+    assert [list(shard) for shard in shards] == [list(itertools.chain(*hand)) for hand in hands]
+    assert [len(shard) for shard in shards] == [len(hand) for hand in hands]
+    assert all(shard.last_group_items in {None, real} for shard in shards)
+
+
+@given(length=st.integers(0, 40), ranks=st.integers(1, 6), pad=st.booleans())
+def test_split_between_cuts_in_order_and_pads_with_the_last(length, ranks, pad):
+    whole = list(range(length))
+    parts = [split_between(whole, rank, ranks, pad=pad) for rank in range(ranks)]
+    tensors = [split_between(torch.tensor(whole), rank, ranks, pad=pad).tolist() for rank in range(ranks)]
+    assert tensors == parts
+    if pad and length:
+        assert {len(part) for part in parts} == {-(-length // ranks)}
+        assert set(itertools.chain(*parts)) == set(whole)
+    else:
+        assert list(itertools.chain(*parts)) == whole
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_shuffled_order_is_drawn_once_per_epoch():
+    generator = torch.Generator().manual_seed(3)
+    shard = BatchSamplerShard(BatchSampler(RandomSampler(range(12), generator=generator), 2, False), 2, 0)
+    reference = RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        order = list(reference)
+        assert list(shard) == [order[0:2], order[4:6], order[8:10]]
+
+
+def test_batches_that_cannot_be_split_evenly_are_refused_with_sizes_that_can():
+    with pytest.raises(ConfigError, match=r"batches of 5 cannot be cut into 2 .*batch_size=4 or 6"):
+        BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 5, False), 2, 0, True)
+
+
+def test_batches_of_no_fixed_size_cannot_be_made_even():
+    with pytest.raises(ConfigError, match=r"no batch_size.*even_batches=False"):
+        BatchSamplerShard([[0], [1, 2]], 2, 0)
+
+
+def test_batches_of_no_fixed_size_go_round_whole():
+    batches = [[0], [1, 2], [3], [4, 5, 6], [7]]
+    shards = [BatchSamplerShard(batches, 2, rank, even_batches=False) for rank in range(2)]
+    assert [list(shard) for shard in shards] == [[[0], [3], [7]], [[1, 2], [4, 5, 6]]]
+    assert [len(shard) for shard in shards] == [3, 2]

@@ -1,0 +1,149 @@
+"""Options refuse bad values with what was given, why it cannot be, and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.kwargs import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process import context
+from nb_accelerate.process.rng import set_seed
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: Accelerator(mixed_precision="bf61"),
+            r"mixed_precision='bf61'.*Did you mean 'bf16'.*'no', 'fp16', 'bf16'",
+        ),
+        (lambda: Accelerator(mixed_precision="fp8"), r"mixed_precision='fp8' is not a choice"),
+        (lambda: Accelerator(gradient_accumulation_steps=0), r"gradient_accumulation_steps=0 is too small.*at least 1"),
+        (lambda: Accelerator(gradient_accumulation_steps="4"), r"'4' is of type str, not a whole number"),
+        (lambda: Accelerator(gradient_accumulation_steps=True), r"of type bool, not a whole number"),
+        (
+            lambda: Accelerator(
+                gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)
+            ),
+            r"=2 and .*num_steps=3 contradict",
+        ),
+        (lambda: Accelerator(cpu="no"), r"cpu='no' is of type str, not a yes or no. Write cpu=True or cpu=False"),
+        (
+            lambda: Accelerator(split_batches=False, dataloader_config=DataLoaderConfiguration(split_batches=True)),
+            "contradict",
+        ),
+        (lambda: Accelerator(rng_types=["torsh"]), r"rng_types='torsh'.*Did you mean 'torch'"),
+        (lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]), "two AutocastKwargs"),
+        (lambda: Accelerator(kwargs_handlers=[{"timeout": 3}]), "not a handler.*InitProcessGroupKwargs"),
+        (lambda: Accelerator(fsdp_plugin=object()), "fsdp_plugin=.*FSDP is not supported in this version"),
+        (lambda: Accelerator(log_with="wandb"), "log_with='wandb'.*experiment tracking is not supported"),
+        (lambda: DataLoaderConfiguration(dispatch_batches=True), "dispatch_batches=True is not supported yet"),
+        (lambda: DataLoaderConfiguration(use_stateful_dataloader=True), "not supported yet"),
+        (lambda: DataLoaderConfiguration(even_batches="False"), "even_batches='False' is of type str"),
+        (lambda: DataLoaderConfiguration(data_seed=-1), "data_seed=-1 is too small"),
+        (lambda: GradScalerKwargs(growth_factor=1.0), "growth_factor=1.0 is too small"),
+        (lambda: GradScalerKwargs(backoff_factor=2.0), "does not shrink"),
+        (
+            lambda: InitProcessGroupKwargs(timeout=60),
+            r"timeout=60 is not a datetime.timedelta.*timedelta\(seconds=60\)",
+        ),
+        (lambda: InitProcessGroupKwargs(timeout=timedelta(0)), "over before it begins"),
+        (lambda: DistributedDataParallelKwargs(comm_hook="bf61"), "comm_hook='bf61'.*Did you mean 'bf16'"),
+        (lambda: DistributedDataParallelKwargs(bucket_cap_mb=0), "bucket_cap_mb=0 is too small"),
+        (lambda: set_seed("1"), "seed='1' is of type str"),
+    ],
+)
+def test_bad_values_are_refused_with_what_to_write(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_an_unknown_argument_names_the_one_that_was_meant():
+    with pytest.raises(TypeError, match=r"no argument 'mixed_precison'\. Did you mean 'mixed_precision'"):
+        Accelerator(mixed_precison="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "half", "ACCELERATE_MIXED_PRECISION='half' is not a choice"),
+        ("ACCELERATE_USE_CPU", "maybe", "ACCELERATE_USE_CPU='maybe' is not a yes or no"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "two", "is not a whole number"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0", "is too small"),
+    ],
+)
+def test_bad_values_in_the_environment_name_the_variable(monkeypatch, name, value, text):
+    monkeypatch.setenv(name, value)
+    context.reset()  # a process looks for its device once
+    with pytest.raises(ConfigError, match=text):
+        Accelerator()
+
+
+def test_an_empty_variable_counts_as_not_set():
+    environment = Environment({"ACCELERATE_USE_CPU": " ", "A": "YES", "B": "0"})
+    assert environment.use_cpu is None
+    assert (environment.flag("A"), environment.flag("B"), environment.whole("C")) == (True, False, None)
+
+
+def test_options_are_frozen_and_keyword_only():
+    for kind in (GradientAccumulationPlugin, DataLoaderConfiguration, DistributedDataParallelKwargs, AutocastKwargs):
+        with pytest.raises(TypeError, match="positional"):
+            kind(1)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(kind(), dataclasses.fields(kind)[0].name, None)
+
+
+def test_handlers_know_what_differs_from_the_defaults():
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=10, comm_hook="fp16", check_reduction=True)
+    assert handler.to_dict()["static_graph"] is False
+    assert handler.comm_hook is DDPCommunicationHookType.FP16
+    assert handler.to_kwargs().keys() == {"bucket_cap_mb", "comm_hook", "check_reduction"}
+    assert handler.to_ddp() == {"bucket_cap_mb": 10}
+
+
+def test_seeds_make_numbers_repeat_and_ranks_differ_when_asked(run_ranks):
+    def draw():
+        import random
+
+        import numpy as np
+
+        from nb_accelerate.accelerator import Accelerator
+
+        set_seed(3, device_specific=True)  # known to the environment before there is an Accelerator
+        early = torch.rand(1).item()
+        Accelerator(cpu=True)
+        found = []
+        for specific in (False, True):
+            set_seed(3, device_specific=specific)
+            found.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        assert early == found[1][2]
+        return found
+
+    first, second = run_ranks(draw)
+    assert first[0] == second[0]
+    assert first[1] == first[0]
+    assert all(one != other for one, other in zip(first[1], second[1], strict=True))
+
+
+def test_options_and_topology_import_no_torch():
+    code = (
+        "import sys, nb_accelerate.topology, nb_accelerate.config.kwargs, nb_accelerate.config.loader, "
+        "nb_accelerate.config.accumulation, nb_accelerate.config.precision; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,339 @@
+"""Prepared loaders: the same rows as before, at the right place, and exact at the end."""
+
+from __future__ import annotations
+
+import gc
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.errors import ConfigError, NotPreparedError
+
+Pair = namedtuple("Pair", ["inputs", "numbers"])
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(range(self.rows))
+
+
+class Rows(Dataset):
+    """Fetches many rows at once."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Buckets:
+    """A batch sampler of the user's own, with a short batch in the middle of nowhere."""
+
+    batch_size = 4
+    drop_last = False
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        for first in range(0, self.rows, 4):
+            yield list(range(first, min(first + 4, self.rows)))
+
+    def __len__(self):
+        return (self.rows + 3) // 4
+
+
+def test_evaluation_gathers_every_row_once_and_in_order_for_awkward_sizes(run_ranks):
+    def evaluate():
+        torch.set_num_threads(1)
+        found = {}
+        for split in (False, True):
+            accelerator = Accelerator(cpu=True, split_batches=split)
+            for rows, batch_size in [(360, 7), (360, 64), (360, 360), (360, 1000), (359, 8), (361, 2), (1, 6), (3, 8)]:
+                ranks = accelerator.num_processes
+                size = max(ranks, batch_size - batch_size % ranks) if split else batch_size
+                numbers = torch.arange(rows)
+                loader = accelerator.prepare(DataLoader(TensorDataset(numbers.float(), numbers), batch_size=size))
+                tensors, objects = [], []
+                for inputs, targets in loader:
+                    pair = accelerator.gather_for_metrics(Pair(inputs, {"n": targets}))
+                    assert torch.equal(pair.inputs.long(), pair.numbers["n"])
+                    tensors += pair.inputs.long().tolist()
+                    objects += accelerator.gather_for_metrics([str(number) for number in targets.tolist()])
+                found[split, rows, batch_size] = (
+                    tensors == list(range(rows)),
+                    objects == [str(number) for number in range(rows)],
+                )
+        return found
+
+    for world_size in (2, 3):
+        for found in run_ranks(evaluate, world_size=world_size):
+            assert len(found) == 16
+            assert all(value == (True, True) for value in found.values()), found
+
+
+def test_every_kind_of_loader_is_gathered_exactly(run_ranks):
+    def rows_of(make, config=None):
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(make())
+        got = [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
+        return got, len(loader) if not isinstance(loader.dataset, IterableDataset) else None
+
+    def all_kinds():
+        torch.set_num_threads(1)
+        return {
+            "stream": rows_of(lambda: DataLoader(Stream(23), batch_size=4))[0],
+            "stream in a worker": rows_of(lambda: DataLoader(Stream(23), batch_size=4, num_workers=1))[0],
+            "stream of batches": rows_of(
+                lambda: DataLoader(Stream(7), batch_size=None, collate_fn=lambda row: torch.tensor([row, row]))
+            )[0],
+            "stream without an end": rows_of(lambda: DataLoader(Stream(23), batch_size=4, drop_last=True))[0],
+            "workers": rows_of(
+                lambda: DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True, prefetch_factor=1)
+            )[0],
+            "own batch sampler": rows_of(lambda: DataLoader(Rows(), batch_sampler=Buckets(23)))[0],
+            "sampler that is a batch sampler": rows_of(
+                lambda: DataLoader(
+                    torch.arange(23), batch_size=None, sampler=BatchSampler(SequentialSampler(range(23)), 4, False)
+                )
+            )[0],
+            "items that are batches": rows_of(
+                lambda: DataLoader(torch.arange(23)[:, None], batch_size=None, sampler=range(23))
+            )[0],
+            "half of the rows": sorted(
+                rows_of(lambda: DataLoader(Rows(), batch_size=4, sampler=SubsetRandomSampler(range(11))))[0]
+            ),
+        }
+
+    expected = {
+        "stream": list(range(23)),
+        "stream in a worker": list(range(23)),
+        "stream of batches": [row for number in range(7) for row in (number, number)],
+        "stream without an end": list(range(16)),
+        "workers": list(range(23)),
+        "own batch sampler": list(range(23)),
+        "sampler that is a batch sampler": list(range(23)),
+        "items that are batches": list(range(23)),
+        "half of the rows": list(range(11)),
+    }
+    assert run_ranks(all_kinds) == [expected, expected]
+
+
+def test_gather_for_metrics_raises_instead_of_guessing(run_ranks):
+    def raised(call):
+        try:
+            call()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
+
+    def ask():
+        accelerator = Accelerator(cpu=True)
+        uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        found = {"outside": raised(lambda: accelerator.gather_for_metrics(torch.ones(4)))}
+        for name, item in {"scalar": torch.tensor(1.0), "other rows": torch.ones(3), "objects": ["a"]}.items():
+            for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
+                found[name] = raised(
+                    lambda value=item, rows=batch: (
+                        accelerator.gather_for_metrics((rows, value))
+                        if torch.is_tensor(value)
+                        else accelerator.gather_for_metrics(value)
+                    )
+                )
+        for batch in uneven.prepare(DataLoader(range(15), batch_size=4)):
+            found["uneven"] = raised(lambda rows=batch: uneven.gather_for_metrics(rows))
+        return found
+
+    for found in run_ranks(ask):
+        assert found["outside"][0] == NotPreparedError.__name__
+        assert "9" not in found["scalar"][1]
+        assert "no rows (it has no dimensions)" in found["scalar"][1]
+        assert "3 entries for a batch of 4 rows" in found["other rows"][1]
+        assert "only 1 rows of all processes are real" in found["objects"][1]
+        assert "even_batches=True" in found["uneven"][1]
+
+
+def test_shuffling_is_alike_on_all_ranks_for_every_source_of_randomness(run_ranks):
+    def orders():
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        seeded = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+        )
+        torch.manual_seed(rank)
+        generator = torch.Generator().manual_seed(100 + rank)
+        loaders = [
+            accelerator.prepare(DataLoader(range(16), batch_size=2, shuffle=True)),
+            accelerator.prepare(DataLoader(range(16), batch_size=2, shuffle=True, generator=generator)),
+            accelerator.prepare(DataLoader(range(16), batch_size=2, sampler=SubsetRandomSampler(range(16)))),
+            accelerator.prepare(DataLoader(range(16), batch_sampler=BatchSampler(RandomSampler(range(16)), 2, False))),
+            seeded.prepare(DataLoader(range(16), batch_size=2, shuffle=True)),
+        ]
+        return [
+            [[row for batch in loader for row in accelerator.gather(batch).tolist()] for loader in loaders]
+            for _ in range(2)
+        ]
+
+    first, second = run_ranks(orders)
+    assert first == second
+    for epoch in first:
+        for order in epoch:
+            assert sorted(order) == list(range(16))
+    assert all(one != other for one, other in zip(*first, strict=True))  # epochs differ
+
+
+def test_one_process_sees_what_plain_pytorch_would_see():
+    for seed in range(3):
+        orders = []
+        for prepare in (lambda loader: loader, Accelerator(cpu=True).prepare):
+            torch.manual_seed(seed)
+            loader = prepare(DataLoader(range(10), batch_size=3, shuffle=True))
+            orders.append([batch.tolist() for _ in range(2) for batch in loader] + [torch.rand(1).item()])
+        assert orders[0] == orders[1]
+
+
+def test_the_last_batch_is_known_while_it_is_used():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(7), batch_size=3))
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert [accelerator.core.tracker.end_of_dataloader for _ in loader] == [False, False, True]
+    assert accelerator.core.tracker.active is None
+
+
+def test_a_loop_that_is_left_early_is_forgotten():
+    accelerator = Accelerator(cpu=True)
+    outer, inner = (accelerator.prepare(DataLoader(range(9), batch_size=3)) for _ in range(2))
+    for _ in outer:
+        for _ in inner:
+            assert accelerator.core.tracker.active is inner
+            break
+        gc.collect()
+        assert accelerator.core.tracker.active is outer
+    assert accelerator.core.tracker.active is None
+
+
+def test_settings_of_the_loader_survive():
+    def start(_worker):
+        """Do nothing in each worker."""
+
+    generator = torch.Generator()
+    original = DataLoader(
+        Rows(),
+        batch_size=4,
+        num_workers=1,
+        collate_fn=torch.stack,
+        timeout=5,
+        worker_init_fn=start,
+        multiprocessing_context="fork",
+        generator=generator,
+        prefetch_factor=3,
+        persistent_workers=True,
+    )
+    prepared = Accelerator(cpu=True).prepare(original)
+    kept = ["num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context", "generator"]
+    for name in [*kept, "prefetch_factor", "persistent_workers", "pin_memory", "dataset", "drop_last"]:
+        assert getattr(prepared, name) == getattr(original, name), name
+    assert Accelerator(cpu=True).prepare(prepared) is prepared
+
+
+def test_lengths_and_batch_sizes_are_those_of_all_ranks(run_ranks):
+    def measure():
+        found = []
+        for split in (False, True):
+            loader = Accelerator(cpu=True, split_batches=split).prepare(DataLoader(range(50), batch_size=4))
+            found.append((len(loader), loader.total_batch_size, loader.total_dataset_length))
+        return found
+
+    assert run_ranks(measure) == [[(7, 8, 50), (13, 4, 50)]] * 2
+
+
+def test_uneven_ranks_get_different_numbers_of_batches_when_asked_to(run_ranks):
+    def measure():
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        return [batch.tolist() for batch in accelerator.prepare(DataLoader(range(6), batch_size=2))]
+
+    assert run_ranks(measure) == [[[0, 1], [4, 5]], [[2, 3]]]
+
+
+def test_set_epoch_reaches_samplers_and_datasets():
+    class Sampler(SequentialSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    sampler = Sampler(range(4))
+    Accelerator(cpu=True).prepare(DataLoader(range(4), sampler=sampler)).set_epoch(3)
+    assert sampler.epoch == 3
+
+
+def test_batches_of_any_type_keep_their_type():
+    class Encoding(UserDict):
+        pass
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(
+        DataLoader(range(4), batch_size=2, collate_fn=lambda rows: Encoding(n=torch.tensor(rows)))
+    )
+    assert [type(batch) for batch in loader] == [Encoding, Encoding]
+
+
+def test_a_loader_that_is_sharded_already_is_refused(run_ranks):
+    def prepare():
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ConfigError, match="part of a part"):
+            accelerator.prepare(DataLoader(range(8), sampler=DistributedSampler(range(8))))
+
+    run_ranks(prepare)
+
+
+def test_a_loader_with_its_own_iteration_is_refused():
+    class Special(DataLoader):
+        def __iter__(self):
+            yield from range(3)
+
+    with pytest.raises(ConfigError, match="Special has an __iter__ of its own"):
+        Accelerator(cpu=True).prepare(Special(range(3)))
+
+
+def test_an_empty_loader_has_no_batches():
+    loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.empty(0, 2)), batch_size=2))
+    assert list(loader) == []
+
+
+def test_a_prepared_model_evaluates_what_was_held_out(run_ranks):
+    def evaluate():
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(37, 3), torch.arange(37))
+        model, loader = accelerator.prepare(nn.Linear(3, 2), DataLoader(data, batch_size=5))
+        model.eval()
+        with torch.no_grad():
+            outputs = [accelerator.gather_for_metrics((model(inputs), numbers)) for inputs, numbers in loader]
+        return torch.cat([out for out, _ in outputs]), torch.cat([numbers for _, numbers in outputs])
+
+    torch.manual_seed(0)
+    inputs = torch.randn(37, 3)
+    expected = nn.Linear(3, 2)(inputs)
+    for outputs, numbers in run_ranks(evaluate):
+        assert numbers.tolist() == list(range(37))
+        torch.testing.assert_close(outputs, expected.detach(), rtol=0, atol=1e-6)

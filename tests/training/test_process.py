@@ -1,0 +1,205 @@
+"""Who a process is, and the life of its process group."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.config.env import Environment
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process import context, devices, group
+from nb_accelerate.process.setup import setup_process
+from nb_accelerate.topology import Topology, read_topology
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    context.reset()
+    yield
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (0, 0, 0, 1, 1, 1)),
+        (
+            {
+                "RANK": "5",
+                "LOCAL_RANK": "1",
+                "WORLD_SIZE": "8",
+                "LOCAL_WORLD_SIZE": "4",
+                "GROUP_RANK": "1",
+                "GROUP_WORLD_SIZE": "2",
+            },
+            (5, 1, 1, 8, 4, 2),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 1, 0, 2, 2, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (3, 1, 1, 4, 2, 2)),
+        ({"RANK": "", "WORLD_SIZE": ""}, (0, 0, 0, 1, 1, 1)),
+        # A notebook in an allocation of four tasks is one process, not one of four.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (0, 0, 0, 1, 1, 1)),
+        (
+            {
+                "SLURM_PROCID": "3",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "1",
+                "SLURM_NODEID": "1",
+                "SLURM_STEP_NUM_NODES": "2",
+            },
+            (3, 1, 1, 4, 2, 2),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            },
+            (1, 0, 1, 2, 1, 2),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 1, 0, 2, 2, 1)),
+    ],
+)
+def test_every_launcher_says_who_a_process_is(variables, place):
+    found = read_topology(variables)
+    assert (
+        found.rank,
+        found.local_rank,
+        found.node_rank,
+        found.world_size,
+        found.local_world_size,
+        found.num_nodes,
+    ) == place
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank=2 does not fit world_size=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is too small"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, "local_world_size=3 does not fit world_size=2"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(variables, text):
+    with pytest.raises(ConfigError, match=text):
+        read_topology(variables)
+
+
+def test_a_process_without_a_launcher_is_alone_and_makes_no_group():
+    accelerator = Accelerator()
+    assert (accelerator.num_processes, accelerator.process_index, accelerator.is_main_process) == (1, 0, True)
+    assert accelerator.distributed_type is DistributedType.NO
+    assert not accelerator.use_distributed
+    assert not dist.is_initialized()
+    accelerator.wait_for_everyone()
+    assert accelerator.gather(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_a_rank_that_does_not_know_where_to_meet_is_told_what_to_set():
+    with pytest.raises(ConfigError, match="rank 1 of 2, but MASTER_ADDR and MASTER_PORT"):
+        setup_process(cpu=True, environment=Environment({"RANK": "1", "WORLD_SIZE": "2"}))
+
+
+def test_ranks_form_a_group_that_close_ends(run_ranks):
+    def live():
+        accelerator = Accelerator(cpu=True)
+        found = [
+            accelerator.num_processes,
+            accelerator.process_index,
+            str(accelerator.device),
+            str(accelerator.distributed_type),
+            dist.get_backend(),
+        ]
+        assert Accelerator().core.process is accelerator.core.process
+        group.close()
+        group.close()
+        assert context.current() is None
+        return found, dist.is_initialized()
+
+    assert run_ranks(live) == [([2, rank, "cpu", "MULTI_CPU", "gloo"], False) for rank in range(2)]
+
+
+def test_a_group_that_exists_is_adopted_and_left_as_it_was(run_ranks):
+    def live():
+        dist.init_process_group("gloo")
+        mine = dist.group.WORLD
+        accelerator = Accelerator(cpu=True)
+        total = accelerator.reduce(torch.ones(1)).item()
+        group.close_owned()
+        return total, dist.is_initialized() and dist.group.WORLD is mine
+
+    assert run_ranks(live) == [(2.0, True)] * 2
+
+
+def test_a_group_made_after_the_first_accelerator_is_noticed(tmp_path):
+    assert Accelerator(cpu=True).core.process.group is None
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    process = Accelerator(cpu=True).core.process
+    assert process.group is dist.group.WORLD
+    assert not process.owns_group
+    dist.destroy_process_group()
+    assert Accelerator(cpu=True).core.process.group is None
+
+
+def test_a_forked_child_is_not_its_parent():
+    setup_process(cpu=True)
+    assert context.current() is not None
+    child = os.fork()
+    if not child:
+        os._exit(0 if context.current() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_devices_are_shared_out_by_local_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    place = Topology(rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, num_nodes=2)
+    assert devices.choose_device(place, cpu=False)[1] == torch.device("cuda", 1)
+    assert devices.choose_device(Topology(), cpu=False)[1] == torch.device("cuda")
+    assert devices.choose_device(place, cpu=True)[1] == torch.device("cpu")
+    crowded = Topology(rank=2, local_rank=2, world_size=3, local_world_size=3)
+    with pytest.raises(ConfigError, match=r"Rank 2 is process 3 of 3 .* has 2 cuda device"):
+        devices.choose_device(crowded, cpu=False)
+
+
+def test_apple_devices_are_used_by_one_process_only(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert devices.choose_device(Topology(), cpu=False)[1] == torch.device("mps")
+    two = Topology(world_size=2, local_world_size=2)
+    assert devices.choose_device(two, cpu=False)[1] == torch.device("cpu")
+
+
+def test_cpu_cannot_be_asked_for_once_another_device_was_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    setup_process()
+    with pytest.raises(ConfigError, match="already trains on cuda"):
+        setup_process(cpu=True)
+
+
+def test_some_work_is_for_some_ranks_only(run_ranks, tmp_path):
+    def work():
+        accelerator = Accelerator(cpu=True)
+        names = ["on_main_process", "on_local_main_process", "on_last_process"]
+        marks = [getattr(accelerator, name)(lambda: "done")() for name in names]
+        marks.append(accelerator.on_process(process_index=1)(lambda: "one")())
+        marks.append(accelerator.on_local_process(lambda: "local", local_process_index=1)())
+        accelerator.print("said")
+        mark = tmp_path / "mark"
+        with accelerator.main_process_first():
+            seen = mark.exists()
+            mark.touch()
+        with accelerator.split_between_processes([1, 2, 3], apply_padding=True) as part:
+            return marks, seen, part
+
+    assert run_ranks(work) == [
+        (["done", "done", None, None, None], False, [1, 2]),
+        ([None, None, "done", "one", "local"], True, [3, 3]),
+    ]
