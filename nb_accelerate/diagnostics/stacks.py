@@ -15,6 +15,9 @@ from nb_accelerate.protocol.messages import Frame
 DUMP_SIGNAL = signal.SIGUSR2
 """Asks a rank for its stacks."""
 
+STOPPED = "stopped (SIGSTOP)"
+"""Stands for the stacks of a process that cannot answer."""
+
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
 _WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$")
@@ -39,6 +42,8 @@ def where(dump: str) -> str:
 
     The innermost frame, and the line of the notebook (or of the user's file) that led there.
     """
+    if dump == STOPPED:
+        return dump
     frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
     if not frames:
         return "no answer"

@@ -9,47 +9,61 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.rendezvous import Meeting
 
 _KERNELS_OWN = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT", "PYTEST_CURRENT_TEST")
 """Variables that say who the kernel is; a rank is somebody else."""
 
 
 def rank_environ(
-    plan: LaunchPlan, rank: int, *, base: Mapping[str, str], extra: Mapping[str, str], port: int, run_id: str
+    plan: LaunchPlan,
+    meeting: Meeting,
+    local_rank: int,
+    *,
+    base: Mapping[str, str],
+    extra: Mapping[str, str],
+    attempt: int = 0,
+    max_restarts: int = 0,
 ) -> dict[str, str]:
     """The whole environment of one rank.
 
     Args:
         plan: the launch.
-        rank: which one.
+        meeting: where its ranks meet.
+        local_rank: which one, of those on this machine.
         base: the kernel's environment as it is now.
         extra: what the user asked for; wins over everything.
-        port: where the rendezvous store listens, on loopback.
-        run_id: names this launch.
+        attempt: how often the ranks were started before.
+        max_restarts: how often they may be started again.
     """
-    size = str(plan.num_processes)
+    rank = str(meeting.node_rank * plan.num_processes + local_rank)
+    world_size = str(plan.num_nodes * plan.num_processes)
     environ = {key: value for key, value in base.items() if key not in _KERNELS_OWN}
     environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))
     environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": size,
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(plan.num_processes),
+        "GROUP_RANK": str(meeting.node_rank),
+        "GROUP_WORLD_SIZE": str(plan.num_nodes),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        "TORCHELASTIC_RUN_ID": meeting.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         # Every rank is a client of the store; rank 0 serves it on a socket that was bound for it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": plan.loopback,
-        "NCCL_SOCKET_IFNAME": plan.loopback,
+        "GLOO_SOCKET_IFNAME": meeting.interface,
+        "NCCL_SOCKET_IFNAME": meeting.interface,
     }
+    if plan.visible_devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = plan.visible_devices
+    if plan.device == "cpu":
+        environ["ACCELERATE_USE_CPU"] = "true"
     if plan.mixed_precision != "no":
         environ["ACCELERATE_MIXED_PRECISION"] = plan.mixed_precision
     environ |= {key: os.fspath(value) for key, value in extra.items()}

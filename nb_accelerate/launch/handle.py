@@ -18,7 +18,8 @@ class RankHandle:
     """Owns the kernel's ends of a rank's connections.
 
     Attributes:
-        rank: its number.
+        rank: its number among all ranks.
+        local_rank: its number among those of this machine.
         mark: mark of its output frames.
         channel: messages to and from it.
         stdout, stderr, stacks, status: read ends of its pipes; see `RankEnds`, and the server for ``status``.
@@ -27,8 +28,9 @@ class RankHandle:
         ended: its process is gone.
     """
 
-    def __init__(self, rank: int, store_fd: int = -1) -> None:
+    def __init__(self, rank: int, *, local_rank: int = 0, store_fd: int = -1) -> None:
         self.rank = rank
+        self.local_rank = local_rank
         self.mark = os.urandom(16)
         self.pid: int | None = None
         self.exitcode: int | None = None

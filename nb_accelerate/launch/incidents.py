@@ -7,15 +7,17 @@ the cell and with what the other ranks were doing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import ANSI, render_report
 from nb_accelerate.diagnostics.stacks import where
-from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, StartError
+from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.protocol.shipping import unpack
 
 if TYPE_CHECKING:
@@ -30,10 +32,11 @@ class Interrupted(KeyboardInterrupt):
 class Overdue(Exception):  # noqa: N818 - never raised: it becomes a DeadlineError or a StartError
     """The launch, or its start, took too long."""
 
-    def __init__(self, *, seconds: float, ranks: tuple[int, ...]) -> None:
+    def __init__(self, *, seconds: float, ranks: tuple[int, ...], starting: bool) -> None:
         super().__init__(seconds, ranks)
         self.seconds = seconds
         self.ranks = ranks
+        self.starting = starting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +67,6 @@ class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an er
 
 def died(handle: RankHandle, output: str, *, started: bool) -> Incident:
     """A rank's process ended without an answer."""
-    import time
-
     return Incident(error=_death(handle, output, started=started), when=time.monotonic(), rank=handle.rank)
 
 
@@ -144,8 +145,8 @@ def first_cause(incidents: list[Incident], world_size: int, stacks: dict[int, st
     if isinstance(error, (RankDiedError, RemoteError)):
         error.stacks = others
     footer = whereabouts(others)
-    if cause.report is not None:
-        _show_traceback_of_rank(error, cause.report, f"rank {cause.rank} of {world_size}", footer)
+    if cause.report is not None and cause.rank is not None:
+        _show_traceback_of_rank(error, cause.report, cause.rank, world_size, footer)
     elif footer:
         add_note(error, footer)
     return error
@@ -153,7 +154,7 @@ def first_cause(incidents: list[Incident], world_size: int, stacks: dict[int, st
 
 def _deadline(overdue: Overdue, world_size: int, stacks: dict[int, str]) -> BaseException:
     ranks = f"rank{'s' if len(overdue.ranks) > 1 else ''} {', '.join(map(str, overdue.ranks))} of {world_size}"
-    if not stacks:
+    if overdue.starting:
         return StartError(f"{ranks} could not be started within {overdue.seconds:g} s")
     text = f"the launch took longer than timeout={overdue.seconds:g} s; {ranks} had not returned"
     error = DeadlineError(text, stacks=stacks)
@@ -173,23 +174,33 @@ def whereabouts(stacks: dict[int, str]) -> str:
     )
 
 
+def summary(error: BaseException) -> str:
+    """One line: who failed, and with what."""
+    rank = getattr(error, "_nb_rank", None)
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, LaunchError):
+        return lines[0]
+    where_ = f"rank {rank} failed: " if rank is not None else ""
+    return f"{where_}{type(error).__name__}: {lines[0]}" if lines[0] else f"{where_}{type(error).__name__}"
+
+
 def add_note(error: BaseException, note: str) -> None:
     """PEP 678's ``add_note``, also on Python 3.10."""
     if note:
         error.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
-def _show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str, footer: str) -> None:
+def _show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int, world_size: int, footer: str) -> None:
     """What IPython and plain Python print is the traceback in the rank, not our own waiting for it."""
+    title = f"rank {rank} of {world_size}"
     add_note(error, f"Raised by {title}.")
     add_note(error, footer)
     error.__cause__ = RankTraceback(render_report(report, title=title))
     # IPython asks for this method before it formats a traceback itself. Types with slots cannot have it.
     render = functools.partial(_lines, report, title, footer)
-    try:
+    with contextlib.suppress(AttributeError):
         error._render_traceback_ = render  # type: ignore[attr-defined]
-    except AttributeError:
-        return
+        error._nb_rank = rank  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
 
 
 def _lines(report: ErrorReport, title: str, footer: str) -> list[str]:

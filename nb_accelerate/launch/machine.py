@@ -4,40 +4,65 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from nb_accelerate.errors import MissingDependencyError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What there is to run on.
+    """What there is to run on, and what this process has done to itself.
 
     Attributes:
         num_cpus: cores this process may use.
         num_gpus: CUDA devices that are visible to it.
         loopback: name of the loopback network interface.
+        can_fork: the system has ``fork``.
+        is_rocm: the GPUs are AMD's; their runtime does not survive a fork.
+        unforkable: why a rank forked from this process could not use its device, or "" if it could.
+        shared_memory: bytes free in ``/dev/shm``, or None where there is none.
     """
 
     num_cpus: int
-    num_gpus: int
-    loopback: str
+    num_gpus: int = 0
+    loopback: str = "lo"
+    can_fork: bool = True
+    is_rocm: bool = False
+    unforkable: str = ""
+    shared_memory: int | None = None
 
 
-def look() -> MachineFacts:
+def look(env: Mapping[str, str]) -> MachineFacts:
     """The facts as they are now.
+
+    Args:
+        env: variables that ranks will have on top of ours; ``CUDA_VISIBLE_DEVICES`` changes what there is.
 
     Raises:
         MissingDependencyError: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("torch", needed_for="starting ranks")
-    return MachineFacts(num_cpus=_num_cpus(), num_gpus=_num_gpus(), loopback=_loopback())
+    shm = Path("/dev/shm")  # noqa: S108 - asked for its size
+    return MachineFacts(
+        num_cpus=_num_cpus(),
+        num_gpus=_num_gpus(env),
+        loopback=_loopback(),
+        can_fork=hasattr(os, "fork"),
+        is_rocm=_is_rocm(),
+        unforkable=_what_forbids_forking(),
+        shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
+    )
 
 
 def _num_cpus() -> int:
@@ -46,18 +71,48 @@ def _num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _num_gpus() -> int:
+def _num_gpus(env: Mapping[str, str]) -> int:
     # torch counts through NVML, without starting CUDA here. Importing it takes seconds, so a kernel that has not
     # done so is only made to when there is a driver to ask.
     if "torch" not in sys.modules and not Path("/proc/driver/nvidia").exists() and not Path("/dev/kfd").exists():
         return 0
     import torch
 
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return torch.cuda.device_count()
 
 
+def _is_rocm() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.version.hip is not None
+
+
+def _what_forbids_forking() -> str:
+    """Evidence that a device runtime lives in this process: what torch says, then what the system says."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA was used in this notebook"
+    # Any code, not only torch's, may have loaded the driver; then a forked child cannot start it again.
+    try:
+        if "libcuda.so" in Path("/proc/self/maps").read_text(errors="replace"):
+            return "the CUDA driver is loaded in this notebook"
+        names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+        if any(name.startswith("pt_autograd") for name in names):
+            return "a backward pass ran in this notebook"
+    except OSError:  # no /proc: not Linux, no CUDA either
+        pass
+    return ""
+
+
 def _loopback() -> str:
+    return interface_of("127.0.0.1") or "lo"
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface that has `address`, or None."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.family == socket.AF_INET and address.address == "127.0.0.1" for address in addresses):
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
             return name
-    return "lo"
+    return None

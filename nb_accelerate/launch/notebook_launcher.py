@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import os
-import secrets
-import socket
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.launch import LaunchOptions
-from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.handle import RankHandle
+from nb_accelerate.launch.inline import run_inline
+from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
-from nb_accelerate.launch.output import write_here
+from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.plan import make_plan
-from nb_accelerate.launch.server import warm_server
-from nb_accelerate.launch.supervisor import Supervisor
-from nb_accelerate.launch.values import Values
-from nb_accelerate.protocol.messages import Setup
-from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.launch.sinks import sink_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
-    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.values import Values
 
 
 def notebook_launcher(
@@ -34,12 +24,28 @@ def notebook_launcher(
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
+    use_port: str | int | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     start_method: str = "auto",
-    env: Mapping[str, str] | None = None,
+    devices: str | Sequence[int] | None = None,
     timeout: float | None = None,
-) -> Values:
+    block: bool = True,
+    progress: str = "auto",
+    env: Mapping[str, str] | None = None,
+    by_value: Sequence[ModuleType] = (),
+    fold_output: bool = False,
+) -> Values | Launch:
     """Run a function on every rank and return what each of them returned.
 
     Each rank is a process of its own, also if there is just one, so the notebook stays as it was: launch as often
@@ -49,21 +55,43 @@ def notebook_launcher(
     Args:
         function: what to run. It makes its own `Accelerator()`.
         args: its positional arguments.
-        num_processes: number of ranks. None is one for each GPU, or one on a machine without.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: `Accelerator()`'s default in ranks.
-        kwargs: its keyword arguments.
-        start_method: ``"auto"`` chooses. ``"forkserver"``: ranks are forked from a warm process that has torch
-            imported and nothing of this notebook in it.
-        env: environment variables of the ranks, on top of those of this process.
+        num_processes: number of ranks on this machine. None is one for each GPU, or one on a machine without.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: `Accelerator()`'s default in the ranks.
+        use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
+        master_addr: on several machines, the address of machine 0 as the others see it.
+        node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.
+        num_nodes: number of machines. All use the same `num_processes`.
+        rdzv_backend: how several machines find one another. ``"static"``: by `node_rank` and `master_addr`.
+            ``"c10d"``: torch elastic numbers them; give all of them the same `rdzv_endpoint` and `rdzv_id`.
+        rdzv_endpoint: ``"HOST:PORT"`` where machines meet; with ``"static"`` instead of `master_addr` and `use_port`.
+        rdzv_conf: options of the c10d rendezvous, such as ``{"join_timeout": 60}`` in seconds.
+        rdzv_id: names this launch among others at the same endpoint.
+        max_restarts: after a failure, start all ranks again, so many times. The count is in the environment variable
+            ``TORCHELASTIC_RESTART_COUNT``.
+        monitor_interval: seconds between two looks for ranks that somebody has stopped (SIGSTOP). Failures and ends
+            are events and need no interval.
+        log_line_prefix_template: put in front of every line; ``"[rank ${rank}] "``, also ``${local_rank}``.
+        kwargs: keyword arguments of the function.
+        start_method: ``"auto"`` chooses and says why. ``"forkserver"``: ranks are forked from a warm process that has
+            torch imported and nothing of this notebook in it. ``"fork"``: from this one, so data in memory is shared
+            and nothing is pickled. ``"spawn"``: fresh interpreters. ``"inline"``: one rank, in this process, for a
+            debugger.
+        devices: ``"cpu"``, or numbers of the GPUs to use, one rank each. None is all that are visible.
         timeout: seconds after which the launch is stopped. None is no limit.
+        block: False returns a `Launch` at once, and the cell ends; several launches may run.
+        progress: ``"auto"`` says in one line what was chosen. ``"off"`` says nothing.
+        env: environment variables of the ranks, on top of those of this process.
+        by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
+        fold_output: show a line that all ranks print once, and put the rank in front of others.
 
     Returns:
-        The ranks' return values, in rank order. A cell that ends in the call shows nothing if all of them are None.
-        Tensors on a device come back on the CPU.
+        The return values of this machine's ranks, in rank order. A cell that ends in the call shows nothing if all
+        of them are None. Tensors on a device come back on the CPU. With ``block=False`` a `Launch`.
 
     Raises:
         ConfigError: an argument cannot be; nothing was started.
-        ShippingError: the function or an argument cannot be sent to another process.
+        ShippingError: the function, an argument or a result cannot be sent to another process. ``results`` on the
+            exception has what other ranks returned, by rank.
         RankDiedError: a rank's process ended before the function returned: carries its signal or exit code.
         DeadlineError: `timeout` has passed.
         KeyboardInterrupt: the cell was interrupted. Every rank has ended.
@@ -74,6 +102,7 @@ def notebook_launcher(
         ...     accelerator = Accelerator()
         ...     return accelerator.process_index
         >>> notebook_launcher(train, args=(0.1,), num_processes=2)
+        2 ranks on CPU, forkserver, gloo on loopback
         [0, 1]
     """
     options = LaunchOptions(
@@ -82,64 +111,36 @@ def notebook_launcher(
         kwargs=kwargs or {},
         num_processes=num_processes,
         mixed_precision=mixed_precision,
+        use_port=use_port,
+        master_addr=master_addr,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_conf=rdzv_conf,
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
-        env=env or {},
+        devices=devices,
         timeout=timeout,
+        progress=progress,
+        env=env or {},
+        by_value=tuple(by_value),
+        fold_output=fold_output,
     )
-    return _run(options, make_plan(options, look()))
-
-
-def _run(options: LaunchOptions, plan: LaunchPlan) -> Values:
-    name = getattr(options.function, "__qualname__", type(options.function).__name__)
-    with (
-        pack((options.function, options.args, dict(options.kwargs)), name=f"the call of {name}") as call,
-        _started(options, plan) as handles,
-        Supervisor(handles, call, write_here, timeout=options.timeout) as supervisor,
-    ):
-        answers = supervisor.run()
-    return Values(unpack(result.parcel, fds) for result, fds in answers)
-
-
-@contextlib.contextmanager
-def _started(options: LaunchOptions, plan: LaunchPlan) -> Iterator[list[RankHandle]]:
-    """The ranks, on their way: forked or about to be, with their `Setup` sent."""
-    server = warm_server()
-    run_id = f"nb_accelerate-{secrets.token_hex(4)}"
-    base = dict(os.environ)
-    with _loopback_listener() as listener, pack(notebook_sources()) as sources:
-        port = listener.getsockname()[1]
-        handles = []
-        for rank in range(plan.num_processes):
-            serves_store = rank == 0
-            handle = RankHandle(rank, store_fd=os.dup(listener.fileno()) if serves_store else -1)
-            handles.append(handle)
-            server.start(handle)
-            setup = Setup(
-                rank=rank,
-                environ=rank_environ(plan, rank, base=base, extra=options.env, port=port, run_id=run_id),
-                cwd=str(Path.cwd()),
-                sys_path=tuple(sys.path),
-                argv=tuple(sys.argv),
-                num_threads=plan.num_threads,
-                sources=sources.parcel,
-                store_port=port if serves_store else None,
-            )
-            handle.channel.send(setup, sources.fds)
-    yield handles
-
-
-def _loopback_listener() -> socket.socket:
-    """A listening socket for the rendezvous store, bound where only this machine can reach it."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)  # every rank connects before rank 0 has had time to accept
-    return listener
-
-
-def notebook_sources() -> dict[str, str]:
-    """Text of everything that was compiled here from no file: the cells that have run, by their file name."""
-    return {
-        filename: "".join(entry[2])
-        for filename, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
-    }
+    plan = make_plan(options, look(options.env))
+    sink = sink_here()
+    if progress != "off":
+        sink.write("stdout", plan.describe() + "\n")
+        for warning in (*plan.warnings, *gpu_warnings(plan)):
+            sink.write("stderr", warning + "\n")
+    if plan.start_method == "inline":
+        sink.close()
+        return run_inline(options, plan)
+    launch = Launch(options, plan, sink)
+    if block:
+        return launch.run()
+    launch.run_in_background()
+    return launch

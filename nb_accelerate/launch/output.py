@@ -1,4 +1,4 @@
-"""What ranks print, as whole lines in the cell.
+"""What ranks print, as whole lines.
 
 Bytes arrive in lumps that end anywhere, from several ranks at once. A line is passed on when it is complete, so
 that lines of different ranks never mix; what is left without a newline is passed on when its rank ends, or at
@@ -8,7 +8,7 @@ once if there is just one rank.
 from __future__ import annotations
 
 import codecs
-import sys
+import string
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,22 @@ if TYPE_CHECKING:
 
     from nb_accelerate.protocol.output import StreamName
 
-    Sink = Callable[[StreamName, str], None]
-
-_KEPT_LINES = 20
+_KEPT_LINES = 1000
+_TAIL_LINES = 20
 
 
 class RankOutput:
-    """The output of one rank."""
+    """The output of one rank.
 
-    def __init__(self, mark: bytes, sink: Sink, *, alone: bool) -> None:
+    Args:
+        mark: mark of its frames.
+        emit: takes a stream's name and one or more whole lines.
+        alone: there is just this rank, so nothing can mix and nothing is held back.
+    """
+
+    def __init__(self, mark: bytes, emit: Callable[[StreamName, str], None], *, alone: bool) -> None:
         self._decoder = Decoder(mark)
-        self._sink = sink
+        self._emit_lines = emit
         self._alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
         self._text = {name: decoder("replace") for name in ("stdout", "stderr")}
@@ -37,9 +42,14 @@ class RankOutput:
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
 
     @property
-    def tail(self) -> str:
-        """The last lines of both streams, for an error that wants to show them."""
+    def text(self) -> str:
+        """The last thousand lines, of both streams."""
         return "".join((*self._last, *self._line.values()))
+
+    @property
+    def tail(self) -> str:
+        """The last few lines, for an error that wants to show them."""
+        return "".join(self.text.splitlines(keepends=True)[-_TAIL_LINES:])
 
     def feed(self, data: bytes) -> None:
         """Bytes of the rank's main pipe."""
@@ -66,9 +76,19 @@ class RankOutput:
 
     def _emit(self, stream: StreamName, text: str) -> None:
         self._last.extend(text.splitlines(keepends=True)[-_KEPT_LINES:])
-        self._sink(stream, text)
+        self._emit_lines(stream, text)
 
 
-def write_here(stream: StreamName, text: str) -> None:
-    """A sink: the streams of this process, which in a kernel are those of the running cell."""
-    print(text, end="", file=sys.stdout if stream == "stdout" else sys.stderr)
+def prefixed(text: str, template: str | None, *, rank: int, local_rank: int) -> str:
+    """`text` with torchrun's line prefix in front of each line.
+
+    Args:
+        text: whole lines.
+        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None is no prefix.
+        rank: of whoever printed it.
+        local_rank: likewise.
+    """
+    if not template:
+        return text
+    prefix = string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
+    return "".join(prefix + line for line in text.splitlines(keepends=True))

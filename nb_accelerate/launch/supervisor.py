@@ -4,9 +4,9 @@
 
     channel  --> Ready, Result, Failure --+
     stdout, stderr --> lines to the cell  |
-    stacks   --> where each rank is       +--> one selector --> running --> all answered --> Quit --> values
+    stacks   --> where each rank is       +--> one selector --> running --> all answered --> Quit --> answers
     status   --> exit code, signal        |                        |
-    wake     --> interrupt (SIGINT) ------+                        +--> stopping --> the first cause, raised
+    wake     --> interrupt, stop ---------+                        +--> stopping --> the first cause, raised
     deadlines ----------------------------+
 
 Stopping goes through stages, each with its deadline: ask every rank where it is (after a failure), interrupt
@@ -26,19 +26,23 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
+import psutil
+
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
-from nb_accelerate.launch.output import RankOutput
 from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from nb_accelerate.launch.handle import RankHandle
-    from nb_accelerate.launch.output import Sink
+    from nb_accelerate.launch.output import RankOutput
+    from nb_accelerate.launch.router import Router
+    from nb_accelerate.protocol.channel import Channel
     from nb_accelerate.protocol.shipping import Packed
 
 _CHUNK = 1 << 16
+_INTERRUPT, _STOP = b"i", b"s"
 
 
 class Stage(enum.IntEnum):
@@ -80,27 +84,55 @@ class _Rank:
     answer: tuple[Result | Failure, tuple[int, ...]] | None = None
     stacks: bytearray = field(default_factory=bytearray)
     told_to_quit: bool = False
+    stopped: bool = False
+
+
+def _state(rank: _Rank) -> str:
+    if rank.stopped:
+        return "stopped"
+    if rank.answer is not None:
+        return "returned" if isinstance(rank.answer[0], Result) else "failed"
+    if rank.handle.ended:
+        return "ended"
+    return "running" if rank.ready else "starting"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 class Supervisor:
-    """One launch, from ranks that have been started to an outcome.
+    """One attempt of a launch, from ranks that have been started to an outcome. `run` it once, then `close` it.
 
-    Use it once: ``with Supervisor(...) as supervisor: answers = supervisor.run()``.
+    Args:
+        handles: the ranks.
+        call: what they run, or None if they have it in memory.
+        router: takes what they print.
+        timeout: seconds from the moment all are ready.
+        monitor_interval: seconds between two looks for ranks that were stopped.
+        patience: seconds that each step of an end may take.
     """
 
     def __init__(
         self,
         handles: Sequence[RankHandle],
-        call: Packed,
-        sink: Sink,
+        call: Packed | None,
+        router: Router,
         *,
         timeout: float | None = None,
+        monitor_interval: float = 0.1,
         patience: Patience | None = None,
     ) -> None:
         self._patience = patience or Patience()
         self._call = call
         self._timeout = timeout
-        self._ranks = [_Rank(h, RankOutput(h.mark, sink, alone=len(handles) == 1)) for h in handles]
+        self._router = router
+        self._monitor_interval = monitor_interval
+        self._monitor_at = time.monotonic() + monitor_interval
+        self._ranks = [_Rank(handle, output) for handle, output in zip(handles, router.outputs, strict=True)]
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
@@ -125,13 +157,22 @@ class Supervisor:
     def interrupt(self) -> None:
         """Stop the launch as if the user had interrupted the cell; a second time, kill it. Any thread."""
         with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"!")
+            os.write(self._wake_write, _INTERRUPT)
 
-    def run(self) -> list[tuple[Result, tuple[int, ...]]]:
+    def stop(self) -> None:
+        """Terminate every rank without asking its code. Any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, _STOP)
+
+    def states(self) -> list[str]:
+        """By rank: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` or ``ended``."""
+        return [_state(rank) for rank in self._ranks]
+
+    def run(self) -> dict[int, tuple[Result, tuple[int, ...]]]:
         """Wait until every rank has ended.
 
         Returns:
-            The answers by rank, and the descriptors that came with them, which are the caller's.
+            What `results` gives, for all ranks.
 
         Raises:
             KeyboardInterrupt: the launch was interrupted.
@@ -149,19 +190,27 @@ class Supervisor:
                         action(rank)
         for rank in self._ranks:
             self._read_rest(rank)
+        self._router.finish()
         if self._incidents:
             raise first_cause(self._incidents, len(self._ranks), self._whereabouts())
-        return [rank.answer for rank in self._ranks if rank.answer and isinstance(rank.answer[0], Result)]  # type: ignore[misc]
+        return self.results()
 
-    def __enter__(self) -> Supervisor:
-        return self
+    def results(self) -> dict[int, tuple[Result, tuple[int, ...]]]:
+        """Answers of the ranks that have returned, by rank, and the descriptors that came with them.
 
-    def __exit__(self, *_: object) -> None:
+        Ask once: the descriptors are then the caller's.
+        """
+        found = {}
+        for rank in self._ranks:
+            if rank.answer is not None and isinstance(rank.answer[0], Result):
+                found[rank.handle.rank] = (rank.answer[0], rank.answer[1])
+        return found
+
+    def close(self) -> None:
+        """Let go of what this waits with. The handles are their owner's."""
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-        for rank in self._ranks:
-            rank.handle.close()
 
     # What can happen.
 
@@ -176,7 +225,7 @@ class Supervisor:
                 rank.answer = (message, fds)
                 self._when_answered(rank, message, fds)
         if not is_open:
-            self._selector.unregister(rank.handle.channel)
+            self._unwatch(rank.handle.channel)
 
     def _on_stdout(self, rank: _Rank) -> None:
         rank.output.feed(self._read(rank.handle.stdout))
@@ -189,17 +238,19 @@ class Supervisor:
 
     def _on_status(self, rank: _Rank) -> None:
         self._read_rest(rank)  # what it wrote last belongs to the story of its end
-        self._selector.unregister(rank.handle.status)
+        self._unwatch(rank.handle.status)
         rank.handle.read_status()
         if rank.answer is None and not self._signals_were_sent():
             self._stop(died(rank.handle, rank.output.tail, started=rank.ready))
 
     def _on_wake(self) -> None:
-        presses = len(os.read(self._wake_read, 64))
+        asked = os.read(self._wake_read, 64)
         was_stopping = any(isinstance(incident.error, Interrupted) for incident in self._incidents)
         self._incidents.append(Incident(error=Interrupted(), when=time.monotonic()))
-        if was_stopping or presses > 1:
+        if was_stopping or asked.count(_INTERRUPT) > 1:
             self._enter(Stage.KILL)
+        elif _STOP in asked:
+            self._enter(Stage.TERMINATE)
         elif self._stage is None or self._stage < Stage.INTERRUPT:
             self._enter(Stage.INTERRUPT)
 
@@ -210,8 +261,13 @@ class Supervisor:
         except BlockingIOError:
             return b""
         if not data:
-            self._selector.unregister(fd)
+            self._unwatch(fd)
         return data
+
+    def _unwatch(self, source: Channel | int) -> None:
+        """Stop waiting for it. An event of the same round may still be on its way, and ask for this again."""
+        if source in self._selector.get_map():
+            self._selector.unregister(source)
 
     def _read_rest(self, rank: _Rank) -> None:
         """Whatever is left in a rank's pipes, without waiting for an end that a stray child may hold back."""
@@ -237,7 +293,11 @@ class Supervisor:
         if self._stage is not None:
             self._let_go(rank)
             return
-        rank.handle.channel.send(Call(parcel=self._call.parcel), self._call.fds)
+        with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
+            if self._call is None:
+                rank.handle.channel.send(Call(parcel=None))
+            else:
+                rank.handle.channel.send(Call(parcel=self._call.parcel), self._call.fds)
         if all(rank.ready for rank in self._ranks):
             self._start_ends = float("inf")
             if self._timeout is not None:
@@ -245,11 +305,15 @@ class Supervisor:
 
     def _when_answered(self, rank: _Rank, message: Result | Failure, fds: tuple[int, ...]) -> None:
         if isinstance(message, Failure) and not self._signals_were_sent():
-            self._stop(failed(rank.handle, message, fds, rank.output.tail))
+            incident = failed(rank.handle, message, fds, rank.output.tail)
+            if message.returned:
+                self._incidents.append(incident)  # the others may finish: their values can travel
+            else:
+                self._stop(incident)
         if self._stage is not None:
             if self._signals_were_sent():
                 self._let_go(rank)
-        elif all(isinstance(rank.answer and rank.answer[0], Result) for rank in self._ranks):
+        elif all(rank.answer for rank in self._ranks):
             self._quit_ends = time.monotonic() + self._patience.quit
             for one in self._ranks:
                 self._let_go(one)
@@ -261,6 +325,7 @@ class Supervisor:
                 rank.handle.channel.send(Quit())
 
     def _stop(self, incident: Incident) -> None:
+        self._look_for_stopped_ranks()
         self._incidents.append(incident)
         if self._stage is None:
             self._enter(Stage.ASK)
@@ -296,27 +361,45 @@ class Supervisor:
     def _act_on_deadlines(self) -> None:
         now = time.monotonic()
         if now >= min(self._start_ends, self._overdue_at):
-            late = [
-                rank.handle.rank
-                for rank in self._ranks
-                if not (rank.ready if self._start_ends <= now else rank.answer)
-            ]
-            seconds = self._patience.start if self._start_ends <= now else self._timeout or 0.0
+            starting = self._start_ends <= now
+            late = tuple(r.handle.rank for r in self._ranks if not (r.ready if starting else r.answer))
+            seconds = self._patience.start if starting else self._timeout or 0.0
             self._start_ends = self._overdue_at = float("inf")
-            self._stop(Incident(error=Overdue(seconds=seconds, ranks=tuple(late)), when=now))
+            self._stop(Incident(error=Overdue(seconds=seconds, ranks=late, starting=starting), when=now))
         if now >= self._quit_ends:
             # They have answered; what they do on leaving is not worth an error, only an end.
             self._quit_ends = float("inf")
             self._enter(Stage.TERMINATE)
         if now >= self._stage_ends and self._stage is not None:
             self._enter(Stage(self._stage + 1))
+        if now >= self._router.due:
+            self._router.flush()
+        if now >= self._monitor_at:
+            self._monitor_at = now + self._monitor_interval
+            self._look_for_stopped_ranks()
 
     def _next_deadline(self) -> float:
-        return min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends)
+        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends)
+        return min(stopping, self._router.due, self._monitor_at)
+
+    def _look_for_stopped_ranks(self) -> None:
+        """A process that was stopped (SIGSTOP) sends no event to anyone but its parent; so we look."""
+        for rank in self._ranks:
+            if rank.handle.ended or rank.handle.pid is None or self._signals_were_sent():
+                continue
+            stopped = _is_stopped(rank.handle.pid)
+            if stopped and not rank.stopped:
+                pid = rank.handle.pid
+                self._router.say(f"rank {rank.handle.rank} is stopped (SIGSTOP). To let it go on: kill -CONT {pid}")
+            elif rank.stopped and not stopped:
+                self._router.say(f"rank {rank.handle.rank} goes on")
+            rank.stopped = stopped
 
     def _whereabouts(self) -> dict[int, str]:
         return {
-            rank.handle.rank: bytes(rank.stacks).decode(errors="replace") for rank in self._ranks if rank.stacks
+            rank.handle.rank: STOPPED if rank.stopped else bytes(rank.stacks).decode(errors="replace")
+            for rank in self._ranks
+            if rank.stacks or rank.stopped
         }
 
     @contextlib.contextmanager

@@ -44,29 +44,37 @@ class Setup:
         rank: its number among all ranks.
         environ: its whole environment, not a difference.
         cwd: working directory.
+        scratch: a folder for what multiprocessing puts into files; it is removed after the launch, also when the
+            rank was killed and could not do so itself.
         sys_path: the module search path of the kernel as it is now.
         argv: `sys.argv`.
         num_threads: intra-op threads of torch.
         sources: text of notebook cells by file name, so that tracebacks and `inspect.getsource` find them; a
             parcel, since a long notebook is more than a socket's buffer takes.
-        store_port: port of the rendezvous store this rank is to serve on the socket it was given, or None.
+        store: address and port of the rendezvous store that this rank is to serve on the socket it was given, and
+            the number of ranks; None for all ranks but one.
     """
 
     rank: int
     environ: Mapping[str, str]
     cwd: str
+    scratch: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     num_threads: int
     sources: Parcel
-    store_port: int | None = None
+    store: tuple[str, int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Run a function: the parcel holds ``(function, args, kwargs)``."""
+    """Run a function.
 
-    parcel: Parcel
+    Attributes:
+        parcel: holds ``(function, args, kwargs)``; None for a rank that has them in memory since it was forked.
+    """
+
+    parcel: Parcel | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +137,8 @@ class Failure:
         parcel: the exception itself, or None if it cannot be pickled.
         when: `time.monotonic` on this machine at which it was caught, to order failures of several ranks.
         peer_lost: the exception only says that another rank went away, so it is a consequence and not a cause.
-        result_of_call: False when the rank failed before or after running the user's function.
+        result_of_call: False when the rank failed before it ran the user's function.
+        returned: the function did return, and it is its value that cannot travel.
     """
 
     report: ErrorReport
@@ -137,6 +146,7 @@ class Failure:
     when: float
     peer_lost: bool = False
     result_of_call: bool = True
+    returned: bool = False
 
 
 ToRank = Setup | Call | Quit

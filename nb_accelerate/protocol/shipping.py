@@ -11,19 +11,24 @@ Tensors on an accelerator arrive on the CPU: unpickling must not touch a device 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
 import pickle
 import sys
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.messages import Parcel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
 
 _INLINE_LIMIT = 1 << 15
 """Bytes. A frame stays below what a socket buffer takes, so that sending to a busy rank does not block."""
@@ -60,16 +65,27 @@ class Packed:
         self.close()
 
 
-def pack(value: object, *, name: str = "value") -> Packed:
+def pack(value: object, *, name: str = "value", by_value: Sequence[ModuleType] = ()) -> Packed:
     """Pickle `value`.
 
     Args:
         value: anything; functions and classes of ``__main__`` travel by value.
         name: what to call it in an error.
+        by_value: modules whose functions and classes travel by value too, as they are in memory here. Those of all
+            other modules are imported where they arrive.
 
     Raises:
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
     """
+    with contextlib.ExitStack() as registered:
+        for module in by_value:
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                registered.callback(cloudpickle.unregister_pickle_by_value, module)
+        return _pack(value, name)
+
+
+def _pack(value: object, name: str) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:

@@ -40,11 +40,11 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     try:
         packed = pack(value, name="the returned value")
     except Exception as error:
-        return fail(error)
+        return fail(error, returned=True)
     return Result(parcel=packed.parcel), packed
 
 
-def fail(error: BaseException, *, result_of_call: bool = True) -> tuple[Failure, Packed | None]:
+def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = False) -> tuple[Failure, Packed | None]:
     """The message that tells of `error`, and the exception itself if it can travel."""
     when = time.monotonic()
     packed = _pack_exception(error)
@@ -54,6 +54,7 @@ def fail(error: BaseException, *, result_of_call: bool = True) -> tuple[Failure,
         when=when,
         peer_lost=_says_peer_lost(error),
         result_of_call=result_of_call,
+        returned=returned,
     )
     return failure, packed
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import io
 import linecache
+import multiprocessing
 import os
 import sys
 import types
@@ -31,7 +33,7 @@ from nb_accelerate.worker.lineage import die_with_parent
 from nb_accelerate.worker.streams import replace_streams
 
 if TYPE_CHECKING:
-    from nb_accelerate.protocol.messages import Setup
+    from nb_accelerate.protocol.messages import Parcel, Setup
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.worker.ends import RankEnds
 
@@ -39,13 +41,21 @@ CLOSE_GROUPS = "nb_accelerate.process.group:close"
 """The training half's way to leave every process group; only called where torch.distributed is loaded."""
 
 
-def run_rank(ends: RankEnds, mark: bytes, parent: int, broken: BaseException | None = None) -> NoReturn:
+def run_rank(
+    ends: RankEnds,
+    mark: bytes,
+    parent: int,
+    *,
+    inherited: tuple[Any, Any, Any] | None = None,
+    broken: BaseException | None = None,
+) -> NoReturn:
     """Be a rank until the kernel says `Quit` or goes away.
 
     Args:
         ends: descriptors, taken over.
         mark: mark of the output frames.
         parent: process id of whoever forked this process.
+        inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
         broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
@@ -60,7 +70,7 @@ def run_rank(ends: RankEnds, mark: bytes, parent: int, broken: BaseException | N
         try:
             if broken is not None:
                 raise broken
-            store = _set_up(setup, unpack(setup.sources, fds), ends.store)
+            store = _set_up(setup, unpack(setup.sources, fds), ends.store, is_fork=inherited is not None)
         except Exception as error:
             _send(channel, *fail(error, result_of_call=False))
         else:
@@ -70,12 +80,19 @@ def run_rank(ends: RankEnds, mark: bytes, parent: int, broken: BaseException | N
             if isinstance(message, Quit):
                 break
             assert isinstance(message, Call), message
-            _send(channel, *answer(lambda: unpack(message.parcel, fds), gate))  # noqa: B023
+            parcel = message.parcel
+            _send(channel, *answer(functools.partial(_load, parcel, fds, inherited), gate))
     except (EOFError, BrokenPipeError):
         os._exit(1)  # the kernel is gone; nobody is left to tell
     _leave()
     del store  # until here: the other ranks may have needed it to leave
     os._exit(0)
+
+
+def _load(parcel: Parcel | None, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] | None) -> tuple[Any, Any, Any]:
+    call = inherited if parcel is None else unpack(parcel, fds)
+    assert call is not None
+    return call
 
 
 def _send(channel: Channel, message: object, packed: Packed | None) -> None:
@@ -85,17 +102,20 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
         packed.close()
 
 
-def _set_up(setup: Setup, sources: dict[str, str], store_fd: int) -> object:
+def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bool) -> object:
     """Make this process what `setup` says; returns what must live as long as the rank."""
     os.environ.clear()
     os.environ.update(setup.environ)
     os.chdir(setup.cwd)
+    multiprocessing.current_process()._config["tempdir"] = setup.scratch  # type: ignore[attr-defined] # noqa: SLF001
     sys.path[:] = setup.sys_path
     sys.argv[:] = setup.argv
     importlib.invalidate_caches()  # packages may have been installed since this process' parent started
-    main = types.ModuleType("__main__")
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
+    if not is_fork:
+        main = types.ModuleType("__main__")
+        main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+        sys.modules["__main__"] = main
+        _reseed_numpy()
     for filename, text in sources.items():
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
@@ -103,24 +123,22 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int) -> object:
     if torch is not None:
         # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
         torch.set_num_threads(setup.num_threads)
-    if setup.store_port is None:
-        return None
-    return _serve_store(setup, store_fd)
+    return None if setup.store is None else _serve_store(setup.store, store_fd)
 
 
-def _serve_store(setup: Setup, fd: int) -> Any:
-    """Answer on a socket that the kernel has bound to loopback: no port to guess, none open to the network."""
+def _reseed_numpy() -> None:
+    """Random numbers as in a fresh process: NumPy's state was made when the server imported it, once for all ranks."""
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()
+
+
+def _serve_store(store: tuple[str, int, int], fd: int) -> Any:
+    """Answer on a socket that the kernel has bound: no port to guess, none open to the network."""
     from torch._C._distributed_c10d import TCPStore
 
-    assert setup.store_port is not None
-    return TCPStore(
-        "127.0.0.1",
-        setup.store_port,
-        int(setup.environ["WORLD_SIZE"]),
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=fd,
-    )
+    address, port, world_size = store
+    return TCPStore(address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _leave() -> None:
@@ -130,10 +148,10 @@ def _leave() -> None:
         module, _, name = CLOSE_GROUPS.partition(":")
         with contextlib.suppress(Exception):
             getattr(importlib.import_module(module), name)()
-    multiprocessing = sys.modules.get("multiprocessing.util")
-    if multiprocessing is not None:
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
         with contextlib.suppress(Exception):
-            multiprocessing._exit_function()  # noqa: SLF001 - its atexit hook was registered before this process was forked
+            util._exit_function()  # noqa: SLF001 - its atexit hook was registered before this process was forked
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001 - os._exit does not
     _flush()

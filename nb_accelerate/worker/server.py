@@ -4,7 +4,7 @@
 
     kernel ---- control channel ----> server ---- fork ----> rank
        |   StartRank + descriptors      |                      |
-       |   SignalRank                   | waits for its        | talks to the kernel over
+       |   SignalRank, Quit             | waits for its        | talks to the kernel over
        |                                | children             | its own descriptors
        <---- exit status, by a pipe ----+                      |
        <----------------------------- channel, output ---------+
@@ -29,12 +29,14 @@ import signal
 import struct
 import sys
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.inheritance import forget_parent
 from nb_accelerate.worker.lineage import adopt_orphans
 from nb_accelerate.worker.rank import run_rank
 
@@ -49,10 +51,12 @@ class StartRank:
     Attributes:
         key: names the rank in `SignalRank`.
         mark: mark of its output frames.
+        fresh: start a fresh interpreter and not a fork of the server.
     """
 
     key: int
     mark: bytes
+    fresh: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +85,16 @@ def serve(control_fd: int, parent: int, preload: tuple[str, ...]) -> NoReturn:
 
 
 class _Server:
-    def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        control: Channel,
+        parent: int,
+        preload: tuple[str, ...] = (),
+        inherited: tuple[Any, Any, Any] | None = None,
+    ) -> None:
         self._control = control
         self._parent = parent
+        self._inherited = inherited
         self._children: dict[int, _Child] = {}
         self._adopts = adopt_orphans()
         self._selector = selectors.DefaultSelector()
@@ -124,6 +135,8 @@ class _Server:
         for message, fds in messages:
             if isinstance(message, StartRank):
                 self._start(message, fds)
+            elif isinstance(message, Quit):
+                return False
             elif isinstance(message, SignalRank):
                 for pid, child in self._children.items():
                     if child.key == message.key:
@@ -140,7 +153,10 @@ class _Server:
             try:
                 self._become_child()
                 os.close(status_fd)
-                run_rank(RankEnds.from_tuple(tuple(rank_fds)), message.mark, server, self._broken)
+                ends = RankEnds.from_tuple(tuple(rank_fds))
+                if message.fresh:
+                    _exec_rank(ends, message.mark, server)
+                run_rank(ends, message.mark, server, inherited=self._inherited, broken=self._broken)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -201,6 +217,44 @@ def _import_all(modules: tuple[str, ...]) -> BaseException | None:
         except Exception as error:
             return error
     return None
+
+
+def _exec_rank(ends: RankEnds, mark: bytes, server: int) -> NoReturn:
+    """Go on as a fresh interpreter with the same descriptors. SIGINT stays blocked until it has a handler."""
+    for fd in ends.as_tuple():
+        os.set_inheritable(fd, True)
+    code = "from nb_accelerate.worker.server import fresh_rank; fresh_rank()"
+    arguments = [mark.hex(), str(server), *map(str, ends.as_tuple())]
+    os.execv(sys.executable, [sys.executable, "-c", code, *arguments])  # noqa: S606 - no shell is what we want
+
+
+def fresh_rank() -> NoReturn:
+    """Entry of the interpreter that `_exec_rank` starts."""
+    mark, server, *fds = sys.argv[1:]
+    for fd in fds:
+        os.set_inheritable(int(fd), False)
+    run_rank(RankEnds.from_tuple(tuple(map(int, fds))), bytes.fromhex(mark), int(server))
+
+
+def serve_forked(control_fd: int, parent: int, call: tuple[Any, Any, Any]) -> NoReturn:
+    """Be the server in a process that was just forked from a kernel. SIGINT is blocked.
+
+    Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
+    """
+    try:
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(nothing, fd)
+        os.close(nothing)
+        forget_parent()
+        _Server(Channel.from_fd(control_fd), parent, inherited=call).run()
+    finally:
+        os._exit(70)
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fixtures.kernels import Kernel
 
 SETUP = """
-import os, sys, time
+import functools, os, sys, time
 from dataclasses import dataclass
 import torch
 from nb_accelerate import notebook_launcher
@@ -29,6 +29,8 @@ class NoLoss(Exception):
 
 SCALE = 10
 
+launch = functools.partial(notebook_launcher, progress='off')
+
 def rank():
     return int(os.environ["RANK"])
 
@@ -40,7 +42,7 @@ def train(settings, factor=1):
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
     shared_kernel.run(SETUP).ok()
-    shared_kernel.run("notebook_launcher(rank, (), 2)").ok()  # the warm server is there from here on
+    shared_kernel.run("launch(rank, (), 2)").ok()  # the warm server is there from here on
     # A fork of a kernel that did this would hang in its first matmul.
     shared_kernel.run("x = torch.randn(1500, 1500); y = (x @ x).sum().item()").ok()
     return shared_kernel
@@ -62,32 +64,38 @@ def plain(text: str) -> str:
 
 
 def test_values_of_classes_and_globals_from_cells_come_back_in_rank_order(notebook: Kernel) -> None:
-    cell = notebook.run("notebook_launcher(train, (Settings(0.5),), 3, kwargs={'factor': 2})").ok()
+    cell = notebook.run("launch(train, (Settings(0.5),), 3, kwargs={'factor': 2})").ok()
     assert "Settings(lr=10.0), Settings(lr=11.0), Settings(lr=12.0)" in cell.displays[0]["text/plain"]
-    assert notebook.run("type(notebook_launcher(train, (Settings(1.),), 1)[0]) is Settings").ok().value == "True"
+    assert notebook.run("type(launch(train, (Settings(1.),), 1)[0]) is Settings").ok().value == "True"
+
+
+def test_one_line_says_what_was_chosen(notebook: Kernel) -> None:
+    cell = notebook.run("notebook_launcher(lambda: None, (), 2, 'bf16')").ok()
+    assert cell.stdout == "2 ranks on CPU, forkserver, gloo on loopback, bf16\n"
+    assert notebook.run("notebook_launcher(lambda: None)").ok().stdout == "1 rank on CPU, forkserver\n"
 
 
 def test_a_cell_that_ends_in_a_launch_shows_nothing_when_every_value_is_none(notebook: Kernel) -> None:
-    cell = notebook.run("notebook_launcher(lambda: None, (), 2)").ok()
+    cell = notebook.run("launch(lambda: None, (), 2)").ok()
     assert (cell.value, cell.displays) == (None, [])
 
 
 def test_two_then_one_then_two_ranks_in_one_kernel(notebook: Kernel) -> None:
     for number in (2, 1, 2):
-        cell = notebook.run(f"len(notebook_launcher(rank, (), {number}))").ok()
+        cell = notebook.run(f"len(launch(rank, (), {number}))").ok()
         assert cell.value == str(number)
 
 
 def test_after_a_large_matmul_in_the_kernel_ranks_can_do_one_too(notebook: Kernel) -> None:
-    cell = notebook.run("len(notebook_launcher(lambda: (x @ x).sum().item(), (), 2))").ok()
+    cell = notebook.run("len(launch(lambda: (x @ x).sum().item(), (), 2))").ok()
     assert cell.value == "2"
 
 
 def test_a_closure_is_launched_and_edited_and_launched_again(notebook: Kernel) -> None:
     notebook.run("def make(k):\n    def inner():\n        return k * rank()\n    return inner").ok()
-    assert notebook.run("print(notebook_launcher(make(3), (), 2))").ok().stdout == "[0, 3]\n"
+    assert notebook.run("print(launch(make(3), (), 2))").ok().stdout == "[0, 3]\n"
     notebook.run("def rank():\n    return int(os.environ['RANK']) + 100").ok()
-    assert notebook.run("print(notebook_launcher(make(3), (), 2))").ok().stdout == "[300, 303]\n"
+    assert notebook.run("print(launch(make(3), (), 2))").ok().stdout == "[300, 303]\n"
     notebook.run(SETUP).ok()
 
 
@@ -100,7 +108,7 @@ def test_what_ranks_print_is_in_the_cell_in_whole_lines(notebook: Kernel) -> Non
         "    os.system('echo from a subprocess')\n"
         "    os.write(2, b'from C\\n')\n"
     ).ok()
-    cell = notebook.run("notebook_launcher(talk, (), 2)").ok()
+    cell = notebook.run("launch(talk, (), 2)").ok()
     lines = cell.stdout.splitlines()
     for rank in (0, 1):
         own = [line for line in lines if line.startswith(f"rank {rank} ")]
@@ -113,7 +121,7 @@ def test_an_exception_has_its_own_type_the_rank_and_the_lines_of_the_cell(notebo
     notebook.run(
         "def fails(step):\n    if rank() == 1:\n        raise NoLoss(step, rank=rank())\n    time.sleep(60)\n"
     ).ok()
-    cell = notebook.run("notebook_launcher(fails, (7,), 2)")
+    cell = notebook.run("launch(fails, (7,), 2)")
     assert (cell.error, cell.message) == ("NoLoss", "no loss at step 7")
     shown = plain(cell.traceback)
     assert "rank 1 of 2" in shown
@@ -122,7 +130,7 @@ def test_an_exception_has_its_own_type_the_rank_and_the_lines_of_the_cell(notebo
     assert re.search(r"Meanwhile rank 0 was in fails, Cell In\[\d+\] line 4", shown)
     assert "supervisor.py" not in shown
     caught = notebook.run(
-        "try:\n    notebook_launcher(fails, (7,), 2)\nexcept NoLoss as error:\n    print(error.step, error.rank)"
+        "try:\n    launch(fails, (7,), 2)\nexcept NoLoss as error:\n    print(error.step, error.rank)"
     ).ok()
     assert caught.stdout == "7 1\n"
 
@@ -133,7 +141,7 @@ def test_a_chained_exception_shows_its_cause(notebook: Kernel) -> None:
         "    try:\n        {}['x']\n"
         "    except KeyError as error:\n        raise ValueError('bad') from error"
     ).ok()
-    shown = plain(notebook.run("notebook_launcher(chained, (), 2)").traceback)
+    shown = plain(notebook.run("launch(chained, (), 2)").traceback)
     assert shown.index("KeyError: 'x'") < shown.index("direct cause") < shown.index("ValueError: bad")
 
 
@@ -148,7 +156,7 @@ def test_a_rank_that_dies_is_named_with_its_signal_and_its_last_words(notebook: 
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    dist.barrier()\n"
     ).ok()
-    cell = notebook.run("notebook_launcher(dies, (), 2)")
+    cell = notebook.run("launch(dies, (), 2)")
     assert cell.error == "RankDiedError"
     assert "rank 1 was ended by SIGKILL (killed)" in cell.message
     assert "last words" in cell.message
@@ -160,31 +168,31 @@ def test_a_rank_that_dies_is_named_with_its_signal_and_its_last_words(notebook: 
     [("sys.exit(3)", "rank 0 called sys.exit(3)"), ("os._exit(4)", "rank 0 ended with exit code 4")],
 )
 def test_a_rank_that_exits_is_named_with_its_exit_code(notebook: Kernel, call: str, said: str) -> None:
-    cell = notebook.run(f"notebook_launcher(lambda: {call}, (), 1)")
+    cell = notebook.run(f"launch(lambda: {call}, (), 1)")
     assert cell.error == "RankDiedError"
     assert said in cell.message
 
 
 def test_exiting_with_code_0_is_returning(notebook: Kernel) -> None:
-    assert notebook.run("print(notebook_launcher(lambda: sys.exit(0), (), 2))").ok().stdout == "[None, None]\n"
+    assert notebook.run("print(launch(lambda: sys.exit(0), (), 2))").ok().stdout == "[None, None]\n"
 
 
 def test_an_interrupt_ends_the_cell_and_the_ranks_and_the_kernel_goes_on(notebook: Kernel) -> None:
     cell = notebook.start(
-        "def waits():\n    print('here', rank(), flush=True)\n    time.sleep(600)\nnotebook_launcher(waits, (), 2)"
+        "def waits():\n    print('here', rank(), flush=True)\n    time.sleep(600)\nlaunch(waits, (), 2)"
     )
     printed = notebook.wait_for_output(cell, "here 0")
     if "here 1" not in printed:
         notebook.wait_for_output(cell, "here 1")
     notebook.interrupt()
     assert notebook.finish(cell).error == "KeyboardInterrupt"
-    assert notebook.run("len(notebook_launcher(rank, (), 2))").ok().value == "2"
+    assert notebook.run("len(launch(rank, (), 2))").ok().value == "2"
 
 
 def test_an_accelerator_made_in_the_kernel_before_is_no_obstacle(notebook: Kernel) -> None:
     notebook.run("from nb_accelerate import Accelerator\naccelerator = Accelerator()").ok()
     notebook.run("def sees():\n    a = Accelerator()\n    return a.process_index, a.num_processes").ok()
-    assert notebook.run("print(notebook_launcher(sees, (), 2))").ok().stdout == "[(0, 2), (1, 2)]\n"
+    assert notebook.run("print(launch(sees, (), 2))").ok().stdout == "[(0, 2), (1, 2)]\n"
     assert notebook.run("accelerator.num_processes").ok().value == "1"
 
 
@@ -195,8 +203,8 @@ BAD = {
     "num_processes=2.0": ("ConfigError", "is of type float"),
     "args=(5)": ("ConfigError", r"args must be a tuple.*of type int.*args=\(x,\)"),
     "args=[5]": ("ConfigError", r"args must be a tuple.*of type list.*tuple"),
-    "mixed_precision='fp61'": ("ConfigError", "mixed_precision='fp61' is not one of.*mixed_precision='fp16'"),
-    "start_method='forksrver'": ("ConfigError", "start_method='forkserver'"),
+    "mixed_precision='fp61'": ("ConfigError", "mixed_precision='fp61' is not a choice. Did you mean 'fp16'"),
+    "start_method='forksrver'": ("ConfigError", "Did you mean 'forkserver'"),
     "env={'A': 1}": ("ConfigError", "Write 'A': '1'"),
     "timeout=-1": ("ConfigError", "timeout=-1"),
     "args=(LOCK,)": ("ShippingError", r"the call of train\[1\]\[0\] cannot be sent.*_thread.lock"),
@@ -206,34 +214,34 @@ BAD = {
 @pytest.mark.parametrize("argument", BAD)
 def test_an_argument_that_cannot_be_is_one_clear_error(notebook: Kernel, argument: str) -> None:
     notebook.run("import threading\nLOCK = threading.Lock()").ok()
-    cell = notebook.run(f"notebook_launcher(train, {argument})")
+    cell = notebook.run(f"launch(train, {argument})")
     kind, text = BAD[argument]
     assert cell.error == kind
     assert re.search(text, cell.message), cell.message
 
 
 def test_what_is_not_a_function_is_refused_with_the_right_call(notebook: Kernel) -> None:
-    cell = notebook.run("notebook_launcher(rank.__name__, (), 2)")
+    cell = notebook.run("launch(rank.__name__, (), 2)")
     assert cell.error == "ConfigError"
     assert "'rank' is of type str and cannot be called" in cell.message
 
 
 def test_a_function_that_uses_something_unpicklable_says_what_and_where(notebook: Kernel) -> None:
     notebook.run("import threading\nLOCK = threading.Lock()\ndef uses():\n    return LOCK").ok()
-    cell = notebook.run("notebook_launcher(uses, (), 2)")
+    cell = notebook.run("launch(uses, (), 2)")
     assert cell.error == "ShippingError"
     assert "global 'LOCK'" in cell.message
 
 
 def test_a_value_that_cannot_come_back_says_what_and_where(notebook: Kernel) -> None:
-    cell = notebook.run("import threading\nnotebook_launcher(lambda: {'a': threading.Lock()}, (), 2)")
+    cell = notebook.run("import threading\nlaunch(lambda: {'a': threading.Lock()}, (), 2)")
     assert cell.error == "ShippingError"
     assert "the returned value['a'] cannot be sent" in cell.message
 
 
 def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
     notebook.run("def waits():\n    time.sleep(600)").ok()
-    cell = notebook.run("notebook_launcher(waits, (), 2, timeout=0.5)")
+    cell = notebook.run("launch(waits, (), 2, timeout=0.5)")
     assert cell.error == "DeadlineError"
     assert "timeout=0.5 s" in cell.message
     assert re.search(r"Meanwhile ranks 0, 1 were in waits, Cell In\[\d+\] line 2", plain(cell.traceback))
@@ -245,7 +253,7 @@ def test_the_environment_and_folder_of_a_rank_are_those_of_the_kernel_now(notebo
         "here = os.getcwd()\n"
         "def look():\n"
         "    return os.environ.get('SET_LATE'), os.environ['MINE'], os.getcwd() == here, sys.path[-1]\n"
-        "print(notebook_launcher(look, (), 1, env={'MINE': 'too'}))"
+        "print(launch(look, (), 1, env={'MINE': 'too'}))"
     ).ok()
     assert cell.stdout == "[('yes', 'too', True, '/a/late/folder')]\n"
     notebook.run("del os.environ['SET_LATE']; sys.path.pop()").ok()
@@ -255,4 +263,4 @@ def test_mixed_precision_reaches_the_accelerator(notebook: Kernel) -> None:
     notebook.run(
         "def precision():\n    from nb_accelerate import Accelerator\n    return Accelerator().mixed_precision"
     ).ok()
-    assert notebook.run("print(notebook_launcher(precision, (), 2, 'bf16'))").ok().stdout == "['bf16', 'bf16']\n"
+    assert notebook.run("print(launch(precision, (), 2, 'bf16'))").ok().stdout == "['bf16', 'bf16']\n"

@@ -1,0 +1,45 @@
+"""One rank in this very process, for a debugger: breakpoints and ``%debug`` reach users' code directly."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.launch.values import Values
+from nb_accelerate.worker.rank import CLOSE_GROUPS
+
+if TYPE_CHECKING:
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.plan import LaunchPlan
+
+
+def run_inline(options: LaunchOptions, plan: LaunchPlan) -> Values:
+    """Call the function here, in the environment a single rank would have; afterwards all is as before.
+
+    Raises whatever the function raises, with its own traceback.
+    """
+    before = dict(os.environ)
+    with meet(options, plan) as meeting:
+        os.environ.update(rank_environ(plan, meeting, 0, base=before, extra=options.env))
+        # Nobody serves a store for us: whoever opens a group in this process makes one itself.
+        if meeting.listener is not None:
+            meeting.listener.close()
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        had_group = _has_group()
+        try:
+            return Values([options.function(*options.args, **options.kwargs)])
+        finally:
+            if _has_group() and not had_group:
+                module, _, name = CLOSE_GROUPS.partition(":")
+                getattr(importlib.import_module(module), name)()
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,0 +1,195 @@
+"""Where the ranks of a launch find one another.
+
+On one machine the rendezvous store listens on a socket that is bound here, to loopback, before any rank starts:
+there is no port to guess, no race for it, and nothing that another machine could reach. The socket itself is given
+to rank 0, which serves the store on it.
+
+On several machines the socket is bound to the address that the others use. Which machine is which is said by
+``node_rank`` (``rdzv_backend="static"``) or agreed on through torch elastic's rendezvous (``"c10d"``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.errors import ConfigError, StartError
+from nb_accelerate.launch.machine import interface_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.plan import LaunchPlan
+
+_DEFAULT_PORT = 29500
+"""accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
+
+_JOIN_TIMEOUT = 600
+"""Seconds. As torchrun's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where ranks meet, and which of the machines this is.
+
+    Attributes:
+        address: of the store, as every rank reaches it.
+        port: of the store.
+        node_rank: number of this machine.
+        interface: network interface for gloo and NCCL.
+        run_id: names the launch.
+        listener: the bound socket if this machine serves the store, else None.
+    """
+
+    address: str
+    port: int
+    node_rank: int
+    interface: str
+    run_id: str
+    listener: socket.socket | None
+
+
+@contextlib.contextmanager
+def meet(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+    """Agree on a place; the listener is open while inside.
+
+    Raises:
+        ConfigError: the port that was asked for is taken, or the address is not this machine's.
+        StartError: not all machines came.
+    """
+    if options.num_nodes == 1:
+        run_id = f"nb_accelerate-{secrets.token_hex(4)}"
+        with _listen("127.0.0.1", int(options.use_port or 0)) as listener:
+            port = listener.getsockname()[1]
+            yield Meeting(
+                address="127.0.0.1",
+                port=port,
+                node_rank=0,
+                interface=plan.loopback,
+                run_id=run_id,
+                listener=listener,
+            )
+    elif options.rdzv_backend == "c10d":
+        with _elastic(options) as meeting:
+            yield meeting
+    else:
+        with _static(options) as meeting:
+            yield meeting
+
+
+@contextlib.contextmanager
+def _static(options: LaunchOptions) -> Iterator[Meeting]:
+    address, port = options.master_addr, int(options.use_port or _DEFAULT_PORT)
+    if options.rdzv_endpoint:
+        address, port = _split(options.rdzv_endpoint, port)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listen(address, port)) if options.node_rank == 0 else None
+        yield Meeting(
+            address=address,
+            port=port,
+            node_rank=options.node_rank,
+            interface=_interface_towards(address),
+            run_id=options.rdzv_id,
+            listener=listener,
+        )
+
+
+@contextlib.contextmanager
+def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
+    """Torch elastic decides which machine is number 0; that one then says where its socket is."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    host, _ = _split(options.rdzv_endpoint, 29400)
+    own = _own_address_towards(host)
+    conf = {"join_timeout": _JOIN_TIMEOUT, **(options.rdzv_conf or {})}
+    number = options.num_nodes
+    parameters = RendezvousParameters(
+        "c10d", options.rdzv_endpoint, options.rdzv_id, number, number, local_addr=own, **conf
+    )
+    handler = get_rendezvous_handler(parameters)
+    try:
+        info = handler.next_rendezvous()
+    except RendezvousTimeoutError as error:
+        raise StartError(
+            f"not all of num_nodes={number} machines came to {options.rdzv_endpoint} within "
+            f"{conf['join_timeout']} s. Run the same cell on each, with the same rdzv_id={options.rdzv_id!r}"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(handler.shutdown)
+        listener = None
+        if info.rank == 0:
+            listener = stack.enter_context(_listen(own, 0))
+            info.store.set("nb_accelerate/master", f"{own}:{listener.getsockname()[1]}")
+        address, port = _split(info.store.get("nb_accelerate/master").decode(), 0)
+        yield Meeting(
+            address=address,
+            port=port,
+            node_rank=info.rank,
+            interface=interface_of(own) or "",
+            run_id=options.rdzv_id,
+            listener=listener,
+        )
+
+
+def _split(endpoint: str, default_port: int) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
+    if port and not port.isdigit():
+        raise ConfigError(f"rdzv_endpoint={endpoint!r} is not HOST:PORT")
+    return host, int(port or default_port)
+
+
+@contextlib.contextmanager
+def _listen(address: str, port: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        # A store of an earlier launch on this port may still have connections in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            raise ConfigError(_why_not_bound(address, port, error)) from error
+        listener.listen(1024)  # every rank connects before rank 0 has had time to accept
+        yield listener
+
+
+def _why_not_bound(address: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"use_port={port} is taken{_holder(port)}. Write another one, or leave use_port out on a single machine: "
+            f"a free one is found"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
+    return f"cannot listen on {address}:{port}: {error.strerror}"
+
+
+def _holder(port: int) -> str:
+    """Who listens on a port, where the system tells."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    except psutil.Error:  # only root may ask, on macOS; or it has just ended
+        pass
+    return ""
+
+
+def _own_address_towards(host: str) -> str:
+    # Connecting a datagram socket sends nothing; it asks the routing table.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError as error:
+            raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
+        return str(probe.getsockname()[0])
+
+
+def _interface_towards(host: str) -> str:
+    return interface_of(_own_address_towards(host)) or ""

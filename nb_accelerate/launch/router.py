@@ -1,0 +1,72 @@
+"""From what ranks print to the sink: prefixes and folding, once for a launch."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from nb_accelerate.launch.fold import Fold
+from nb_accelerate.launch.output import RankOutput, prefixed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.protocol.output import StreamName
+
+
+class Router:
+    """The outputs of a launch's ranks, and where they go.
+
+    Args:
+        handles: the ranks.
+        sink: takes lines.
+        template: line prefix, see `prefixed`.
+        fold: show equal lines of all ranks once.
+
+    Attributes:
+        outputs: one for each handle, in order.
+    """
+
+    def __init__(
+        self, handles: Sequence[RankHandle], sink: Sink, *, template: str | None = None, fold: bool = False
+    ) -> None:
+        self._sink = sink
+        self._template = template
+        several = len(handles) > 1
+        self._fold = Fold([handle.rank for handle in handles], sink.write) if fold and several else None
+        # A prefix belongs in front of whole lines, so then nothing is passed on before a line is complete.
+        alone = not several and template is None
+        self.outputs = [
+            RankOutput(handle.mark, functools.partial(self._emit, handle), alone=alone) for handle in handles
+        ]
+
+    @property
+    def due(self) -> float:
+        """When `flush` has something to do, as `time.monotonic`."""
+        return min(self._sink.due, self._fold.due if self._fold else float("inf"))
+
+    def flush(self) -> None:
+        """Pass on what has been held back long enough."""
+        if self._fold:
+            self._fold.flush()
+        self._sink.flush()
+
+    def finish(self) -> None:
+        """All ranks have ended."""
+        for output in self.outputs:
+            output.finish()
+        if self._fold:
+            self._fold.flush(everything=True)
+        self._sink.flush()
+
+    def say(self, line: str) -> None:
+        """A line of our own."""
+        self._sink.write("stderr", line + "\n")
+
+    def _emit(self, handle: RankHandle, stream: StreamName, text: str) -> None:
+        if self._fold:
+            self._fold.add(handle.rank, stream, text)
+        else:
+            self._sink.write(stream, prefixed(text, self._template, rank=handle.rank, local_rank=handle.local_rank))

@@ -1,0 +1,292 @@
+"""A table: every way a rank can end badly, for every start method and number of ranks.
+
+Each ends within its deadline, with the right error, and leaves nothing; afterwards the same process launches again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+from fixtures.ranks import RunRanks
+
+from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
+
+
+def my_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def is_last() -> bool:
+    return my_rank() == int(os.environ["WORLD_SIZE"]) - 1
+
+
+def others_wait() -> None:
+    """What the ranks that do not fail do: they wait in a collective for one that will not come."""
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if not is_last():
+            dist.barrier()
+
+
+class Odd(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Stubborn(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("I stay here")
+
+
+def raises() -> None:
+    others_wait()
+    if is_last():
+        raise Odd(1, 2)
+
+
+def raises_on_import() -> None:
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "a_module_that_breaks":
+                raise ImportError("broken on import")
+
+    others_wait()
+    if is_last():
+        sys.meta_path.insert(0, Finder())
+        __import__("a_module_that_breaks")
+
+
+def exits() -> None:
+    others_wait()
+    if is_last():
+        sys.exit(7)
+
+
+def exits_at_once() -> None:
+    others_wait()
+    if is_last():
+        os._exit(8)
+
+
+def segfaults() -> None:
+    others_wait()
+    if is_last():
+        ctypes.string_at(0)
+
+
+def is_killed() -> None:
+    others_wait()
+    if is_last():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_aborted() -> None:
+    others_wait()
+    if is_last():
+        os.abort()
+
+
+def is_terminated() -> None:
+    others_wait()
+    if is_last():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_stopped() -> None:
+    others_wait()
+    if is_last():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hangs_in_c() -> None:
+    others_wait()
+    if is_last():
+        sum(range(10**13))  # never looks for signals, never gives up the interpreter's lock
+
+
+def hangs_in_a_collective() -> None:
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        threading.Event().wait()
+    others_wait()
+    if is_last():
+        threading.Event().wait()
+
+
+def ignores_signals() -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    others_wait()
+    if is_last():
+        raise Odd(1, 2)
+
+
+def returns_a_lock() -> object:
+    if is_last():
+        return threading.Lock()
+    return my_rank()
+
+
+def raises_what_refuses_to_be_pickled() -> None:
+    others_wait()
+    if is_last():
+        raise Stubborn("no way out")
+
+
+def raises_what_cannot_be_pickled() -> None:
+    class Hopeless(Exception):
+        lock = threading.Lock()
+
+    others_wait()
+    if is_last():
+        raise Hopeless("no way out")
+
+
+def floods() -> None:
+    others_wait()
+    if is_last():
+        for number in range(20_000):
+            print(f"line {number}")
+        raise Odd(1, 2)
+
+
+def dies_with_loader_workers() -> None:
+    import torch
+
+    others_wait()
+    if is_last():
+        loader = torch.utils.data.DataLoader(list(range(1000)), num_workers=2, persistent_workers=True)
+        next(iter(loader))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Expected:
+    kind: type[BaseException]
+    text: str
+    check: Callable[[Any], bool] = lambda _: True
+    deadline: float | None = None
+
+
+WAYS: dict[Callable[[], object], Expected] = {
+    raises: Expected(Odd, "1 and 2"),
+    raises_on_import: Expected(ImportError, "broken on import"),
+    exits: Expected(RankDiedError, r"called sys.exit\(7\)", lambda e: e.exitcode == 7),
+    exits_at_once: Expected(RankDiedError, "exit code 8", lambda e: e.exitcode == 8),
+    segfaults: Expected(RankDiedError, r"SIGSEGV \(segmentation fault\)", lambda e: e.signal is signal.SIGSEGV),
+    is_killed: Expected(RankDiedError, "SIGKILL", lambda e: e.signal is signal.SIGKILL),
+    is_aborted: Expected(RankDiedError, "SIGABRT", lambda e: e.signal is signal.SIGABRT),
+    is_terminated: Expected(RankDiedError, "SIGTERM", lambda e: e.signal is signal.SIGTERM),
+    is_stopped: Expected(DeadlineError, "timeout", lambda e: "stopped (SIGSTOP)" in e.stacks.values(), 1.5),
+    hangs_in_c: Expected(DeadlineError, "timeout", lambda e: "hangs_in_c" in str(e.stacks), 1.5),
+    hangs_in_a_collective: Expected(DeadlineError, "timeout", lambda e: "hangs_in_a_coll" in str(e.stacks), 1.5),
+    ignores_signals: Expected(Odd, "1 and 2"),
+    returns_a_lock: Expected(ShippingError, "the returned value", lambda e: e.results == dict(enumerate_others(e))),
+    raises_what_refuses_to_be_pickled: Expected(Stubborn, "no way out"),
+    raises_what_cannot_be_pickled: Expected(RemoteError, r"raised .*Hopeless: no way out"),
+    floods: Expected(Odd, "1 and 2"),
+    dies_with_loader_workers: Expected(RankDiedError, "SIGKILL"),
+}
+
+
+def enumerate_others(error: Any) -> list[tuple[int, int]]:
+    return [(rank, rank) for rank in error.results]
+
+
+def table() -> list[Any]:
+    rows = []
+    for way in WAYS:
+        for method in ("forkserver", "fork", "spawn"):
+            for world_size in (1, 2, 4):
+                slow = method == "spawn" or world_size == 4 or way in (hangs_in_c, hangs_in_a_collective)
+                name = f"{way.__name__}-{method}-{world_size}"
+                rows.append(pytest.param(way, method, world_size, id=name, marks=[pytest.mark.slow] * slow))
+    return rows
+
+
+@pytest.mark.parametrize(("way", "method", "world_size"), table())
+def test_a_bad_end_is_the_right_error_and_the_machine_is_clean(
+    run_ranks: RunRanks, way: Callable[[], object], method: str, world_size: int
+) -> None:
+    expected = WAYS[way]
+    began = time.monotonic()
+    with pytest.raises(expected.kind, match=expected.text) as caught:
+        run_ranks(way, world_size=world_size, start_method=method, deadline=expected.deadline or 40.0)
+    assert expected.check(caught.value), caught.value
+    assert time.monotonic() - began < 30
+    descendants = psutil.Process().children(recursive=True)
+    warm = [process for process in descendants if "worker.server" in " ".join(process.cmdline())]
+    assert len(descendants) == len(warm) <= 1  # the warm server, and neither a rank nor a loader's worker
+    assert run_ranks(my_rank, world_size=world_size) == list(range(world_size))
+
+
+def test_the_output_before_a_segfault_is_there(run_ranks: RunRanks) -> None:
+    def prints_and_crashes() -> None:
+        print("to stdout", end="")
+        os.write(2, b"from C to stderr\n")
+        ctypes.string_at(0)
+
+    with pytest.raises(RankDiedError) as caught:
+        run_ranks(prints_and_crashes, world_size=1)
+    assert "to stdout" in caught.value.output
+    assert "from C to stderr" in caught.value.output
+
+
+def test_the_first_cause_wins_over_its_consequences(run_ranks: RunRanks) -> None:
+    def one_dies_and_the_other_notices() -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if my_rank() == 1:
+            os._exit(5)
+        dist.all_reduce(torch.ones(1))  # gloo: connection closed by peer, a moment later
+
+    for _ in range(5):
+        with pytest.raises(RankDiedError, match="rank 1 ended with exit code 5"):
+            run_ranks(one_dies_and_the_other_notices)
+
+
+def test_a_late_abort_after_the_answer_is_no_failure(run_ranks: RunRanks) -> None:
+    def leaves_badly() -> int:
+        import atexit
+
+        atexit.register(os.abort)
+        return my_rank()
+
+    assert run_ranks(leaves_badly) == [0, 1]
+
+
+def test_exit_handlers_of_users_run(run_ranks: RunRanks, tmp_path: Any) -> None:
+    def registers(path: str) -> None:
+        import atexit
+        import pathlib
+
+        atexit.register(pathlib.Path(path, str(my_rank())).touch)
+
+    run_ranks(registers, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_leave_is_ended(run_ranks: RunRanks) -> None:
+    def will_not_leave() -> int:
+        import atexit
+
+        atexit.register(threading.Event().wait)
+        return my_rank()
+
+    began = time.monotonic()
+    assert run_ranks(will_not_leave) == [0, 1]
+    assert time.monotonic() - began < 30
