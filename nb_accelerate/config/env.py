@@ -81,6 +81,11 @@ class Environment:
         return self.whole("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", at_least=1)
 
     @property
+    def keep_warm(self) -> bool:
+        """``NB_ACCELERATE_KEEP_WARM``: keep the process that ranks are forked from between launches; yes by default."""
+        return self.flag("NB_ACCELERATE_KEEP_WARM") is not False
+
+    @property
     def has_rendezvous(self) -> bool:
         """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` say where ranks meet."""
         return self.text("MASTER_ADDR") is not None and self.text("MASTER_PORT") is not None

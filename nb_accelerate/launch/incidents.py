@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.diagnostics.render import ANSI, render_report
 from nb_accelerate.diagnostics.stacks import where
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
+from nb_accelerate.launch.memory import HINT as OUT_OF_MEMORY
 from nb_accelerate.protocol.shipping import unpack
 
 if TYPE_CHECKING:
@@ -65,12 +66,13 @@ class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an er
         return f"\n{self.args[0]}"
 
 
-def died(handle: RankHandle, output: str, *, started: bool) -> Incident:
+def died(handle: RankHandle, output: str, *, started: bool, out_of_memory: bool) -> Incident:
     """A rank's process ended without an answer."""
-    return Incident(error=_death(handle, output, started=started), when=time.monotonic(), rank=handle.rank)
+    error = _death(handle, output, started=started, out_of_memory=out_of_memory)
+    return Incident(error=error, when=time.monotonic(), rank=handle.rank)
 
 
-def _death(handle: RankHandle, output: str, *, started: bool) -> BaseException:
+def _death(handle: RankHandle, output: str, *, started: bool, out_of_memory: bool) -> BaseException:
     rank, exitcode = handle.rank, handle.exitcode
     said = f" Its last output was:\n{output.rstrip()}" if output.strip() else ""
     if exitcode is None:
@@ -80,6 +82,8 @@ def _death(handle: RankHandle, output: str, *, started: bool) -> BaseException:
         how = f"ended with exit code {exitcode} {doing}, before the function returned"
     else:
         how = f"was ended by {signal_name(-exitcode)} {doing}"
+    if exitcode == -signal.SIGKILL and out_of_memory:
+        said = f" {OUT_OF_MEMORY}{said}"
     return RankDiedError(f"rank {rank} {how}.{said}", rank=rank, exitcode=exitcode, output=output)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import os
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -249,10 +248,6 @@ class Launch:
         world_size = plan.num_nodes * plan.num_processes
         with contextlib.ExitStack() as stack:
             sources = stack.enter_context(pack(notebook_sources()))
-            # Killed processes of torch's loaders may still be taking their last files away.
-            scratch = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="nb_accelerate-", ignore_cleanup_errors=True)
-            )
             handles = []
             for local_rank in range(plan.num_processes):
                 serves = local_rank == 0 and meeting.listener is not None
@@ -274,7 +269,6 @@ class Launch:
                         max_restarts=options.max_restarts,
                     ),
                     cwd=str(Path.cwd()),
-                    scratch=scratch,
                     sys_path=tuple(sys.path),
                     argv=tuple(sys.argv),
                     num_threads=plan.num_threads,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from nb_accelerate.launch.servers import ColdServer, ForkedServer, warm_server
+from nb_accelerate.config.env import Environment
+from nb_accelerate.launch.servers import ColdServer, ForkedServer, WarmServer, warm_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _forkserver(_: LaunchOptions) -> Iterator[RankServer]:
-    yield warm_server()  # and leave it: the next launch starts in milliseconds
+    if Environment().keep_warm:
+        yield warm_server()  # and leave it: the next launch starts in milliseconds
+        return
+    server = WarmServer()
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @contextlib.contextmanager

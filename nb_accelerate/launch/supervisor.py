@@ -30,6 +30,7 @@ import psutil
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
+from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class Supervisor:
         self._start_ends = time.monotonic() + self._patience.start
         self._quit_ends = float("inf")
         self._incidents: list[Incident] = []
+        self._oom_kills = oom_kills()
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         for rank in self._ranks:
             for source, action in (
@@ -241,7 +243,8 @@ class Supervisor:
         self._unwatch(rank.handle.status)
         rank.handle.read_status()
         if rank.answer is None and not self._signals_were_sent():
-            self._stop(died(rank.handle, rank.output.tail, started=rank.ready))
+            ran_out = oom_kills() > self._oom_kills
+            self._stop(died(rank.handle, rank.output.tail, started=rank.ready, out_of_memory=ran_out))
 
     def _on_wake(self) -> None:
         asked = os.read(self._wake_read, 64)

@@ -44,8 +44,6 @@ class Setup:
         rank: its number among all ranks.
         environ: its whole environment, not a difference.
         cwd: working directory.
-        scratch: a folder for what multiprocessing puts into files; it is removed after the launch, also when the
-            rank was killed and could not do so itself.
         sys_path: the module search path of the kernel as it is now.
         argv: `sys.argv`.
         num_threads: intra-op threads of torch.
@@ -58,7 +56,6 @@ class Setup:
     rank: int
     environ: Mapping[str, str]
     cwd: str
-    scratch: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     num_threads: int

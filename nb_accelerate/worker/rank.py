@@ -30,6 +30,7 @@ from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.lineage import die_with_parent
+from nb_accelerate.worker.loaders import spawn_by_value
 from nb_accelerate.worker.streams import replace_streams
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def run_rank(
     mark: bytes,
     parent: int,
     *,
+    scratch: str,
     inherited: tuple[Any, Any, Any] | None = None,
     broken: BaseException | None = None,
 ) -> NoReturn:
@@ -55,12 +57,15 @@ def run_rank(
         ends: descriptors, taken over.
         mark: mark of the output frames.
         parent: process id of whoever forked this process.
+        scratch: a folder for what multiprocessing puts into files. Whoever forked this process removes it, also when
+            the rank was killed and could not.
         inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
         broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
     gate = InterruptGate(ends.interrupt)
     die_with_parent(parent)
+    multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=True)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     channel = Channel.from_fd(ends.control)
@@ -107,9 +112,9 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     os.environ.clear()
     os.environ.update(setup.environ)
     os.chdir(setup.cwd)
-    multiprocessing.current_process()._config["tempdir"] = setup.scratch  # type: ignore[attr-defined] # noqa: SLF001
     sys.path[:] = setup.sys_path
     sys.argv[:] = setup.argv
+    spawn_by_value()
     importlib.invalidate_caches()  # packages may have been installed since this process' parent started
     if not is_fork:
         main = types.ModuleType("__main__")

@@ -25,9 +25,11 @@ import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import struct
 import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -71,6 +73,7 @@ class SignalRank:
 class _Child:
     key: int
     status_fd: int
+    scratch: str
 
 
 def serve(control_fd: int, parent: int, preload: tuple[str, ...]) -> NoReturn:
@@ -146,6 +149,7 @@ class _Server:
     def _start(self, message: StartRank, fds: tuple[int, ...]) -> None:
         status_fd, *rank_fds = fds
         server = os.getpid()
+        scratch = tempfile.mkdtemp(prefix="nb_accelerate-")
         # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
@@ -155,14 +159,14 @@ class _Server:
                 os.close(status_fd)
                 ends = RankEnds.from_tuple(tuple(rank_fds))
                 if message.fresh:
-                    _exec_rank(ends, message.mark, server)
-                run_rank(ends, message.mark, server, inherited=self._inherited, broken=self._broken)
+                    _exec_rank(ends, message.mark, server, scratch)
+                run_rank(ends, message.mark, server, scratch=scratch, inherited=self._inherited, broken=self._broken)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for fd in rank_fds:
             os.close(fd)
-        self._children[pid] = _Child(message.key, status_fd)
+        self._children[pid] = _Child(message.key, status_fd, scratch)
 
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -185,6 +189,7 @@ class _Server:
             child = self._children.pop(pid, None)
             self._kill_adopted()
             if child is not None:
+                shutil.rmtree(child.scratch, ignore_errors=True)
                 with contextlib.suppress(BrokenPipeError):
                     os.write(child.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(child.status_fd)
@@ -205,8 +210,10 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
         while self._children:
             pid, _ = os.waitpid(-1, 0)
-            self._children.pop(pid, None)
+            child = self._children.pop(pid, None)
             self._kill_adopted()
+            if child is not None:
+                shutil.rmtree(child.scratch, ignore_errors=True)
         os._exit(0)
 
 
@@ -219,21 +226,21 @@ def _import_all(modules: tuple[str, ...]) -> BaseException | None:
     return None
 
 
-def _exec_rank(ends: RankEnds, mark: bytes, server: int) -> NoReturn:
+def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoReturn:
     """Go on as a fresh interpreter with the same descriptors. SIGINT stays blocked until it has a handler."""
     for fd in ends.as_tuple():
         os.set_inheritable(fd, True)
     code = "from nb_accelerate.worker.server import fresh_rank; fresh_rank()"
-    arguments = [mark.hex(), str(server), *map(str, ends.as_tuple())]
+    arguments = [mark.hex(), str(server), scratch, *map(str, ends.as_tuple())]
     os.execv(sys.executable, [sys.executable, "-c", code, *arguments])  # noqa: S606 - no shell is what we want
 
 
 def fresh_rank() -> NoReturn:
     """Entry of the interpreter that `_exec_rank` starts."""
-    mark, server, *fds = sys.argv[1:]
+    mark, server, scratch, *fds = sys.argv[1:]
     for fd in fds:
         os.set_inheritable(int(fd), False)
-    run_rank(RankEnds.from_tuple(tuple(map(int, fds))), bytes.fromhex(mark), int(server))
+    run_rank(RankEnds.from_tuple(tuple(map(int, fds))), bytes.fromhex(mark), int(server), scratch=scratch)
 
 
 def serve_forked(control_fd: int, parent: int, call: tuple[Any, Any, Any]) -> NoReturn:

@@ -1,0 +1,31 @@
+"""Loader workers, and other children of a rank, that are spawned and not forked.
+
+The standard library pickles what such a child runs by name, and a data set whose class was defined in a cell has no
+module it could be imported from. In a rank it travels as it came: by value.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.reduction
+from collections import ChainMap
+from typing import IO, Any
+
+import cloudpickle
+
+
+class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle that also knows what multiprocessing and torch have registered: connections, queues, tensors."""
+
+    def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
+        super().__init__(file, protocol)
+        registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
+        self.dispatch_table = ChainMap(registered, cloudpickle.Pickler.dispatch_table)
+
+
+def _dump(obj: Any, file: IO[bytes], protocol: int | None = None) -> None:
+    _ByValuePickler(file, protocol).dump(obj)
+
+
+def spawn_by_value() -> None:
+    """Let processes that this one spawns run functions and classes of a notebook."""
+    multiprocessing.reduction.dump = _dump  # type: ignore[assignment]

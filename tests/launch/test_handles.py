@@ -1,0 +1,200 @@
+"""``block=False``: a launch as a handle, from cells, threads, coroutines, scripts and other front ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fixtures.kernels import Kernel
+
+SETUP = """
+import asyncio, functools, os, pathlib, tempfile, threading, time
+from nb_accelerate import notebook_launcher
+launch = functools.partial(notebook_launcher, progress="off")
+
+def rank():
+    return int(os.environ["RANK"])
+
+class Gate:
+    '''Something ranks wait for and a cell opens.'''
+    def __init__(self):
+        self.path = tempfile.mktemp()
+    def wait(self):
+        while not os.path.exists(self.path):
+            time.sleep(0.005)
+    def open(self):
+        pathlib.Path(self.path).touch()
+    def remove(self):
+        os.remove(self.path)
+
+def waits(gate, text="here"):
+    print(text, rank())
+    gate.wait()
+    print("goes on", rank())
+    return rank()
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run("launch(rank)").ok()  # the warm server is there from here on
+    return shared_kernel
+
+
+def test_a_handle_tells_its_ranks_its_state_and_its_values(notebook: Kernel) -> None:
+    first = notebook.start("gate = Gate(); handle = launch(waits, (gate,), 2, block=False)")
+    notebook.finish(first).ok()
+    seen = notebook.run(
+        "while any(r.state != 'running' for r in handle.ranks) or not handle.ranks: time.sleep(0.01)\n"
+        "alive = all(os.path.exists(f'/proc/{r.pid}') for r in handle.ranks)\n"
+        "print(handle.status(), [r.rank for r in handle.ranks], alive)\n"
+        "print(handle.wait(0.01))\n"
+        "try:\n    handle.result(timeout=0.01)\nexcept TimeoutError as error:\n    print(error)\n"
+        "handle"
+    ).ok()
+    assert seen.stdout.splitlines() == [
+        "running [0, 1] True",
+        "False",
+        "waits has not ended within 0.01 s; it goes on",
+    ]
+    assert seen.value is not None
+    assert seen.value.startswith("<Launch of waits on 2 ranks: running after ")
+    done = notebook.run("gate.open(); print(handle.result(), handle.status()); gate.remove(); print(handle.output(1))")
+    assert done.ok().stdout == "[0, 1] done\nhere 1\ngoes on 1\n\n"
+    assert notebook.run("handle.output(5)").error == "LookupError"
+
+
+def test_output_in_the_background_stays_in_the_cell_that_launched(notebook: Kernel) -> None:
+    launching = notebook.start("gate = Gate(); handle = launch(waits, (gate, 'mine'), 1, block=False)")
+    later = notebook.start("print('another cell'); gate.open(); handle.wait(); gate.remove()")
+    texts: dict[str, str] = {launching: "", later: ""}
+    idle = 0
+    while idle < 2 or "goes on" not in texts[launching]:
+        message = notebook.client.get_iopub_msg(timeout=30)
+        parent = message["parent_header"].get("msg_id")
+        if message["msg_type"] == "stream":
+            texts[parent] += message["content"]["text"]
+        elif message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+            idle += 1
+    assert texts == {launching: "mine 0\ngoes on 0\n", later: "another cell\n"}
+
+
+def test_two_launches_run_at_once(notebook: Kernel) -> None:
+    cell = notebook.run(
+        "gate = Gate()\n"
+        "one, two = (launch(waits, (gate,), n, block=False) for n in (1, 2))\n"
+        "gate.open(); print(one.result(), two.result()); gate.remove()"
+    ).ok()
+    assert "[0] [0, 1]" in cell.stdout
+
+
+def test_a_handle_can_be_awaited_and_the_loop_goes_on(notebook: Kernel) -> None:
+    cell = notebook.run(
+        "async def ticking(handle):\n"
+        "    gate_opened = False\n"
+        "    task = asyncio.ensure_future(asyncio.sleep(0.01))\n"
+        "    await task\n"
+        "    gate.open()\n"
+        "    return await handle\n"
+        "gate = Gate()\n"
+        "print(await ticking(launch(waits, (gate,), 2, block=False))); gate.remove()"
+    ).ok()
+    assert cell.stdout.endswith("[0, 1]\n")
+
+
+def test_interrupt_and_stop_end_a_handle(notebook: Kernel) -> None:
+    for verb in ("interrupt", "stop"):
+        cell = notebook.run(
+            f"handle = launch(waits, (Gate(),), 2, block=False)\nhandle.{verb}(); handle.wait()\n"
+            "print(handle.status(), [r.state for r in handle.ranks])\nhandle.result()"
+        )
+        assert cell.error == "KeyboardInterrupt"
+        assert "interrupted" in cell.stdout
+
+
+def test_a_failure_in_the_background_is_said_and_raised_by_result(notebook: Kernel) -> None:
+    notebook.run("def fails():\n    if rank() == 1: raise ValueError('no good')\n    time.sleep(60)").ok()
+    cell = notebook.run("handle = launch(fails, (), 2, block=False); handle.wait(); handle").ok()
+    assert "rank 1 failed: ValueError: no good; .result() raises it here" in cell.stderr
+    assert "failed after" in str(cell.value)
+    assert notebook.run("handle.result()").error == "ValueError"
+
+
+def test_launching_from_a_thread_prints_into_its_cell(notebook: Kernel) -> None:
+    cell = notebook.run(
+        "found = []\n"
+        "def work():\n    found.extend(launch(lambda: print('from', rank()) or rank(), (), 2))\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join(); print(found)"
+    ).ok()
+    assert sorted(cell.stdout.splitlines()) == ["[0, 1]", "from 0", "from 1"]
+
+
+def test_launching_in_a_coroutine_works(notebook: Kernel) -> None:
+    cell = notebook.run("async def main():\n    return launch(rank, (), 2)\nprint(await main())").ok()
+    assert cell.stdout == "[0, 1]\n"
+
+
+def test_restarts_start_all_ranks_again_and_tell_the_function(notebook: Kernel) -> None:
+    notebook.run(
+        "def works_at_last(needed):\n"
+        "    count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "    if rank() == 1 and count < needed: raise OSError(f'not yet, {count}')\n"
+        "    return count, os.environ['TORCHELASTIC_MAX_RESTARTS']\n"
+    ).ok()
+    cell = notebook.run("print(launch(works_at_last, (2,), 2, max_restarts=3))").ok()
+    assert cell.stdout == "[(2, '3'), (2, '3')]\n"
+    assert cell.stderr.splitlines() == [
+        "rank 1 failed: OSError: not yet, 0; start 2 of 4",
+        "rank 1 failed: OSError: not yet, 1; start 3 of 4",
+    ]
+    assert notebook.run("launch(works_at_last, (9,), 2, max_restarts=1)").message == "not yet, 1"
+
+
+SCRIPT = """
+import os, threading
+from nb_accelerate import notebook_launcher
+
+class Mine:
+    def __init__(self, rank): self.rank = rank
+
+def train():
+    print("in rank", os.environ["RANK"])
+    return Mine(int(os.environ["RANK"]))
+
+if __name__ == "__main__":
+    print([value.rank for value in notebook_launcher(train, num_processes=2)])
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_plain_script_launches_without_being_imported_again(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("num_processes=2", f"num_processes=2, start_method={method!r}"))
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=True)
+    lines = ran.stdout.splitlines()
+    assert lines[0] == f"2 ranks on CPU, {method}, gloo on loopback"
+    assert sorted(lines[1:3]) == ["in rank 0", "in rank 1"]
+    assert lines[3:] == ["[0, 1]"]
+
+
+def test_a_terminal_ipython_launches(tmp_path: Path) -> None:
+    script = tmp_path / "session.ipy"
+    script.write_text(SCRIPT + "\nget_ipython().run_line_magic('time', '1')\n")
+    env = {**os.environ, "IPYTHONDIR": str(tmp_path), "TERM": "dumb"}
+    command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True, env=env)
+    assert "[0, 1]" in ran.stdout
+
+
+def test_a_launch_inside_a_rank_works(notebook: Kernel) -> None:
+    cell = notebook.run(
+        "def outer():\n"
+        "    from nb_accelerate import notebook_launcher\n"
+        "    return notebook_launcher(lambda: rank() + 10, (), 2, progress='off')\n"
+        "print(launch(outer, (), 1))"
+    ).ok()
+    assert cell.stdout == "[[10, 11]]\n"
