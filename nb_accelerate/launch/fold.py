@@ -52,11 +52,11 @@ class Fold:
         for stream, queues in self._waiting.items():
             while True:
                 self._match(stream)
-                waiting = [(queue[0][0], rank) for rank, queue in queues.items() if queue]
-                if not waiting or min(waiting)[0] > limit:
+                late = [rank for rank, queue in queues.items() if queue and queue[0][0] <= limit]
+                if not late:
                     break
-                rank = min(waiting)[1]
-                self._write(stream, f"[rank {rank}] {queues[rank].popleft()[1]}")
+                for rank in late:  # one line of each, so that what follows is compared with its like
+                    self._write(stream, f"[rank {rank}] {queues[rank].popleft()[1]}")
 
     def _match(self, stream: StreamName) -> None:
         queues = self._waiting[stream].values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import io
 import sys
@@ -16,11 +17,16 @@ def forget_parent() -> None:
     when the process forked. What is shown with ``display`` would be lost without a word.
     """
     sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]
+    builtins.input = _no_input
     asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
     with contextlib.suppress(Exception):
         asyncio.set_event_loop(None)
     _forget_pools()
     _show_as_text()
+
+
+def _no_input(_prompt: object = "", /) -> str:
+    raise EOFError("a rank has no keyboard")
 
 
 def _forget_pools() -> None:

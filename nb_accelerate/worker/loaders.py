@@ -17,9 +17,10 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle that also knows what multiprocessing and torch have registered: connections, queues, tensors."""
 
     def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
-        super().__init__(file, protocol)
         registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
+        # Before the C code's constructor, which looks it up once.
         self.dispatch_table = ChainMap(registered, cloudpickle.Pickler.dispatch_table)
+        super().__init__(file, protocol)
 
 
 def _dump(obj: Any, file: IO[bytes], protocol: int | None = None) -> None:

@@ -1,0 +1,125 @@
+"""What ranks print: complete, in order, and never more than a cell can show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from fixtures.kernels import Kernel
+
+from nb_accelerate.launch.fold import Fold
+from nb_accelerate.launch.output import prefixed
+
+SETUP = """
+import ctypes, functools, os, subprocess, sys, time
+from nb_accelerate import notebook_launcher
+launch = functools.partial(notebook_launcher, progress="off")
+
+def rank():
+    return int(os.environ["RANK"])
+
+def counts(lines):
+    for i in range(lines):
+        print(f"rank {rank()} line {i}")
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run("launch(rank)").ok()
+    return shared_kernel
+
+
+def text_of(cell_displays: list[dict[str, str]]) -> str:
+    return cell_displays[-1]["text/plain"]
+
+
+@pytest.mark.may_leave("files")  # the log, which the cell names
+def test_a_flood_is_complete_in_a_file_and_a_bounded_tail_in_the_cell(notebook: Kernel) -> None:
+    cell = notebook.run("launch(counts, (100_000,), 2)").ok()
+    assert 5000 <= cell.stdout.count("\n") <= 12_000
+    assert len(cell.displays) < 60
+    match = re.match(r"\.\.\. [\d,]+ more lines; all 200,000 are in (\S+)\. The last ones:\n", text_of(cell.displays))
+    assert match, text_of(cell.displays)
+    assert len(text_of(cell.displays).splitlines()) == 21
+    path = Path(match[1])
+    lines = path.read_text().splitlines()
+    for number in (0, 1):
+        own = [line for line in lines if line.startswith(f"rank {number} ")]
+        assert own == [f"rank {number} line {i}" for i in range(100_000)]
+    path.unlink()
+
+
+def test_python_c_and_subprocesses_keep_their_order_within_a_stream(notebook: Kernel) -> None:
+    notebook.run(
+        "def mixed():\n"
+        "    libc = ctypes.CDLL(None)\n"
+        "    for i in range(50):\n"
+        "        print('python', i)\n"
+        "        libc.write(1, b'c\\n', 2)\n"
+        "        print('error', i, file=sys.stderr)\n"
+        "    subprocess.run(['echo', 'sub'])\n"
+        "    subprocess.run(['echo', 'given'], stdout=sys.stdout)\n"
+    ).ok()
+    cell = notebook.run("launch(mixed, (), 1)").ok()
+    assert cell.stdout.split("\n") == [*(w for i in range(50) for w in (f"python {i}", "c")), "sub", "given", ""]
+    assert cell.stderr.split("\n") == [*(f"error {i}" for i in range(50)), ""]
+
+
+def test_one_rank_shows_a_line_that_is_not_finished(notebook: Kernel) -> None:
+    cell = notebook.start("launch(lambda: (print('half', end=''), time.sleep(600)))")
+    assert notebook.wait_for_output(cell, "half") == "half"
+    notebook.interrupt()
+    notebook.finish(cell)
+
+
+def test_lines_get_the_prefix_that_was_asked_for(notebook: Kernel) -> None:
+    cell = notebook.run("launch(counts, (2,), 2, log_line_prefix_template='[${role_name}${local_rank}] ')").ok()
+    assert sorted(cell.stdout.splitlines()) == [
+        "[default0] rank 0 line 0",
+        "[default0] rank 0 line 1",
+        "[default1] rank 1 line 0",
+        "[default1] rank 1 line 1",
+    ]
+
+
+def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel) -> None:
+    notebook.run("def mostly_equal():\n    print('same'); print('differs by', rank()); print('same again')").ok()
+    cell = notebook.run("launch(mostly_equal, (), 3, fold_output=True)").ok()
+    assert sorted(cell.stdout.splitlines()) == [
+        "[rank 0] differs by 0",
+        "[rank 1] differs by 1",
+        "[rank 2] differs by 2",
+        "same",
+        "same again",
+    ]
+
+
+def test_text_of_any_kind_arrives(notebook: Kernel) -> None:
+    cell = notebook.run("launch(lambda: (print('grüße 你好 🎉'), os.write(1, b'\\xff bytes\\n')))").ok()
+    assert cell.stdout == "grüße 你好 🎉\n� bytes\n"
+
+
+def test_reading_input_ends_at_once(notebook: Kernel) -> None:
+    assert notebook.run("launch(lambda: input())").error == "EOFError"
+
+
+def test_a_prefix_is_put_in_front_of_every_line() -> None:
+    assert prefixed("a\nb\n", "<${rank}> ", rank=3, local_rank=1) == "<3> a\n<3> b\n"
+    assert prefixed("a\n", None, rank=3, local_rank=1) == "a\n"
+
+
+def test_folding_waits_for_every_rank_but_not_for_ever() -> None:
+    seen: list[tuple[str, str]] = []
+    fold = Fold([0, 1], lambda stream, text: seen.append((stream, text)))
+    assert fold.due == float("inf")
+    fold.add(0, "stdout", "a\nb\n")
+    assert seen == []
+    assert fold.due < float("inf")
+    fold.add(1, "stdout", "a\n")
+    assert seen == [("stdout", "a\n")]
+    fold.flush(everything=True)
+    assert seen[1:] == [("stdout", "[rank 0] b\n")]
+    assert fold.due == float("inf")

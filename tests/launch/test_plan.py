@@ -1,0 +1,218 @@
+"""What a launch will be, decided from options and facts: no process, no device."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.machine import MachineFacts, interface_of, look
+from nb_accelerate.launch.memory import oom_kills
+from nb_accelerate.launch.neighbours import warnings_from
+from nb_accelerate.launch.plan import LaunchPlan, make_plan
+from nb_accelerate.launch.rendezvous import Meeting, meet
+
+
+def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:
+    known: dict[str, Any] = {"num_cpus": 8, **(facts or {})}
+    return make_plan(LaunchOptions(function=print, **options), MachineFacts(**known))
+
+
+T4 = {"num_gpus": 2}
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "said"),
+    [
+        ({}, {}, "1 rank on CPU, forkserver"),
+        ({}, {"num_processes": 2}, "2 ranks on CPU, forkserver, gloo on loopback"),
+        ({}, {"num_processes": 2, "mixed_precision": "bf16"}, "2 ranks on CPU, forkserver, gloo on loopback, bf16"),
+        (T4, {}, "2 ranks on CUDA, fork (CUDA is untouched here, so data in memory is shared), nccl on loopback"),
+        (T4, {"num_processes": 1}, "1 rank on CUDA, fork (CUDA is untouched here, so data in memory is shared)"),
+        (
+            T4 | {"unforkable": "CUDA was used in this notebook"},
+            {},
+            "2 ranks on CUDA, forkserver (CUDA was used in this notebook), nccl on loopback",
+        ),
+        (
+            T4 | {"is_rocm": True},
+            {},
+            "2 ranks on CUDA, spawn (the runtime of these GPUs does not survive a fork), nccl on loopback",
+        ),
+        (T4, {"devices": "cpu", "num_processes": 3}, "3 ranks on CPU, forkserver, gloo on loopback"),
+        (T4, {"start_method": "spawn"}, "2 ranks on CUDA, spawn, nccl on loopback"),
+        ({"can_fork": False}, {"num_processes": 2}, "2 ranks on CPU, spawn (no fork here), gloo on loopback"),
+        (
+            {"num_gpus": 8},
+            {"num_nodes": 2, "master_addr": "10.0.0.1", "start_method": "forkserver"},
+            "8 ranks on CUDA on each of 2 machines, forkserver, nccl",
+        ),
+    ],
+)
+def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    assert plan(facts, **options).describe() == said
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "text"),
+    [
+        (T4, {"num_processes": 3}, "num_processes=3, but there are 2 GPUs.*Write num_processes=2, or devices='cpu'"),
+        ({"num_gpus": 1}, {"num_processes": 2}, "there is 1 GPU,"),
+        (T4, {"devices": [0, 2]}, r"devices=\[0, 2\], but the visible GPUs are 0 to 1: there is no GPU 2"),
+        (T4, {"devices": [1], "num_processes": 2}, "there is 1 GPU"),
+        ({}, {"devices": [0]}, "no GPU is visible here"),
+        ({}, {"start_method": "inline", "num_processes": 2}, "Write num_processes=1"),
+        (
+            T4 | {"unforkable": "the CUDA driver is loaded in this notebook"},
+            {"start_method": "fork"},
+            "start_method='fork' cannot work: the CUDA driver is loaded.*'forkserver', which need no restart",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(facts: Any, options: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        plan(facts, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"devices": "gpu"}, r"write devices='cpu', or the numbers of GPUs, as devices=\[0, 2\]"),
+        ({"devices": [0, 0]}, "names a GPU twice"),
+        ({"use_port": "many"}, "use_port='many' is not a port"),
+        ({"use_port": 70000}, "is not a port"),
+        ({"num_nodes": 2}, r"is each machine itself.*master_addr='10\.0\.0\.1'"),
+        ({"num_nodes": 2, "node_rank": 2, "master_addr": "10.0.0.1"}, "the last is number 1"),
+        ({"num_nodes": 2, "rdzv_backend": "c10d"}, "Write rdzv_endpoint='HOST:29400'"),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd' is not a choice"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"log_line_prefix_template": "${rnk}"}, r"may use \$\{rank\}"),
+        ({"log_line_prefix_template": 3}, "is not text"),
+        ({"progress": "widgets"}, "progress='widgets' is not a choice"),
+        ({"monitor_interval": 0}, "monitor_interval=0"),
+        ({"by_value": ["os"]}, r"'os', which is no module. Write by_value=\[my_module\]"),
+        ({"kwargs": ["lr"]}, "does not map names to values"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_with_what_to_write(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LaunchOptions(function=print, **options)
+
+
+def test_forked_ranks_have_one_thread_and_others_share_the_cores() -> None:
+    assert plan(num_processes=2).num_threads == 4
+    assert plan(num_processes=3).num_threads == 2
+    assert plan(num_processes=20).num_threads == 1
+    assert plan(num_processes=2, start_method="fork").num_threads == 1
+
+
+def test_little_shared_memory_is_said_before_a_loader_dies_of_it() -> None:
+    assert plan({"shared_memory": 1 << 40}).warnings == ()
+    (warning,) = plan({"shared_memory": 64 << 20}).warnings
+    assert "64 MiB" in warning
+    assert "--shm-size" in warning
+
+
+def meeting(node_rank: int = 0) -> Meeting:
+    return Meeting(address="10.0.0.1", port=29500, node_rank=node_rank, interface="eth0", run_id="run", listener=None)
+
+
+def test_a_ranks_environment_is_torchruns() -> None:
+    chosen = plan(T4, num_nodes=2, master_addr="10.0.0.1", node_rank=1, mixed_precision="fp16", devices=[1, 0])
+    environ = rank_environ(
+        chosen,
+        meeting(1),
+        1,
+        base={"HOME": "/home/me", "JPY_PARENT_PID": "7", "RANK": "left over"},
+        extra={"MINE": "too", "OMP_NUM_THREADS": "5"},
+        attempt=2,
+        max_restarts=3,
+    )
+    expected = {
+        "HOME": "/home/me",
+        "MINE": "too",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "run",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+        "CUDA_VISIBLE_DEVICES": "1,0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "5",
+    }
+    assert expected.items() <= environ.items()
+    assert "JPY_PARENT_PID" not in environ
+    assert "ACCELERATE_USE_CPU" not in environ
+
+
+def test_torch_itself_reads_that_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    environ = rank_environ(plan(num_processes=1), meeting(), 0, base={}, extra={})
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    assert dist.is_torchelastic_launched()
+
+
+def test_looking_at_this_machine_touches_no_device() -> None:
+    facts = look({})
+    assert facts.num_cpus >= 1
+    assert interface_of("127.0.0.1") == facts.loopback
+    assert look({"CUDA_VISIBLE_DEVICES": ""}).num_gpus == 0
+
+
+def options(**given: Any) -> LaunchOptions:
+    return LaunchOptions(function=print, **given)
+
+
+def test_one_machine_meets_on_loopback_and_nowhere_else() -> None:
+    with meet(options(), plan()) as place:
+        assert place.listener is not None
+        assert place.listener.getsockname() == ("127.0.0.1", place.port)
+
+
+def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"use_port={port} is taken by .*\(pid \d+\)"):
+            meet(options(use_port=port), plan()).__enter__()
+
+
+def test_a_port_that_is_free_is_used() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with meet(options(use_port=str(port)), plan()) as place:
+        assert place.port == port
+
+
+def test_an_address_of_another_machine_is_refused_on_machine_0() -> None:
+    chosen = options(num_nodes=2, master_addr="192.0.2.1")
+    with pytest.raises(ConfigError, match=r"'192\.0\.2\.1' is not an address of this machine"):
+        meet(chosen, plan(num_nodes=2, master_addr="192.0.2.1")).__enter__()
+
+
+def test_who_holds_gpu_memory_is_named() -> None:
+    import os
+
+    said = warnings_from(f"{os.getpid()}, 2048\n1, 100\n999999999, 4096\nnot a line\n")
+    assert said == ("this notebook itself holds 2.0 GiB of GPU memory", "process 999999999 holds 4.0 GiB of GPU memory")
+
+
+def test_victims_of_the_out_of_memory_killer_are_counted(tmp_path: Path) -> None:
+    vmstat, events = tmp_path / "vmstat", tmp_path / "events"
+    vmstat.write_text("pgfault 12\noom_kill 3\n")
+    events.write_text("oom 9\noom_kill 2\noom_group_kill 0\n")
+    assert oom_kills((vmstat, events, tmp_path / "missing")) == 5
+    assert oom_kills() >= 0

@@ -1,0 +1,128 @@
+"""What a notebook has reaches its ranks, and what ranks make comes back, whatever the size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures.kernels import Kernel
+
+SETUP = """
+import dataclasses, enum, functools, os, sys, torch
+from nb_accelerate import notebook_launcher
+launch = functools.partial(notebook_launcher, progress="off")
+
+def rank():
+    return int(os.environ["RANK"])
+
+class Colour(enum.Enum):
+    RED = 1
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: int
+    def moved(self, by):
+        return Point(self.x + by)
+
+class Squares(torch.utils.data.Dataset):
+    def __init__(self, n):
+        self.n = n
+    def __len__(self):
+        return self.n
+    def __getitem__(self, index):
+        return helper(index)
+
+def helper(index):
+    return index * index
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run("launch(rank)").ok()
+    return shared_kernel
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("lambda: Point(1).moved(rank())", "[Point(x=1), Point(x=2)]"),
+        ("lambda: Colour.RED", "[<Colour.RED: 1>, <Colour.RED: 1>]"),
+        ("functools.partial(pow, 2, 3)", "[8, 8]"),
+        ("Point(3).moved(4).moved.__func__.__name__.upper", "['MOVED', 'MOVED']"),
+        ("lambda: (lambda f: f(f, 5))(lambda f, n: 1 if n == 0 else n * f(f, n - 1))", "[120, 120]"),
+    ],
+)
+def test_what_cells_define_travels_both_ways(notebook: Kernel, expression: str, value: str) -> None:
+    assert notebook.run(f"print(launch({expression}, (), 2))").ok().stdout == f"{value}\n"
+
+
+def test_classes_come_back_as_the_notebooks_own(notebook: Kernel) -> None:
+    cell = notebook.run("v = launch(lambda: (Point(1), Colour.RED))[0]\nprint(type(v[0]) is Point, v[1] is Colour.RED)")
+    assert cell.ok().stdout == "True True\n"
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_loader_workers_run_data_sets_from_cells(notebook: Kernel, context: str) -> None:
+    notebook.run(
+        "def loads(context):\n"
+        "    loader = torch.utils.data.DataLoader(Squares(6), 2, num_workers=1, multiprocessing_context=context)\n"
+        "    return [batch.tolist() for batch in loader]"
+    ).ok()
+    cell = notebook.run(f"print(launch(loads, ({context!r},), 2))").ok()
+    assert cell.stdout == f"{[[[0, 1], [4, 9], [16, 25]]] * 2}\n"
+
+
+def test_a_module_that_was_edited_is_imported_as_it_is_now_or_sent_as_it_is_in_memory(
+    notebook: Kernel, tmp_path: Path
+) -> None:
+    module = tmp_path / "edited_module.py"
+    module.write_text("def answer():\n    return 'first'\n")
+    notebook.run(f"sys.dont_write_bytecode = True\nsys.path.insert(0, {str(tmp_path)!r})\nimport edited_module").ok()
+    assert notebook.run("print(launch(edited_module.answer))").ok().stdout == "['first']\n"
+    module.write_text("def answer():\n    return 'second'\n")
+    assert notebook.run("print(launch(edited_module.answer))").ok().stdout == "['second']\n"
+    by_value = notebook.run("print(launch(edited_module.answer, by_value=[edited_module]))").ok()
+    assert by_value.stdout == "['first']\n"
+
+
+def test_a_package_installed_a_moment_ago_can_be_imported(notebook: Kernel, tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    notebook.run(f"sys.path.append({str(folder)!r})").ok()
+    notebook.run("launch(rank)").ok()
+    (folder / "just_installed.py").write_text("value = 7\n")
+    notebook.run("def uses():\n    import just_installed\n    return just_installed.value").ok()
+    assert notebook.run("print(launch(uses, (), 2))").ok().stdout == "[7, 7]\n"
+
+
+def test_ranks_draw_their_own_random_numbers_as_fresh_processes_do(notebook: Kernel) -> None:
+    notebook.run("def draws():\n    import random, numpy\n    return random.random(), numpy.random.rand()").ok()
+    cell = notebook.run("values = launch(draws, (), 2) + launch(draws, (), 2); print(len(set(sum(values, ()))))").ok()
+    assert cell.stdout == "8\n"
+
+
+def test_a_function_finds_its_own_source_in_a_rank(notebook: Kernel) -> None:
+    notebook.run("def source():\n    import inspect\n    return inspect.getsource(helper)").ok()
+    cell = notebook.run("print(launch(source)[0])").ok()
+    assert "return index * index" in cell.stdout
+
+
+def test_data_in_memory_is_shared_by_a_fork_without_being_pickled(notebook: Kernel) -> None:
+    notebook.run("import threading\nunpicklable = {'lock': threading.Lock(), 'data': torch.arange(5)}").ok()
+    cell = notebook.run("print(launch(lambda: unpicklable['data'].sum().item(), (), 2, start_method='fork'))").ok()
+    assert cell.stdout == "[10, 10]\n"
+
+
+@pytest.mark.limit(120)
+@pytest.mark.slow
+def test_a_gigabyte_goes_there_and_back(notebook: Kernel) -> None:
+    cell = notebook.run(
+        "big = torch.arange(1 << 27, dtype=torch.float64)\n"
+        "back = launch(lambda t: t.mul_(2), (big,), 1)[0]\n"
+        "print(back.shape, back[-1].item() == 2 * big[-1].item(), big[-1].item() == (1 << 27) - 1)\n"
+        "del big, back",
+        timeout=100,
+    ).ok()
+    assert cell.stdout == "torch.Size([134217728]) True True\n"
