@@ -109,7 +109,9 @@ def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
 
     host, _ = _split(options.rdzv_endpoint, 29400)
     own = _own_address_towards(host)
-    conf = {"join_timeout": _JOIN_TIMEOUT, **(options.rdzv_conf or {})}
+    # Said and not left to torch, which looks names up to find out.
+    is_host = own == host or interface_of(host) is not None
+    conf = {"join_timeout": _JOIN_TIMEOUT, "is_host": is_host, **(options.rdzv_conf or {})}
     number = options.num_nodes
     parameters = RendezvousParameters(
         "c10d", options.rdzv_endpoint, options.rdzv_id, number, number, local_addr=own, **conf
@@ -117,11 +119,13 @@ def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
     handler = get_rendezvous_handler(parameters)
     try:
         info = handler.next_rendezvous()
-    except RendezvousTimeoutError as error:
+    except RendezvousTimeoutError:
+        handler.shutdown()
+        # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.
         raise StartError(
             f"not all of num_nodes={number} machines came to {options.rdzv_endpoint} within "
             f"{conf['join_timeout']} s. Run the same cell on each, with the same rdzv_id={options.rdzv_id!r}"
-        ) from error
+        ) from None
     with contextlib.ExitStack() as stack:
         stack.callback(handler.shutdown)
         listener = None
