@@ -7,6 +7,7 @@
     ├── MissingDependencyError (ImportError)   a package is not installed; names what to install
     ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
     ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
+    ├── DispatchError (RuntimeError)      rank 0 reads data for all ranks, and could not
     └── LaunchError (RuntimeError)        ranks were to be started, or were running
         ├── ShippingError (TypeError)     a function, argument or result cannot be sent to another process
         ├── StartError                    a rank could not be started
@@ -68,6 +69,10 @@ class NotPreparedError(NbAccelerateError, RuntimeError):
 
 class CollectiveMismatchError(NbAccelerateError, RuntimeError):
     """Ranks handed different structures, shapes or dtypes to the same collective."""
+
+
+class DispatchError(NbAccelerateError, RuntimeError):
+    """Rank 0, which reads the data of all ranks, could not go on."""
 
 
 class LaunchError(NbAccelerateError, RuntimeError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator.communication import CommunicationSlice
 from nb_accelerate.accelerator.core import build_core
 from nb_accelerate.accelerator.identity import IdentitySlice
+from nb_accelerate.accelerator.loaders import LoadersSlice
 from nb_accelerate.accelerator.preparing import PreparingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
 from nb_accelerate.config.checks import suggest
@@ -49,7 +50,7 @@ _ARGUMENTS = (
 )
 
 
-class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, PreparingSlice):
+class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice, PreparingSlice):
     """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.
 
     Example::

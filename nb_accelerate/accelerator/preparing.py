@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.data import DataLoaderShard
+    from nb_accelerate.data.dispatcher import SliceFunction
 
 logger = logging.getLogger("nb_accelerate")
 
@@ -126,16 +127,22 @@ class PreparingSlice(Slice):
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: SliceFunction | None = None,
     ) -> DataLoaderShard:
         """Make a loader yield this process's part of its data.
 
         Args:
             data_loader: the same on all processes.
             device_placement: move batches to the device; by default as the `Accelerator` says.
+            slice_fn_for_dispatch: cuts a batch into parts, with ``dispatch_batches=True``: called as
+                ``slice_fn(batch, slice(first, end), process_index=..., num_processes=...)``.
 
         Raises:
             ConfigError: the loader cannot be shared out.
+            MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
         """
         core = self.core
         place = core.device_placement if device_placement is None else device_placement
@@ -146,6 +153,7 @@ class PreparingSlice(Slice):
             device=core.device if place else None,
             tracker=core.tracker,
             rng_types=core.rng_types,
+            slice_fn=slice_fn_for_dispatch,
         )
         if not any(known is prepared for known in core.prepared.loaders):
             core.prepared.loaders.append(prepared)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -17,10 +18,12 @@ class Collectives(ABC):
     Attributes:
         rank: the number of this process.
         world_size: how many there are.
+        device: where tensors travel from; those that live elsewhere take a detour over it.
     """
 
     rank: int
     world_size: int
+    device: torch.device
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -33,6 +36,16 @@ class Collectives(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of rank ``source``. May change ``tensor``, which the caller gives up."""
+
+    @abstractmethod
+    def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
+        """Return this rank's row of what rank ``source`` hands in.
+
+        Args:
+            parts: on rank ``source`` a tensor of shape (world_size, *like.shape); elsewhere None.
+            like: of the shape, dtype and device of a row; its content is not used, and may be changed.
+            source: whose rows.
+        """
 
     @abstractmethod
     def all_gather_object(self, item: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from nb_accelerate.comm.collectives import Collectives
@@ -17,6 +18,7 @@ class SingleCollectives(Collectives):
 
     rank = 0
     world_size = 1
+    device = torch.device("cpu")
 
     @override
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -29,6 +31,11 @@ class SingleCollectives(Collectives):
     @override
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return tensor
+
+    @override
+    def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
+        assert parts is not None
+        return parts[0]
 
     @override
     def all_gather_object(self, item: Any) -> list[Any]:

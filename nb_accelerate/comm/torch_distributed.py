@@ -30,7 +30,7 @@ class TorchCollectives(Collectives):
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._device = device
+        self.device = device
         self._device_ids = device_ids
 
     @override
@@ -54,6 +54,13 @@ class TorchCollectives(Collectives):
         return here.to(tensor.device)
 
     @override
+    def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
+        here = self._carried(like)
+        rows = None if parts is None else list(self._carried(parts).unbind(0))
+        dist.scatter(here, rows, source)
+        return here.to(like.device)
+
+    @override
     def all_gather_object(self, item: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, item)
@@ -70,4 +77,4 @@ class TorchCollectives(Collectives):
         dist.barrier(device_ids=self._device_ids)
 
     def _carried(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device.type == self._device.type else tensor.to(self._device)
+        return tensor if tensor.device.type == self.device.type else tensor.to(self.device)

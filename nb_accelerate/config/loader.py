@@ -15,13 +15,13 @@ class DataLoaderConfiguration:
     Attributes:
         split_batches: a batch of the loader is cut into one piece for each rank, so the batch size you wrote is
             that of all ranks together. By default every rank gets whole batches of that size.
-        dispatch_batches: rank 0 reads all data and sends the others their part. None and False: every rank
-            reads its own.
+        dispatch_batches: rank 0 reads all data and sends the others their part, for data that only one process
+            can or should read. None and False: every rank reads, of an iterable dataset all rows, and keeps its own.
         even_batches: fill up the last batches with rows from the start, so that all ranks have equally many.
         use_seedable_sampler: shuffle by ``data_seed`` plus the epoch, independent of all other random numbers.
         data_seed: the seed for that; None takes the seed of torch when the loader is prepared.
         non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
-        use_stateful_dataloader: make loaders that can save and restore their position (torchdata).
+        use_stateful_dataloader: make loaders that can save and restore their position (the package torchdata).
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
@@ -45,15 +45,11 @@ class DataLoaderConfiguration:
             check_whole("data_seed", self.data_seed, at_least=0)
         check_flag("non_blocking", self.non_blocking)
         check_flag("use_stateful_dataloader", self.use_stateful_dataloader)
-        if self.dispatch_batches:
+        if self.dispatch_batches and self.use_stateful_dataloader:
             raise ConfigError(
-                "dispatch_batches=True is not supported yet. Write dispatch_batches=False: every rank then reads "
-                "its own part of the data."
-            )
-        if self.use_stateful_dataloader:
-            raise ConfigError(
-                "use_stateful_dataloader=True is not supported yet. Leave it out; prepared loaders then start "
-                "every epoch at its first batch."
+                "dispatch_batches=True and use_stateful_dataloader=True cannot go together: rank 0 reads ahead for all "
+                "ranks, so there is no position that belongs to a batch. Leave one of them out; skip_first_batches "
+                "works with dispatch_batches=True."
             )
 
 

@@ -1,16 +1,20 @@
 """Share out data between ranks: which rows are mine, in which order, and which of them are copies."""
 
+from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.plan import ShardPlan
-from nb_accelerate.data.prepare import prepare_data_loader
-from nb_accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler
+from nb_accelerate.data.prepare import prepare_data_loader, skip_first_batches
+from nb_accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 from nb_accelerate.data.tracker import LoaderTracker
 
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderDispatcher",
     "DataLoaderShard",
     "LoaderTracker",
     "SeedableRandomSampler",
     "ShardPlan",
+    "SkipBatchSampler",
     "prepare_data_loader",
+    "skip_first_batches",
 ]

@@ -99,6 +99,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.even_batches = even_batches
         self._local = rows_per_rank(batch_size, num_processes, split_batches=split_batches)
 
+    def real_rows(self, rows_on_rank: int) -> None:
+        """Say that nothing is known about the last group here: its rows carry the number with them."""
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch comes, if it wants to know."""
         if hasattr(self.dataset, "set_epoch"):

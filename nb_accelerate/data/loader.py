@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from nb_accelerate.data.epochs import EpochCounter
 from nb_accelerate.data.iterable import LastBatch
+from nb_accelerate.data.samplers import skipping
 from nb_accelerate.data.tracker import LoaderTracker
 from nb_accelerate.nested import find_batch_size, send_to_device, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+class Share(Protocol):
+    """What decides which rows are this rank's: a sampler's shard, or that of an iterable dataset."""
+
+    even_batches: bool
+    """Whether all ranks get equal batches."""
+
+    def real_rows(self, rows_on_rank: int) -> int | None:
+        """Return how many rows of the last group are real, or None if all are. Asked after the last batch."""
+        ...
 
 
 class DataLoaderShard(DataLoader[Any]):
@@ -25,12 +38,14 @@ class DataLoaderShard(DataLoader[Any]):
         device: where batches go; None leaves them where they are.
         tracker: told when an epoch begins and ends.
         on_start: called before each epoch.
-        last_group_rows: asked after the last batch how many rows of the last group are real; None means all.
-        last_group_items: likewise, for loaders whose items are batches by themselves.
+        share: what decides which rows are this rank's; None if all are.
         rows: of the user's dataset; None if it does not say.
         total_batch_size: rows of all ranks together in one step.
-        even: whether all ranks get equal batches.
+        items_are_batches: the user's loader has no batch size: what it reads are batches by themselves.
         non_blocking: do not wait for copies to the device; batches are then sent there one ahead.
+        skip_batches: read and leave out that many batches of this rank at the beginning of every epoch, for
+            iterable datasets; samplers leave out row numbers instead.
+        epochs: counts epochs; loaders over the same samplers share one.
         **kwargs: those of `torch.utils.data.DataLoader`.
 
     Attributes:
@@ -38,7 +53,8 @@ class DataLoaderShard(DataLoader[Any]):
         remainder: real rows in the last batch of all ranks together; 0 if all are, -1 if not known yet.
         batch_remainder: the same for the current batch; None if all its rows are real.
         rows_on_rank: rows of the current batch on this rank; set together with ``batch_remainder``.
-        iteration: epochs begun.
+        skip_batches: batches left out at the beginning of every epoch, by whatever means.
+        position: batches of this rank's epoch that were handed out or left out so far; 0 when it is over.
     """
 
     def __init__(
@@ -48,29 +64,86 @@ class DataLoaderShard(DataLoader[Any]):
         device: torch.device | None = None,
         tracker: LoaderTracker | None = None,
         on_start: Callable[[], None] | None = None,
-        last_group_rows: Callable[[], int | None] | None = None,
-        last_group_items: Callable[[], int | None] | None = None,
+        share: Share | None = None,
         rows: int | None = None,
         total_batch_size: int | None = None,
-        even: bool = True,
+        items_are_batches: bool = False,
         non_blocking: bool = False,
+        skip_batches: int = 0,
+        epochs: EpochCounter | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
         self.device = device
-        self.even = even
         self.end_of_dataloader = False
         self.remainder = -1
         self.batch_remainder: int | None = None
         self.rows_on_rank = 0
-        self.iteration = 0
+        self.skip_batches = skip_batches
+        self.position = 0
+        self._share = share
         self._tracker = tracker or LoaderTracker()
         self._on_start = on_start
-        self._last_group_rows = last_group_rows
-        self._last_group_items = last_group_items
         self._rows = rows
         self._total_batch_size = total_batch_size
+        self._items_are_batches = items_are_batches
         self._non_blocking = non_blocking
+        self._dropped = skip_batches  # those that are left out after they were read
+        self._resume_at: int | None = None  # where the next epoch begins, if a position was loaded
+        self._epochs = epochs or EpochCounter(self.batch_sampler, self.sampler, dataset)
+        self._arguments = {
+            "dataset": dataset,
+            "device": device,
+            "tracker": self._tracker,
+            "on_start": on_start,
+            "share": share,
+            "rows": rows,
+            "total_batch_size": total_batch_size,
+            "items_are_batches": items_are_batches,
+            "non_blocking": non_blocking,
+            "skip_batches": skip_batches,
+            "epochs": self._epochs,
+            **kwargs,
+        }
+
+    def skipping(self, batches: int) -> DataLoaderShard:
+        """Return a loader that leaves out the first batches of every epoch, and shares all else with this one.
+
+        Samplers stay the same, so that an epoch of one is an epoch of the other.
+
+        Args:
+            batches: how many of this rank's batches to leave out.
+        """
+        changed: dict[str, Any] = dict(self._arguments)
+        skip = self.skip_batches + batches
+        name = next((name for name in ("batch_sampler", "sampler") if changed.get(name) is not None), None)
+        if name is None or isinstance(self.dataset, IterableDataset):
+            return type(self)(**(changed | {"skip_batches": skip}))
+        changed[name] = skipping(changed[name], batches * self._read_per_batch())
+        if changed["share"] is not None:
+            changed["share"] = changed[name]
+        later = type(self)(**changed)
+        later.skip_batches = skip
+        return later
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks get equal batches at the end of the data."""
+        return self._share is None or self._share.even_batches
+
+    @even.setter
+    def even(self, value: bool) -> None:
+        if self._share is not None:
+            self._share.even_batches = value
+
+    @property
+    def iteration(self) -> int:
+        """Epochs begun, or what `set_epoch` said."""
+        return self._epochs.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self._epochs.epoch = epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -96,26 +169,31 @@ class DataLoaderShard(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and dataset which epoch comes, those that want to know."""
-        self.iteration = epoch
-        outer: Any = self.batch_sampler
-        inner = getattr(outer, "batch_sampler", None)
-        innermost = getattr(outer if inner is None else inner, "sampler", None)
-        seen: list[Any] = []
-        things: tuple[Any, ...] = (outer, inner, innermost, self.sampler, self.dataset)
-        for thing in things:
-            if hasattr(thing, "set_epoch") and not any(thing is other for other in seen):
-                seen.append(thing)
-                thing.set_epoch(epoch)
+        self._epochs.set(epoch)
+
+    def __len__(self) -> int:
+        return self._read_length()
+
+    def _read_length(self) -> int:
+        """Return how many batches this rank would read if it read all that it may."""
+        return max(super().__len__() - self._dropped * self._read_per_batch(), 0)
+
+    def _read_per_batch(self) -> int:
+        """Return how many batches are read for one that is handed out."""
+        return 1
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
         self.end_of_dataloader = False
+        self.remainder = -1
         self.batch_remainder = None
+        self.position = self.skip_batches if self._resume_at is None else self._resume_at
         if self._on_start is not None:
             self._on_start()
+        self._epochs.announce()
         self._tracker.begin(self)
         try:
-            source = iter(super().__iter__())
-            self.iteration += 1
+            source = self._source()
+            self._epochs.epoch += 1
             try:
                 current = next(source)
             except StopIteration:
@@ -126,7 +204,10 @@ class DataLoaderShard(DataLoader[Any]):
             ahead, late = (place, None) if self._non_blocking else (None, place)
             if ahead is not None:
                 current = ahead(current)
+            position = self.position
             for upcoming in source:
+                position += 1
+                self.position = position
                 if type(current) is LastBatch:  # of one worker of several; others go on
                     current = self._open(current)
                     yield current if late is None else late(current)
@@ -135,10 +216,20 @@ class DataLoaderShard(DataLoader[Any]):
                     yield current if late is None else late(current)
                 current = upcoming if ahead is None else ahead(upcoming)
             self.end_of_dataloader = True
+            self.position = 0
             current = self._open(current) if type(current) is LastBatch else self._mark(current)
             yield current if late is None else late(current)
         finally:
             self._tracker.end(self)
+
+    def _source(self) -> Iterator[Any]:
+        """Return this rank's batches, where they are read."""
+        source = iter(super().__iter__())
+        if self._resume_at is None:
+            for _ in range(self._dropped * self._read_per_batch()):
+                next(source, None)
+        self._resume_at = None
+        return source
 
     def _placement(self, first: Any) -> Callable[[Any], Any] | None:
         """Return what moves batches to the device; None if the first is there already and so nothing has to move.
@@ -162,21 +253,19 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _open(self, marked: LastBatch) -> Any:
         """Take a batch of an incomplete group out of its wrapping and note how many of its rows are real."""
-        rows = marked.rows if self._last_group_items is None else find_batch_size(marked.batch) or 1
-        real = marked.real if self._last_group_items is None else marked.real * rows
+        rows, real = marked.rows, marked.real
+        if self._items_are_batches:
+            rows = find_batch_size(marked.batch) or 1
+            real *= rows
         self.remainder = self.batch_remainder = real
         self.rows_on_rank = rows
         return marked.batch
 
     def _mark(self, batch: Any) -> Any:
         """Note, at the last batch, how many rows of its group are real."""
-        rows = self._last_group_rows and self._last_group_rows()
-        items = self._last_group_items and self._last_group_items()
-        if rows is not None:
-            self.rows_on_rank = find_batch_size(batch) or 0
-            self.batch_remainder = rows
-        elif items is not None:
-            self.rows_on_rank = find_batch_size(batch) or 1
-            self.batch_remainder = items * self.rows_on_rank
+        if self._share is not None:
+            rows = find_batch_size(batch) or int(self._items_are_batches)
+            self.batch_remainder = self._share.real_rows(rows)
+            self.rows_on_rank = rows
         self.remainder = self.batch_remainder or 0
         return batch

@@ -128,3 +128,19 @@ def piece_of_last_group(
     piece = last[first : first + local_size]
     if piece:
         yield piece
+
+
+def dealt(rows: int, world_size: int, *, even: bool) -> list[tuple[int, int]]:
+    """Return, for each rank, where its rows of an incomplete group that rank 0 deals out begin and end.
+
+    With ``even``, the group is filled up with as few copies as possible, so ends may lie behind ``rows``; otherwise
+    the last ranks may get fewer rows, or none.
+
+    Args:
+        rows: real rows of the group.
+        world_size: how many ranks there are.
+        even: give all ranks equally many.
+    """
+    each = -(-rows // world_size)
+    bounds = [(rank * each, (rank + 1) * each) for rank in range(world_size)]
+    return bounds if even else [(min(first, rows), min(end, rows)) for first, end in bounds]

@@ -20,12 +20,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from nb_accelerate.comm import SingleCollectives
+from nb_accelerate.config.checks import check_whole
 from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.iterable import IterableDatasetShard, MarkingCollate
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.order import shared_order
 from nb_accelerate.data.plan import rows_per_rank
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.data.stateful import is_stateful, stateful
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import RNGType, synchronize
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.data.dispatcher import SliceFunction
     from nb_accelerate.data.tracker import LoaderTracker
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
@@ -56,6 +61,7 @@ def prepare_data_loader(
     device: torch.device | None = None,
     tracker: LoaderTracker | None = None,
     rng_types: Sequence[RNGType] = (RNGType.GENERATOR,),
+    slice_fn: SliceFunction | None = None,
 ) -> DataLoaderShard:
     """Return a loader that yields this rank's part of another one.
 
@@ -68,13 +74,16 @@ def prepare_data_loader(
         device: where batches go; None leaves them where they are.
         tracker: told when epochs begin and end.
         rng_types: which random numbers get the state of rank 0 before each epoch.
+        slice_fn: cuts a batch into parts, where rank 0 reads for all: called with the batch, a slice,
+            ``process_index`` and ``num_processes``.
 
     Raises:
         ConfigError: the loader is sharded already, or cannot be shared out as ``config`` says.
+        MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
     """
     if isinstance(loader, DataLoaderShard):
         return loader
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         raise ConfigError(
             f"{type(loader).__name__} has an __iter__ of its own, which would be lost: prepare makes a new "
             "DataLoader. Prepare a plain torch.utils.data.DataLoader, or leave yours out and move its batches to "
@@ -84,16 +93,44 @@ def prepare_data_loader(
     kept = {name: getattr(loader, name) for name in _KEPT}
     if loader.num_workers:
         kept |= {name: getattr(loader, name) for name in _KEPT_WITH_WORKERS if hasattr(loader, name)}
-    maker = _Maker(loader, collectives, config, rng_types)
+    dispatch = bool(config.dispatch_batches) and collectives.world_size > 1
+    maker = _Maker(loader, collectives, config, rng_types, dispatch=dispatch)
     parts = maker.iterable() if isinstance(loader.dataset, IterableDataset) else maker.mapped()
-    return DataLoaderShard(
+    kind: Callable[..., DataLoaderShard] = DataLoaderShard
+    if dispatch:
+        kind = DataLoaderDispatcher
+        parts |= {
+            "collectives": collectives,
+            "split_batches": config.split_batches,
+            "even_batches": config.even_batches,
+            "slice_fn": slice_fn,
+        }
+    if config.use_stateful_dataloader or is_stateful(loader):
+        kind = stateful(kind)
+    return kind(
         device=device,
         tracker=tracker,
-        even=config.even_batches,
         non_blocking=config.non_blocking,
         rows=_length(loader.dataset),
         **{**kept, **parts},
     )
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
+    """Return a loader that leaves out the first batches of every epoch.
+
+    Use it for the epoch in which training is resumed. Rows of a dataset that is read by number are left out without
+    being read; an iterable dataset has to be read to be skipped.
+
+    Args:
+        dataloader: prepared or not.
+        num_batches: how many to leave out; of a prepared loader, batches of each process.
+
+    Raises:
+        ConfigError: ``num_batches`` is not a whole number, or negative.
+    """
+    check_whole("num_batches", num_batches, at_least=0)
+    return prepare_data_loader(dataloader, collectives=SingleCollectives()).skipping(num_batches)
 
 
 class _Maker:
@@ -105,10 +142,13 @@ class _Maker:
         collectives: Collectives,
         config: DataLoaderConfiguration,
         rng_types: Sequence[RNGType],
+        *,
+        dispatch: bool,
     ) -> None:
         self.loader = loader
-        self.ranks = collectives.world_size
-        self.rank = collectives.rank
+        # Where rank 0 reads for all, it reads as if it were alone.
+        self.ranks = 1 if dispatch else collectives.world_size
+        self.rank = 0 if dispatch else collectives.rank
         self.collectives = collectives
         self.config = config
         self.rng_types = rng_types
@@ -136,12 +176,11 @@ class _Maker:
                     self.config.even_batches,
                     on_start=on_start,
                 )
-                parts["last_group_rows"] = partial(getattr, outer, "last_group_rows")
             else:
                 outer = SamplerShard(
                     outer, self.ranks, self.rank, even_batches=self.config.even_batches, on_start=on_start
                 )
-                parts["last_group_items"] = partial(getattr, outer, "last_group_items")
+            parts |= {"share": outer, "items_are_batches": not batches}
         if batched:
             parts["batch_sampler"] = outer
         else:
@@ -164,7 +203,7 @@ class _Maker:
             return parts
         split = self.config.split_batches and batched
         size = loader.batch_size or 1
-        parts["dataset"] = IterableDatasetShard(
+        parts["dataset"] = parts["share"] = IterableDatasetShard(
             cast("Iterable[Any]", loader.dataset),
             size,
             bool(batched and loader.drop_last),
@@ -173,15 +212,14 @@ class _Maker:
             split,
             even_batches=self.config.even_batches,
         )
+        parts["items_are_batches"] = not batched
         parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
         if batched:
             parts["batch_size"] = rows_per_rank(size, self.ranks, split_batches=split)
-        else:
-            parts["last_group_items"] = _unknown
         return parts
 
     def _refuse_sharded(self, sampler: object) -> None:
-        if self.ranks > 1 and isinstance(sampler, DistributedSampler):
+        if self.collectives.world_size > 1 and isinstance(sampler, DistributedSampler):
             raise ConfigError(
                 "The loader has a DistributedSampler, so each rank would get a part of a part of the data. Leave "
                 "the sampler out (write shuffle=True instead): prepare shares out the data."
@@ -225,14 +263,14 @@ class _Maker:
 
     def _global_sync(self, generator: torch.Generator | None = None) -> Callable[[], None] | None:
         types = [kind for kind in self.rng_types if kind is not RNGType.GENERATOR or generator is not None]
-        if self.ranks == 1 or not types:
+        if self.collectives.world_size == 1 or not types:
             return None
         return partial(synchronize, types, partial(self.collectives.broadcast, source=0), generator)
 
     def _total(self, batch_size: int | None) -> int | None:
         if batch_size is None or self.config.split_batches:
             return batch_size
-        return batch_size * self.ranks
+        return batch_size * self.collectives.world_size
 
 
 def _copied(sampler: Any) -> Any:
@@ -244,7 +282,3 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _unknown() -> None:
-    """Say that nothing is known about the last group: iterable datasets send it along with the batch."""

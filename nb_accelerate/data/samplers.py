@@ -1,8 +1,10 @@
-"""Samplers that yield one rank's part."""
+"""Samplers that yield one rank's part, or leave out its beginning."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
@@ -68,6 +70,7 @@ class BatchSamplerShard(BatchSampler):
         on_start: called when an epoch starts, before the first row is drawn.
 
     Attributes:
+        start: how many batches of this rank are left out at the beginning of every epoch.
         last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
             None if its last batch is complete on all ranks.
 
@@ -90,6 +93,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.start = 0
         size = getattr(batch_sampler, "batch_size", None)
         if size is None and (split_batches or even_batches):
             raise ConfigError(
@@ -110,7 +114,18 @@ class BatchSamplerShard(BatchSampler):
         """Batches of all ranks together."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
+    def starting_at(self, batch: int) -> BatchSamplerShard:
+        """Return this sampler without the first batches of each epoch. Where rows are planned, they cost nothing."""
+        return _starting_at(self, batch)
+
+    def real_rows(self, rows_on_rank: int) -> int | None:  # noqa: ARG002 - SamplerShard needs to know
+        """Return how many rows of the last group are real, or None if all are. Asked after the last batch."""
+        return self.last_group_rows
+
     def __len__(self) -> int:
+        return max(self._num_batches() - self.start, 0)
+
+    def _num_batches(self) -> int:
         if self._plannable:
             return self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
         batches = self.total_length
@@ -125,7 +140,7 @@ class BatchSamplerShard(BatchSampler):
         if self._on_start is not None:
             self._on_start()
         # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
-        yield from self._planned() if self._plannable else self._streamed()
+        yield from self._planned() if self._plannable else islice(self._streamed(), self.start, None)
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -143,7 +158,7 @@ class BatchSamplerShard(BatchSampler):
         order: Sequence[Any] = range(len(self.sampler)) if sequential else list(self.sampler)  # type: ignore[arg-type]
         plan = self._plan(len(order))
         self._note_last(plan.remainder)
-        return plan.batches(order, self.process_index)
+        return plan.batches(order, self.process_index, start=self.start)
 
     def _streamed(self) -> Iterator[list[Any]]:
         """Go through all batches of a sampler whose order is its own affair."""
@@ -203,6 +218,7 @@ class SamplerShard(Sampler[Any]):
         on_start: called when an epoch starts, before the first item is drawn.
 
     Attributes:
+        start: how many items of this rank are left out at the beginning of every epoch.
         last_group_items: after an epoch, the real items of an incomplete last round that this rank has a part of.
     """
 
@@ -219,14 +235,24 @@ class SamplerShard(Sampler[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.even_batches = even_batches
+        self.start = 0
         self.last_group_items: int | None = None
         self._on_start = on_start
 
     def _plan(self, items: int) -> ShardPlan:
         return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
 
+    def starting_at(self, batch: int) -> SamplerShard:
+        """Return this sampler without the first items of each epoch."""
+        return _starting_at(self, batch)
+
+    def real_rows(self, rows_on_rank: int) -> int | None:
+        """Return how many rows of the last round are real, or None if all are. Asked after the last item."""
+        return None if self.last_group_items is None else self.last_group_items * rows_on_rank
+
     def __len__(self) -> int:
-        return self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
+        batches = self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
+        return max(batches - self.start, 0)
 
     def __iter__(self) -> Iterator[Any]:
         if self._on_start is not None:
@@ -235,5 +261,57 @@ class SamplerShard(Sampler[Any]):
         plan = self._plan(len(order))
         has_part = self.even_batches or plan.remainder > self.process_index
         self.last_group_items = plan.remainder if plan.remainder and has_part else None
-        for batch in plan.batches(order, self.process_index):
+        for batch in plan.batches(order, self.process_index, start=self.start):
             yield batch[0]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A sampler of any kind without its first batches. Their rows are drawn, but not read.
+
+    Args:
+        batch_sampler: yields batches of row numbers, or row numbers.
+        skip_batches: how many to leave out at the beginning of every epoch.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # not all have one
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
+
+    @property
+    def total_length(self) -> int:
+        """Batches before any were left out."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return max(self.total_length - self.skip_batches, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(self.batch_sampler, self.skip_batches, None)
+
+
+S = TypeVar("S", BatchSamplerShard, SamplerShard)
+
+
+def _starting_at(shard: S, batch: int) -> S:
+    later = copy.copy(shard)  # the samplers inside stay the same objects: an epoch of one is an epoch of the other
+    later.start += batch
+    return later
+
+
+def skipping(sampler: Any, batches: int) -> Any:
+    """Return any sampler or batch sampler without the first batches of each epoch, as cheaply as can be.
+
+    Args:
+        sampler: a rank's, or the user's own.
+        batches: how many to leave out.
+    """
+    if isinstance(sampler, (BatchSamplerShard, SamplerShard)):
+        return sampler.starting_at(batches)
+    if type(sampler) is BatchSampler and type(sampler.sampler) in _FINITE:
+        return BatchSamplerShard(sampler, even_batches=False).starting_at(batches)
+    if isinstance(sampler, SkipBatchSampler):
+        return SkipBatchSampler(sampler.batch_sampler, sampler.skip_batches + batches)
+    return SkipBatchSampler(sampler, batches)

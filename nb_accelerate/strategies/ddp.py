@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -12,7 +13,7 @@ from nb_accelerate.strategies.ddp_hooks import register_hook
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
     from torch import nn
@@ -59,6 +60,26 @@ class DDPStrategy(Strategy):
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    @contextlib.contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # What a forward outside of no_sync does: get the buckets ready. No outputs are searched for parameters
+        # without a gradient, since there may have been several forwards.
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    @override
+    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        return Join([model for model in models if isinstance(model, DistributedDataParallel)])
 
     @override
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import nn
@@ -53,3 +53,11 @@ class Strategy:
         """
         del models
         return None
+
+    def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
+        """Return a block whose backward lets gradients travel, although the forward was in a `no_sync` block."""
+        return contextlib.nullcontext()
+
+    def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
+        """Return a block in which ranks may have different numbers of batches. Called by ``join_uneven_inputs``."""
+        return contextlib.nullcontext()

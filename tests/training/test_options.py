@@ -53,8 +53,6 @@ from nb_accelerate.process.rng import set_seed
         (lambda: Accelerator(kwargs_handlers=[{"timeout": 3}]), "not a handler.*InitProcessGroupKwargs"),
         (lambda: Accelerator(fsdp_plugin=object()), "fsdp_plugin=.*FSDP is not supported in this version"),
         (lambda: Accelerator(log_with="wandb"), "log_with='wandb'.*experiment tracking is not supported"),
-        (lambda: DataLoaderConfiguration(dispatch_batches=True), "dispatch_batches=True is not supported yet"),
-        (lambda: DataLoaderConfiguration(use_stateful_dataloader=True), "not supported yet"),
         (lambda: DataLoaderConfiguration(even_batches="False"), "even_batches='False' is of type str"),
         (lambda: DataLoaderConfiguration(data_seed=-1), "data_seed=-1 is too small"),
         (lambda: GradScalerKwargs(growth_factor=1.0), "growth_factor=1.0 is too small"),

@@ -1,0 +1,54 @@
+"""Count a loader's epochs, and tell samplers and datasets that shuffle by the epoch which one comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class EpochCounter:
+    """Epochs of a loader, and of those that read from the same samplers.
+
+    Args:
+        *things: the loader's samplers and dataset. They are searched for samplers and datasets inside; those that
+            have a ``set_epoch`` are told.
+
+    Attributes:
+        epoch: which one comes next, from 0.
+    """
+
+    def __init__(self, *things: Any) -> None:
+        self.epoch = 0
+        self._listeners = _listeners(things)
+        self._told: list[Any] = [getattr(one, "epoch", None) for one in self._listeners]
+
+    def set(self, epoch: int) -> None:
+        """Start again from ``epoch``, and tell everyone."""
+        self.epoch = epoch
+        for index, one in enumerate(self._listeners):
+            one.set_epoch(epoch)
+            self._told[index] = getattr(one, "epoch", None)
+
+    def announce(self) -> None:
+        """Tell everyone which epoch comes, except those who were told by someone else or count by themselves."""
+        if not self.epoch:
+            return  # the first epoch is what they were made for
+        for index, one in enumerate(self._listeners):
+            if getattr(one, "epoch", None) == self._told[index]:
+                one.set_epoch(self.epoch)
+                self._told[index] = getattr(one, "epoch", None)
+
+
+def _listeners(things: tuple[Any, ...]) -> list[Any]:
+    found: list[Any] = []
+    seen: set[int] = set()
+    queue = list(things)
+    while queue:
+        thing = queue.pop(0)
+        if thing is None or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if callable(getattr(thing, "set_epoch", None)):
+            found.append(thing)
+        inner = vars(thing) if hasattr(thing, "__dict__") else {}
+        queue += [inner[name] for name in ("batch_sampler", "sampler") if name in inner]
+    return found

@@ -1,0 +1,120 @@
+"""Rows of whole batches: count, slice and join them, whatever structure they have."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nb_accelerate.nested import find_batch_size
+
+Rebuild = Callable[[list[Any]], Any]
+
+
+def count_rows(batch: Any) -> int | None:
+    """Return how many rows a batch has, or None if nothing in it has rows."""
+    rows = find_batch_size(batch)
+    return len(batch) if rows is None and isinstance(batch, (list, tuple)) else rows
+
+
+def slice_rows(
+    batch: Any,
+    tensor_slice: slice,
+    process_index: int | None = None,  # noqa: ARG001 - what a user's own slice function is told as well
+    num_processes: int | None = None,  # noqa: ARG001 - likewise
+) -> Any:
+    """Return some rows of a batch: a slice of every tensor, and of every list of other things with one per row.
+
+    Args:
+        batch: any structure.
+        tensor_slice: which rows.
+        process_index: whom they are for.
+        num_processes: how many ranks there are.
+    """
+    return _slice(batch, tensor_slice, count_rows(batch))
+
+
+def _slice(data: Any, rows_wanted: slice, rows: int | None) -> Any:
+    if isinstance(data, Tensor):
+        return data[rows_wanted] if data.dim() else data
+    if _is_column(data, rows):
+        return data[rows_wanted]
+    inside = _opened(data)
+    if inside is None:
+        return data
+    items, rebuild = inside
+    return rebuild([_slice(item, rows_wanted, rows) for item in items])
+
+
+def join_rows(batches: list[Any]) -> Any:
+    """Return the rows of several batches of the same structure as one batch.
+
+    Raises:
+        ValueError: tensors of the batches do not fit together.
+    """
+    return batches[0] if len(batches) == 1 else _join(batches, [count_rows(batch) for batch in batches])
+
+
+def _join(batches: list[Any], rows: list[int | None]) -> Any:
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return _concatenated(batches) if first.dim() else first
+    if all(_is_column(batch, count) for batch, count in zip(batches, rows, strict=True)):
+        return type(first)(item for batch in batches for item in batch)
+    inside = _opened(first)
+    if inside is None:
+        return first
+    _, rebuild = inside
+    columns = zip(*((_opened(batch) or ([], rebuild))[0] for batch in batches), strict=True)
+    return rebuild([_join(list(items), rows) for items in columns])
+
+
+def _concatenated(tensors: list[Tensor]) -> Tensor:
+    try:
+        return torch.cat(tensors)
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(
+            f"batches to be dealt out together have tensors of shapes {shapes}, which cannot be joined row by row. "
+            "Pad them to one size in collate_fn, or write dispatch_batches=False."
+        ) from error
+
+
+def _is_column(data: Any, rows: int | None) -> bool:
+    """Whether something is a list with one entry for each row, such as the texts of a batch."""
+    if type(data) not in (list, tuple) or len(data) != rows:
+        return False
+    return not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in data)
+
+
+def _opened(data: Any) -> tuple[list[Any], Rebuild] | None:
+    """Return what is inside a container, and how to make another of the same type; None if it is no container."""
+    kind = type(data)
+    if isinstance(data, MutableMapping):
+
+        def refilled(items: list[Any]) -> Any:
+            changed = copy.copy(data)  # keeps what mappings such as a tokenizer's BatchEncoding know besides
+            for key, item in zip(data, items, strict=True):
+                changed[key] = item
+            return changed
+
+        return list(data.values()), refilled
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return list(data), lambda items: kind(*items)
+    if isinstance(data, (list, tuple)):
+        return list(data), kind
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        names = [field.name for field in dataclasses.fields(data)]
+
+        def replaced(items: list[Any]) -> Any:
+            changed = copy.copy(data)
+            for name, item in zip(names, items, strict=True):
+                object.__setattr__(changed, name, item)  # works for frozen ones too
+            return changed
+
+        return [getattr(data, name) for name in names], replaced
+    return None

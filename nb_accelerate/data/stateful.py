@@ -1,0 +1,74 @@
+"""Loaders that can save their position and take it up again, with the help of torchdata.
+
+A prepared loader looks one batch ahead. What it has to save is where it was before it looked.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nb_accelerate.data.loader import DataLoaderShard
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether a loader is torchdata's. Does not import it: where it was not imported there is none."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(loader, module.StatefulDataLoader)
+
+
+@functools.cache
+def stateful(kind: type[DataLoaderShard]) -> type[DataLoaderShard]:
+    """Return a kind of prepared loader with ``state_dict`` and ``load_state_dict``, built on torchdata's loader.
+
+    Raises:
+        MissingDependencyError: torchdata is not installed.
+    """
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        raise MissingDependencyError(
+            "torchdata", needed_for="DataLoaderConfiguration(use_stateful_dataloader=True)", extra="torchdata"
+        ) from None
+
+    class Stateful(kind, StatefulDataLoader):  # type: ignore[misc, valid-type]  # both are loaders of torch
+        """A prepared loader that saves its position."""
+
+        _before: dict[str, Any] | None = None
+
+        def _source(self) -> Iterator[Any]:
+            return self._remembered(super()._source())
+
+        def _remembered(self, source: Iterator[Any]) -> Iterator[Any]:
+            while True:
+                self._before = StatefulDataLoader.state_dict(self)
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+                yield batch
+
+        def state_dict(self) -> dict[str, Any]:
+            """Return the position after the batch that was handed out last, for `load_state_dict`."""
+            # Between epochs there is no position inside torchdata's loader, and one that is over starts samplers twice.
+            inside = self._before if self.position else None
+            return {
+                "loader": inside or {},
+                "epoch": self.iteration - (inside is not None),
+                "position": self.position,
+            }
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Begin the next epoch at a position. Random samplers need their seed or generator restored as well."""
+            self.set_epoch(state_dict["epoch"])
+            self._resume_at = state_dict["position"] or None
+            StatefulDataLoader.load_state_dict(self, state_dict["loader"])
+
+    Stateful.__name__ = Stateful.__qualname__ = f"Stateful{kind.__name__}"
+    return Stateful
