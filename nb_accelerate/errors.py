@@ -68,7 +68,10 @@ class NotPreparedError(NbAccelerateError, RuntimeError):
 
 
 class CollectiveMismatchError(NbAccelerateError, RuntimeError):
-    """Ranks handed different structures, shapes or dtypes to the same collective."""
+    """Ranks handed different structures, shapes or dtypes to the same collective, or called different ones."""
+
+
+DistributedOperationException = CollectiveMismatchError  # its name in Hugging Face accelerate
 
 
 class DispatchError(NbAccelerateError, RuntimeError):

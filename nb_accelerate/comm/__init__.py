@@ -1,5 +1,6 @@
 """Exchange tensors and objects between ranks."""
 
+from nb_accelerate.comm.checked import CheckedCollectives
 from nb_accelerate.comm.collectives import Collectives
 from nb_accelerate.comm.operations import (
     broadcast,
@@ -13,6 +14,7 @@ from nb_accelerate.comm.single import SingleCollectives
 from nb_accelerate.comm.torch_distributed import TorchCollectives
 
 __all__ = [
+    "CheckedCollectives",
     "Collectives",
     "SingleCollectives",
     "TorchCollectives",

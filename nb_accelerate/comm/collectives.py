@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -24,6 +26,21 @@ class Collectives(ABC):
     rank: int
     world_size: int
     device: torch.device
+
+    def verify(  # noqa: B027 - to check nothing is a choice
+        self, operation: str, data: Any, tensors: Sequence[Tensor], *, shapes: bool = True
+    ) -> None:
+        """Compare what ranks are about to hand to a collective, if these collectives are to be checked.
+
+        Args:
+            operation: what was called.
+            data: what it was called with.
+            tensors: those in ``data``.
+            shapes: whether sizes have to be equal; if not, only the number of dimensions has to.
+
+        Raises:
+            CollectiveMismatchError: ranks called different things, or with tensors of different shapes or dtypes.
+        """
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:

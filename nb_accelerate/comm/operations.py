@@ -13,8 +13,6 @@ from nb_accelerate.config.checks import check_choice
 from nb_accelerate.nested import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from nb_accelerate.comm.collectives import Collectives
@@ -35,6 +33,7 @@ def gather(collectives: Collectives, data: Any) -> Any:
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1:
         return data
+    collectives.verify("gather", data, tensors)
     rows = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
     gathered = packed(rows, collectives.all_gather, collectives.world_size)
     return _put_back(data, [tensor.flatten(0, 1) for tensor in gathered])
@@ -57,6 +56,7 @@ def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: 
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1 or reduction == "none":
         return data if scale == 1.0 else _put_back(data, [tensor * scale for tensor in tensors])
+    collectives.verify("reduce", data, tensors)
     sums = _sum(collectives, tensors)
     factor = scale / collectives.world_size if reduction == "mean" else scale
     return _put_back(data, sums if factor == 1.0 else [tensor * factor for tensor in sums])
@@ -95,8 +95,10 @@ def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any
     if collectives.world_size == 1:
         return data
 
+    collectives.verify("broadcast", data, tensors)
+
     def carry(flat: Tensor) -> Tensor:
-        return collectives.broadcast(flat.clone(), from_process)
+        return collectives.broadcast(flat, from_process)
 
     return _put_back(data, packed(tensors, carry))
 
@@ -150,6 +152,7 @@ def pad_across_processes(
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1 or not tensors:
         return data
+    collectives.verify("pad_across_processes", data, tensors, shapes=False)
     sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0 for tensor in tensors]
     greatest = collectives.all_gather(torch.tensor(sizes)).amax(0).tolist()
     missing = [most - size for most, size in zip(greatest, sizes, strict=True)]
@@ -167,6 +170,7 @@ def _pad(tensor: Tensor, dim: int, rows: int, value: int, *, first: bool) -> Ten
 
 
 def _put_back(data: Any, tensors: Sequence[Tensor]) -> Any:
+    if type(data) is torch.Tensor:
+        return tensors[0]
     queue = iter(tensors)
-    take: Callable[[Tensor], Tensor] = lambda _: next(queue)  # noqa: E731 - a name for the type
-    return map_tensors(take, data)
+    return map_tensors(lambda _: next(queue), data)

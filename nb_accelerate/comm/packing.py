@@ -6,7 +6,6 @@ Bytes have no dtype, so one collective carries a whole structure, and dtypes tha
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,19 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALL = 1 << 20  # bytes; above, the copy into one buffer costs more than a collective of its own
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor; shares memory where it can."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def from_bytes(data: Tensor, like: Tensor, *leading: int) -> Tensor:
-    """Return bytes as a tensor of shape (*leading, *like.shape), of the dtype of ``like``."""
-    # Not a view: a slice of a buffer may start at an odd byte, or be strided.
-    result = torch.empty((*leading, *like.shape), dtype=like.dtype, device=data.device)
-    result.view(-1).view(torch.uint8).view(data.shape).copy_(data)
-    return result
+_WIDEST = 16  # bytes of the widest dtype, complex128
 
 
 def packed(tensors: Sequence[Tensor], carry: Callable[[Tensor], Tensor], *leading: int) -> list[Tensor]:
@@ -37,25 +24,50 @@ def packed(tensors: Sequence[Tensor], carry: Callable[[Tensor], Tensor], *leadin
 
     Args:
         tensors: what to carry; on every rank the same shapes and dtypes, or the bytes get mixed up.
-        carry: a collective that takes a flat tensor of n numbers and returns one of shape (*leading, n).
-        leading: the dimensions that ``carry`` puts in front.
+        carry: a collective that takes a flat tensor of n numbers, which it may change, and returns one of shape
+            (*leading, n).
+        leading: the dimensions that ``carry`` puts in front; none or one.
 
     Returns:
-        For each tensor its counterpart of shape (*leading, *tensor.shape).
+        For each tensor its counterpart of shape (*leading, *tensor.shape). Small ones may share memory.
     """
-    results: list[Tensor | None] = [None] * len(tensors)
+    results: list[Tensor] = list(tensors)
     together: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if len(tensors) > 1 and tensor.numel() * tensor.element_size() <= SMALL:
+        if len(tensors) > 1 and tensor.nbytes <= SMALL:
             together.setdefault(tensor.device, []).append(index)
         else:
-            carried = carry(as_bytes(tensor))
-            results[index] = carried.reshape(-1).view(tensor.dtype).view(*leading, *tensor.shape)
+            flat = tensor.detach().reshape(-1)
+            if not leading and flat.data_ptr() == tensor.data_ptr():
+                flat = flat.clone()  # what is broadcast is written into; what is gathered is not
+            carried = carry(flat.view(torch.uint8))
+            results[index] = carried.view(tensor.dtype).reshape(*leading, *tensor.shape)
     for indices in together.values():
-        pieces = [as_bytes(tensors[index]) for index in indices]
-        carried = carry(torch.cat(pieces))
-        ends = list(accumulate(piece.numel() for piece in pieces))
-        for index, piece, end in zip(indices, pieces, ends, strict=True):
-            part = carried[..., end - piece.numel() : end]
-            results[index] = from_bytes(part, tensors[index], *leading)
-    return [result for result in results if result is not None]
+        _carry_together(results, indices, carry, leading)
+    return results
+
+
+def _carry_together(
+    tensors: list[Tensor], indices: list[int], carry: Callable[[Tensor], Tensor], leading: tuple[int, ...]
+) -> None:
+    """Replace tensors by what comes of carrying them as one.
+
+    Those of one dtype lie together, the widest dtype first, so that each begins at a place that its dtype can be
+    read from. That needs two operations per dtype and two per tensor.
+    """
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index in indices:
+        by_dtype.setdefault(tensors[index].dtype, []).append(index)
+    groups = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)
+    pieces = [torch.cat([tensors[index].detach().reshape(-1) for index in members]) for _, members in groups]
+    rows = [piece.view(torch.uint8) for piece in pieces]
+    size = sum(len(row) for row in rows)
+    if leading and size % _WIDEST:  # rows of other ranks follow, and have to begin at such a place too
+        rows.append(rows[0].new_empty(_WIDEST - size % _WIDEST))
+    carried = carry(rows[0] if len(rows) == 1 else torch.cat(rows))
+    end = 0
+    for (dtype, members), row in zip(groups, rows, strict=False):
+        start, end = end, end + len(row)
+        parts = carried[..., start:end].view(dtype).split([tensors[index].numel() for index in members], dim=-1)
+        for index, part in zip(members, parts, strict=True):
+            tensors[index] = part.reshape(*leading, *tensors[index].shape)

@@ -11,8 +11,8 @@ import torch
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.comm import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
-from nb_accelerate.errors import ConfigError
-from nb_accelerate.nested import find_batch_size, map_tensors, send_to_device, tensors_in
+from nb_accelerate.errors import CollectiveMismatchError, ConfigError, DistributedOperationException
+from nb_accelerate.nested import find_batch_size, map_tensors, paths_of_tensors, send_to_device, tensors_in
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -60,6 +60,14 @@ def test_structures_keep_their_types(data):
         assert data["ids"].tolist() == [0, 1]
     if isinstance(data, defaultdict):
         assert changed["new"] == []
+
+
+def test_paths_name_tensors_in_the_order_in_which_they_are_visited():
+    tensor = torch.ones(1)
+    data = {"a": [tensor, Point(tensor, 3)], "b": Output(tensor, (tensor,)), 1: Encoding({"ids": tensor})}
+    assert paths_of_tensors(data) == ["['a'][0]", "['a'][1].x", "['b'].logits", "['b'].extra[0]", "[1]['ids']"]
+    assert len(tensors_in(data)) == 5
+    assert paths_of_tensors(tensor) == [""]
 
 
 def test_leaves_that_are_not_tensors_are_refused_where_only_tensors_can_be():
@@ -160,4 +168,56 @@ def test_a_structure_of_small_tensors_travels_in_one_collective(run_ranks):
         Accelerator(cpu=True).gather([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.tensor(True)] * 4)
         return len(calls)
 
-    assert run_ranks(count) == [1, 1]
+    assert run_ranks(count, env={"ACCELERATE_DEBUG_MODE": "0"}) == [1, 1]
+    assert run_ranks(count) == [2, 2]  # on CPU, ranks first compare what they are about to send
+
+
+def differ(cases):
+    """What ranks are told when they do not agree, and how long that took."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    found = {}
+    for name, (operation, make) in cases.items():
+        try:
+            getattr(accelerator, operation if isinstance(operation, str) else operation[rank])(make(rank))
+        except CollectiveMismatchError as error:
+            found[name] = str(error)
+    assert accelerator.gather(torch.tensor(rank)).tolist() == [0, 1, 2]  # and all go on
+    return found
+
+
+def test_ranks_that_do_not_agree_are_told_who_and_where_instead_of_waiting(run_ranks):
+    cases = {
+        "shape": ("gather", lambda rank: {"rows": torch.ones(3), "logits": [torch.ones(2, 4 + (rank == 2))]}),
+        "dtype": ("reduce", lambda rank: [torch.ones(2).to(torch.float64 if rank == 1 else torch.float32)]),
+        "bytes": ("gather", lambda rank: torch.ones((2, 3) if rank else (3, 2))),  # as many, so nothing would abort
+        "dimensions": ("pad_across_processes", lambda rank: torch.ones((2,) * (rank + 1))),
+        "structure": ("gather", lambda rank: {name: torch.ones(1) for name in "ab"[: rank + 1]}),
+        "operation": (("gather", "gather", "reduce"), lambda rank: torch.ones(2)),
+        "key": ("gather", lambda rank: {"x" if rank else "y": torch.ones(2 + rank)}),
+    }
+    assert CollectiveMismatchError is DistributedOperationException
+    first, *others = run_ranks(differ, cases, world_size=3)
+    assert others == [first, first]
+    assert first["shape"].startswith(
+        "gather was given a tensor of shape (2, 4) and dtype float32 on rank 0 and a tensor of shape (2, 5) and dtype "
+        "float32 on rank 2 in ['logits'][0]. Make them equal first: tensor = accelerator.pad_across_processes"
+    )
+    assert (
+        "dtype float64 on rank 1 in [0]. Convert it to one dtype on all ranks, with .to(torch.float32)"
+        in (first["dtype"])
+    )
+    assert "shape (3, 2) and dtype float32 on rank 0 and a tensor of shape (2, 3)" in first["bytes"]
+    assert "of 1 dimensions and dtype float32 on rank 0 and a tensor of 2 dimensions" in first["dimensions"]
+    assert "given 1 tensors on rank 0 and 2 on rank 1; only rank 1 has ['b']" in first["structure"]
+    assert first["operation"].startswith("rank 0 called gather while rank 2 called reduce. All ranks have to call")
+    assert "in ['y'] and ['x']" in first["key"]
+
+
+def test_checks_are_chosen_by_the_environment(run_ranks):
+    def kind():
+        return type(Accelerator(cpu=True).core.collectives).__name__
+
+    assert run_ranks(kind) == ["CheckedCollectives"] * 2
+    assert run_ranks(kind, env={"ACCELERATE_DEBUG_MODE": "false"}) == ["TorchCollectives"] * 2
+    assert run_ranks(kind, env={"ACCELERATE_DEBUG_MODE": "true"}) == ["CheckedCollectives"] * 2
