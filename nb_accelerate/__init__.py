@@ -11,7 +11,7 @@ by an import::
     10                                __init__  cli
      9                                                      magics
      8     accelerator
-     7                                                      launch
+     7     compat                                           launch
      6     strategies                                       worker
      5     optim  data                                      diagnostics
      4     precision  comm                                  protocol

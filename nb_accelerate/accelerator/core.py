@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nb_accelerate.compat.here import Choices, remember
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.env import Environment
@@ -90,6 +91,11 @@ class Core:
     prepared: Prepared = field(default_factory=Prepared)
 
     @property
+    def choices(self) -> Choices:
+        """What states show of this."""
+        return Choices(mixed_precision=self.precision.name, accumulation=self.accumulation, tracker=self.tracker)
+
+    @property
     def device(self) -> torch.device:
         """Where models and batches live."""
         return self.process.device
@@ -130,7 +136,7 @@ def build_core(
     strategy = select_strategy(process, ddp=handlers.ddp)
     tracker = LoaderTracker()
     repeats = strategy.collectives.world_size if scheduler_steps_per_process and not loader.split_batches else 1
-    return Core(
+    core = Core(
         process=process,
         collectives=strategy.collectives,
         strategy=strategy,
@@ -143,6 +149,8 @@ def build_core(
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         scheduler_steps=repeats,
     )
+    remember(process, core.choices)
+    return core
 
 
 class Slice:

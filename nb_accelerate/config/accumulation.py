@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import check_flag, check_whole, first_given
+from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """How gradients accumulate.
 
     Attributes:

@@ -81,6 +81,11 @@ class Environment:
         return self.whole("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", at_least=1)
 
     @property
+    def debug_mode(self) -> bool:
+        """``ACCELERATE_DEBUG_MODE``: compare what ranks hand to a collective before it runs."""
+        return bool(self.flag("ACCELERATE_DEBUG_MODE"))
+
+    @property
     def keep_warm(self) -> bool:
         """``NB_ACCELERATE_KEEP_WARM``: keep the process that ranks are forked from between launches; yes by default."""
         return self.flag("NB_ACCELERATE_KEEP_WARM") is not False

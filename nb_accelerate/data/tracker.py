@@ -57,6 +57,11 @@ class LoaderTracker:
         self.active = None
 
     @property
+    def loaders(self) -> tuple[Tracked, ...]:
+        """All loaders that are being iterated, innermost last."""
+        return tuple(self._loaders)
+
+    @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the last of its loader; False outside loaders."""
         return self.active is not None and self.active.end_of_dataloader

@@ -60,12 +60,7 @@ class AutocastPrecision(Precision):
 
     @override
     def restore_model(self, model: nn.Module) -> nn.Module:
-        if isinstance(model.forward, AutocastForward):
-            own = model.forward.__wrapped__
-            del model.forward
-            if model.forward != own:  # someone else had put a forward on the instance before us
-                model.forward = own
-        return model
+        return restore_forward(model)
 
     @override
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -78,3 +73,13 @@ class AutocastPrecision(Precision):
             "enabled": options.enabled,
             "cache_enabled": options.cache_enabled,
         }
+
+
+def restore_forward(model: nn.Module) -> nn.Module:
+    """Give a model the forward it had before it was prepared, whatever precision that was for."""
+    if isinstance(model.forward, AutocastForward):
+        own = model.forward.__wrapped__
+        del model.forward
+        if model.forward != own:  # someone else had put a forward on the instance before us
+            model.forward = own
+    return model

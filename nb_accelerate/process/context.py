@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.config.env import Environment
+from nb_accelerate.topology import read_topology
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,19 @@ if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import InitProcessGroupKwargs
     from nb_accelerate.process.devices import DeviceKind
     from nb_accelerate.topology import Topology
+
+
+class Slot:
+    """Room for one thing that a higher level keeps for this process. Forgotten together with the context.
+
+    Attributes:
+        value: the thing, or None.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +48,7 @@ class ProcessContext:
         group: the default process group, or None when it is alone.
         owns_group: whether we made that group, and so may destroy it.
         options: what the group was asked to be made with.
+        newest: what the newest `Accelerator` chose, for those who ask without having one.
         pid: the process this describes. A forked child inherits the variable, but is not that process.
     """
 
@@ -42,6 +58,7 @@ class ProcessContext:
     group: dist.ProcessGroup | None
     owns_group: bool
     options: InitProcessGroupKwargs
+    newest: Slot = field(default_factory=Slot)
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -62,6 +79,12 @@ def current() -> ProcessContext | None:
     if _context is None or _context.pid != os.getpid() or _context.group is not default_group():
         return None
     return _context
+
+
+def topology_here() -> Topology:
+    """Return the place of this process, without connecting it: before that, what its launcher's variables say."""
+    known = current()
+    return known.topology if known else read_topology(Environment().variables)
 
 
 def install(context: ProcessContext) -> ProcessContext:

@@ -130,6 +130,11 @@ def device_kind(name: str) -> DeviceKind:
     raise ConfigError(f"Devices of type {name!r} are not known here. Known are: {known}.")
 
 
+def best_device() -> torch.device:
+    """Return the best kind of device of this machine, without a number."""
+    return torch.device(next(kind.name for kind in DEVICE_KINDS if kind.is_available()))
+
+
 def choose_device(topology: Topology, *, cpu: bool) -> tuple[DeviceKind, torch.device]:
     """Choose the device of this process: the best kind there is, and of that kind the one with its local rank.
 

@@ -65,6 +65,16 @@ def create(
     atexit.register(close)
 
 
+def backend(group: dist.ProcessGroup) -> str:
+    """Return the name of what carries tensors in a group."""
+    return str(dist.get_backend(group))
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy one subgroup, and leave the group of all ranks as it is."""
+    dist.destroy_process_group(group)
+
+
 def close() -> None:
     """Destroy every process group of this process and forget what it was.
 

@@ -4,40 +4,66 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+import inspect
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from nb_accelerate.topology import Topology
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return a function that runs ``function`` where ``chosen``, and elsewhere does nothing and returns None."""
+def only_if(chosen: bool | Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+    """Return a function that runs ``function`` where ``chosen``, and elsewhere does nothing.
+
+    Elsewhere a function returns None, a generator yields nothing and a coroutine gives None; each stays what it is,
+    so that callers can iterate it or wait for it on every rank. Methods, static methods and class methods work too.
+
+    Args:
+        chosen: whether to run it here; a function is asked at each call.
+        function: what to run.
+    """
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(only_if(chosen, function.__func__))
+    here = chosen if callable(chosen) else functools.partial(bool, chosen)
+    if inspect.isasyncgenfunction(function):
+        return functools.wraps(function)(_only_async_generator(here, function))
+    if inspect.isgeneratorfunction(function):
+        return functools.wraps(function)(_only_generator(here, function))
+    if inspect.iscoroutinefunction(function):
+        return functools.wraps(function)(_only_coroutine(here, function))
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if chosen else None
+        return function(*args, **kwargs) if here() else None
 
     return run
 
 
-def on_main_process(topology: Topology, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Run ``function`` on rank 0 only."""
-    return only_if(topology.is_main, function)
+def _only_generator(here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if here():
+            return (yield from function(*args, **kwargs))
+        return None
+
+    return run
 
 
-def on_local_main_process(topology: Topology, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Run ``function`` on the first rank of each machine only."""
-    return only_if(topology.is_local_main, function)
+def _only_coroutine(here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **kwargs) if here() else None
+
+    return run
 
 
-def on_last_process(topology: Topology, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Run ``function`` on the last rank only."""
-    return only_if(topology.is_last, function)
+def _only_async_generator(here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        if here():
+            async for item in function(*args, **kwargs):
+                yield item
+
+    return run
 
 
 @contextlib.contextmanager

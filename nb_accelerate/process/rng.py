@@ -10,10 +10,8 @@ import numpy as np
 import torch
 
 from nb_accelerate.config.checks import check_choice, check_whole
-from nb_accelerate.config.env import Environment
 from nb_accelerate.process import context
 from nb_accelerate.process.devices import DEVICE_KINDS, device_kind
-from nb_accelerate.topology import read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,8 +43,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     check_whole("seed", seed, at_least=0)
     if device_specific:
-        known = context.current()  # before the first Accelerator, only the environment knows
-        seed += (known.topology if known else read_topology(Environment().variables)).rank
+        seed += context.topology_here().rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

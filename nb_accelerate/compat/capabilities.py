@@ -1,0 +1,156 @@
+"""What the devices of this machine can do."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nb_accelerate.config.env import Environment
+from nb_accelerate.process.devices import DEVICE_KINDS, device_kind
+from nb_accelerate.topology import read_topology
+
+if TYPE_CHECKING:
+    from nb_accelerate.process.devices import DeviceKind
+
+
+@dataclass(frozen=True)
+class CPUInformation:
+    """The place of this process among all."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def _best() -> DeviceKind:
+    return next(kind for kind in DEVICE_KINDS if kind.is_available())
+
+
+def is_cuda_available() -> bool:
+    """Return whether there is a CUDA device."""
+    return device_kind("cuda").is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether there is an Apple GPU.
+
+    Args:
+        min_version: accepted and not needed: every torch this package works with has it.
+    """
+    del min_version
+    return device_kind("mps").is_available()
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Return whether there is an Intel GPU.
+
+    Args:
+        check_device: accepted; whether there is one is always checked.
+    """
+    del check_device
+    return device_kind("xpu").is_available()
+
+
+def is_rocm_available() -> bool:
+    """Return whether torch was built for AMD GPUs, and there is one."""
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Return whether torch.distributed can carry tensors between Intel GPUs."""
+    return torch.distributed.is_available() and torch.distributed.is_backend_available("xccl")
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether the best device of this machine computes in bfloat16.
+
+    Args:
+        ignore_tpu: accepted; TPUs all do.
+    """
+    del ignore_tpu
+    return _best().supports_bf16()
+
+
+def is_fp16_available() -> bool:
+    """Return whether the best device of this machine computes in float16; all known kinds do."""
+    return True
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether the CUDA device has 8-bit floating point units (Ada, Hopper and newer)."""
+    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def is_fp8_available() -> bool:
+    """Return whether a package for 8-bit training is installed: transformer_engine or torchao."""
+    from nb_accelerate.compat.packages import is_torchao_available, is_transformer_engine_available
+
+    return is_transformer_engine_available() or is_torchao_available()
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return torch's name for the best kind of device, and what several processes on such devices are called."""
+    kind = _best()
+    return kind.name, str(kind.distributed_type)
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return the place of this process among all, as its launcher's variables say."""
+    place = read_topology(Environment().variables)
+    return CPUInformation(place.rank, place.world_size, place.local_rank, place.local_world_size)
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of NVIDIA GPUs and how many there are, without starting CUDA in this process."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return [], 0
+    run = subprocess.run(
+        [command, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
+    )
+    names = [line.strip() for line in run.stdout.splitlines() if line.strip()] if run.returncode == 0 else []
+    return names, len(names)
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return whether GPUs may talk to each other directly; GeForce cards from the RTX 40 series on cannot.
+
+    Where they cannot, ``NCCL_P2P_DISABLE=1`` and ``NCCL_IB_DISABLE=1`` keep nccl from trying. Recent drivers need
+    neither.
+    """
+    names, count = get_gpu_info()
+    return count < 2 or not any("RTX 40" in name for name in names) or _driver() >= (550, 40, 7)
+
+
+@functools.cache
+def _driver() -> tuple[int, ...]:
+    run = subprocess.run(
+        [shutil.which("nvidia-smi") or "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    first = run.stdout.strip().splitlines()[:1]
+    return tuple(int(part) for part in first[0].split(".") if part.isdigit()) if first else ()
+
+
+def check_os_kernel() -> None:
+    """Warn about Linux kernels older than 5.5, on which ranks were seen to hang."""
+    if platform.system() != "Linux":
+        return
+    numbers = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
+    if numbers < (5, 5):
+        from nb_accelerate.compat.loggers import get_logger
+
+        get_logger(__name__).warning(
+            "This machine runs Linux %s. Ranks were seen to hang on kernels before 5.5; use a newer one.",
+            platform.release(),
+        )

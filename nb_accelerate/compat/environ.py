@@ -1,0 +1,151 @@
+"""Read and patch environment variables, for scripts that do so themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.checks import check_whole
+from nb_accelerate.config.env import Environment
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return a word such as ``"yes"``, ``"off"`` or ``"1"`` as 1 or 0, or with ``to_bool`` as True or False.
+
+    Raises:
+        ConfigError: it is not a yes or no.
+    """
+    answer = Environment({"value": value}).flag("value")
+    if answer is None:
+        raise ConfigError(f"value={value!r} is not a yes or no. Write 'yes', 'true', '1', or 'no', 'false', '0'.")
+    return answer if to_bool else int(answer)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first of some environment variables that holds a number of at least 0, or ``default``."""
+    environment = Environment()
+    for key in env_keys:
+        number = environment.whole(key, at_least=-sys.maxsize)
+        if number is not None and number >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return whether an environment variable says yes; ``default`` if it is not set.
+
+    Raises:
+        ConfigError: it is not a yes or no.
+    """
+    answer = Environment().flag(key)
+    return default if answer is None else answer
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the value of an environment variable, or ``default``."""
+    return os.environ.get(key, default)
+
+
+@contextlib.contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables inside a block, and put back what there was before. Names become upper case.
+
+    Example::
+
+        with patch_environment(accelerate_use_cpu=1):
+            ...
+    """
+    changes = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextlib.contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment inside a block, and put back what there was before."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Run a function, or each test of a class, with accelerate's environment variables put back afterwards.
+
+    Use it as a decorator.
+    """
+    if isinstance(func_or_cls, type):
+        for name, member in list(vars(func_or_cls).items()):
+            if callable(member) and name.startswith("test"):
+                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        return func_or_cls
+    function: Callable[..., Any] = func_or_cls
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _ours()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _restore({**dict.fromkeys(_ours()), **before})
+
+    return run
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return ``NAME=value`` lines for variables that can be written to a file; others are left out."""
+    plain = re.compile(r"[^\s;&|<>\"'=]+")
+    return [
+        f"{name}={value}\n" for name, value in current_env.items() if plain.fullmatch(name) and plain.fullmatch(value)
+    ]
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Return whether a port of this machine is taken; 29500, where ranks meet by default, if none is given.
+
+    Raises:
+        ConfigError: it is not a port.
+    """
+    number = check_whole("port", int(port) if port is not None else 29500, at_least=0)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        return number != 0 and tried.connect_ex(("localhost", number)) == 0
+
+
+def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put the values of ``source`` into ``destination``, dict by dict, and return it."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def _ours() -> dict[str, str | None]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,79 @@
+"""Exchange tensors and objects between processes, as free functions. They are those of `nb_accelerate.comm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.comm import operations
+from nb_accelerate.compat.here import collectives_here
+from nb_accelerate.process import rng
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+
+def gather(tensor: Any) -> Any:
+    """Return the tensors of all processes, one after the other along dimension 0; see `Accelerator.gather`."""
+    return operations.gather(collectives_here(), tensor)
+
+
+def gather_object(object: Sequence[Any]) -> list[Any]:  # noqa: A002 - accelerate's name
+    """Return the items of all processes in one list, in the order of processes.
+
+    Raises:
+        TypeError: what was given is not a list.
+    """
+    return operations.gather_object(collectives_here(), object)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return the mean, or with ``reduction="sum"`` the sum, of tensors over all processes."""
+    return operations.reduce(collectives_here(), tensor, reduction, scale)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Return the tensors of one process on all processes."""
+    return operations.broadcast(collectives_here(), tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of a list by those of one process, in place, and return the list."""
+    return operations.broadcast_object_list(collectives_here(), object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Return tensors padded to their greatest size on any process; see `Accelerator.pad_across_processes`."""
+    return operations.pad_across_processes(collectives_here(), tensor, dim, pad_index, pad_first)
+
+
+def wait_for_everyone() -> None:
+    """Return when all processes are here."""
+    collectives_here().barrier()
+
+
+def synchronize_rng_states(rng_types: Sequence[str | rng.RNGType], generator: torch.Generator | None = None) -> None:
+    """Give all processes the random states of process 0.
+
+    Args:
+        rng_types: which ones: ``"torch"``, ``"cuda"``, ``"generator"`` and so on.
+        generator: the one that ``"generator"`` means.
+
+    Raises:
+        ConfigError: one of them is not a kind of random numbers.
+    """
+    collectives = collectives_here()
+
+    def from_first(state: Tensor) -> Tensor:
+        sent: Tensor = operations.broadcast(collectives, state)
+        return sent
+
+    rng.synchronize(rng.resolve_rng_types(rng_types), from_first, generator)
+
+
+def synchronize_rng_state(rng_type: str | rng.RNGType | None = None, generator: torch.Generator | None = None) -> None:
+    """Give all processes one random state of process 0; see `synchronize_rng_states`."""
+    if rng_type is not None:
+        synchronize_rng_states([rng_type], generator)

@@ -1,0 +1,75 @@
+"""Loggers for many processes: by default the main process speaks, on request all of them, or one after the other."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.compat.here import collectives_here
+from nb_accelerate.config.env import Environment
+from nb_accelerate.process import context
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger that knows which process it is in. Made by `get_logger`."""
+
+    @override
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a message; `info`, `warning` and the others come here.
+
+        Args:
+            level: as in `logging`.
+            msg: what to say.
+            *args: put into ``msg``.
+            **kwargs: those of `logging.Logger.log`, and two of ours: ``main_process_only``, True by default, and
+                ``in_order``: every process in its turn. All processes must log the message then, because each waits
+                for the ones before it.
+        """
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)  # the line that is shown is the caller's, not one of this file
+        collectives = collectives_here() if in_order else None
+        turns = [collectives.rank == rank for rank in range(collectives.world_size)] if collectives else []
+        # In order, no level is asked before the turn: a process with another level must not keep the others waiting.
+        for mine in turns or [not main_process_only or context.topology_here().is_main]:
+            if mine and self.isEnabledFor(level):
+                said, options = self.process(msg, kwargs)
+                self.logger.log(level, said, *args, **options)
+            if collectives:
+                collectives.barrier()
+
+    @functools.lru_cache(None)  # noqa: B019 - loggers live as long as the program
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warn the first time this is called with these arguments, and never again."""
+        kwargs.setdefault("stacklevel", 3)
+        self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return a logger that speaks on the main process only, unless a message asks for more.
+
+    Example::
+
+        logger = get_logger(__name__, log_level="INFO")
+        logger.info("said once")
+        logger.info("said by every process", main_process_only=False)
+        logger.info("said by every process in its turn", main_process_only=False, in_order=True)
+
+    Args:
+        name: usually ``__name__``.
+        log_level: the level of this logger and of the root logger; else ``ACCELERATE_LOG_LEVEL``.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or Environment().text("ACCELERATE_LOG_LEVEL")
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

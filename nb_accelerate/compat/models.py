@@ -1,0 +1,123 @@
+"""Functions about models: unwrap them, ask whether they are compiled, name them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from nb_accelerate.nested import to_float32
+from nb_accelerate.precision.autocast import restore_forward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a model was made by `torch.compile`."""
+    return hasattr(module, "_orig_mod")  # a test for the type would import the compiler, which takes a second
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether some part inside a model was made by `torch.compile`, but not the model itself."""
+    return not is_compiled_module(module) and any(is_compiled_module(part) for part in module.modules())
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """Return the user's model inside of what distributes it.
+
+    Args:
+        model: prepared or not.
+        keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
+        keep_torch_compile: False also takes it out of `torch.compile`.
+        recursive: also unwrap the parts of the model.
+    """
+    outside: Any = model if is_compiled_module(model) else None
+    inner: Any = model._orig_mod if outside is not None else model  # noqa: SLF001 - torch.compile's name for it
+    wrapped = isinstance(inner, _WRAPPERS)
+    while isinstance(inner, _WRAPPERS):
+        inner = inner.module
+    if recursive:
+        for name, part in inner.named_children():
+            setattr(inner, name, extract_model_from_parallel(part, True, True, True))
+    if not keep_fp32_wrapper:
+        restore_forward(getattr(inner, "_orig_mod", inner))
+    if not keep_torch_compile:
+        return getattr(inner, "_orig_mod", inner)  # type: ignore[no-any-return]
+    return inner if outside is None or wrapped else outside  # type: ignore[no-any-return]
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model, inside of what distributes or compiles it, was made by the package peft."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    return any(base.__module__.split(".")[0] == "peft" and base.__name__ == "PeftModel" for base in type(inner).__mro__)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Return whether any parameter of a model is spread over devices (a DTensor)."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward whose 16-bit outputs are converted to float32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return to_float32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return the attribute with a dotted name such as ``"encoder.layers.0.weight"``."""
+    return functools.reduce(getattr, attr.split("."), obj)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function, and of the class of anything else."""
+    if hasattr(obj, "__qualname__"):
+        return str(obj.__qualname__)
+    return str(obj.__name__) if hasattr(obj, "__name__") else type(obj).__qualname__
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Any:
+    """Yield the names and tensors of a module.
+
+    Args:
+        module: whose.
+        include_buffers: buffers too.
+        recurse: those of its parts too.
+        remove_non_persistent: leave out buffers that are not saved.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    not_saved = set(non_persistent_buffers(module, recurse=recurse)) if remove_non_persistent else set()
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in not_saved:
+            yield name, buffer
+
+
+def non_persistent_buffers(module: nn.Module, *, recurse: bool) -> list[str]:
+    """Return the names of buffers that a state dict leaves out."""
+    parts = module.named_modules() if recurse else [("", module)]
+    return [
+        # There is no public way to ask.
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in parts
+        for name in part._non_persistent_buffers_set  # noqa: SLF001
+    ]

@@ -1,0 +1,140 @@
+"""Which packages are installed, and what devices can do: ``is_..._available``, as a table.
+
+Nothing is imported to find out, so an answer costs microseconds and has no effects.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from nb_accelerate.compat.versions import compare_versions
+from nb_accelerate.config.env import Environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@functools.cache
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported.
+
+    A folder of that name in the working directory (the package wandb writes its runs into ``wandb/``) does not count.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a parent that is missing, or a stand-in without a spec
+        return module in sys.modules
+    return spec is not None and spec.origin is not None
+
+
+def _row(*modules: str) -> Callable[[], bool]:
+    def available() -> bool:
+        return all(map(is_installed, modules))
+
+    available.__doc__ = f"Return whether {' and '.join(modules)} can be imported."
+    return available
+
+
+is_aim_available = _row("aim")
+is_amdsmi_available = _row("amdsmi")
+is_boto3_available = _row("boto3")
+is_clearml_available = _row("clearml")
+is_comet_ml_available = _row("comet_ml")
+is_datasets_available = _row("datasets")
+is_deepspeed_available = _row("deepspeed")
+is_dvclive_available = _row("dvclive")
+is_import_timer_available = _row("import_timer")
+is_matplotlib_available = _row("matplotlib")
+is_mlflow_available = _row("mlflow")
+is_pandas_available = _row("pandas")
+is_peft_available = _row("peft")
+is_pynvml_available = _row("pynvml")
+is_pytest_available = _row("pytest")
+is_schedulefree_available = _row("schedulefree")
+is_swanlab_available = _row("swanlab")
+is_timm_available = _row("timm")
+is_torchao_available = _row("torchao")
+is_torchdata_available = _row("torchdata")
+is_torchdata_stateful_dataloader_available = _row("torchdata.stateful_dataloader")
+is_torchvision_available = _row("torchvision")
+is_trackio_available = _row("trackio")
+is_transformer_engine_available = _row("transformer_engine")
+is_transformers_available = _row("transformers")
+is_triton_available = _row("triton")
+is_wandb_available = _row("wandb")
+
+
+def is_tensorboard_available() -> bool:
+    """Return whether tensorboard, or tensorboardX, can be imported."""
+    return is_installed("tensorboard") or is_installed("tensorboardX")
+
+
+def is_rich_available() -> bool:
+    """Return whether the package rich is installed and wanted: ``ACCELERATE_ENABLE_RICH`` says so."""
+    return is_installed("rich") and bool(Environment().flag("ACCELERATE_ENABLE_RICH"))
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed, in a version of at least ``min_version``."""
+    if not is_installed("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether bitsandbytes has 8-bit weights."""
+    return is_bnb_available("0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether bitsandbytes has 4-bit weights."""
+    return is_bnb_available("0.39.0")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether bitsandbytes works on devices that are not CUDA."""
+    return is_bnb_available("0.46.0")
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Return whether transformer_engine has MXFP8 blocks."""
+    return is_transformer_engine_available() and compare_versions("transformer_engine", ">=", "2.1.0")
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed, and on request whether it runs on a TPU or a GPU.
+
+    Args:
+        check_is_tpu: its device has to be a TPU.
+        check_is_gpu: its device has to be a GPU.
+
+    Raises:
+        ValueError: both are asked for.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("check_is_tpu and check_is_gpu were both given, and no device is both. Write one of them.")
+    if not is_installed("torch_xla"):
+        return False
+    if not check_is_tpu and not check_is_gpu:
+        return True
+    import torch_xla.runtime as xla
+
+    return xla.device_type() in ({"TPU"} if check_is_tpu else {"CUDA", "GPU"})
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of some libraries that have been imported in this process."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def library_version(name: str) -> str:
+    """Return the version of an installed package.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
+    """
+    return metadata.version(name)
