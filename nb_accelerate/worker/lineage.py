@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -30,6 +33,17 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> bool:
     """Become the parent of descendants whose own parent ends. False where the system cannot do that."""
     return sys.platform == "linux" and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_name(name: str) -> None:
+    """What ``top`` and ``ps -o comm`` call this process: at most 15 characters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def children() -> list[int]:
+    """Process ids of the children of this process, zombies too."""
+    return [child.pid for child in psutil.Process().children()]
 
 
 def _prctl(option: int, value: int) -> bool:

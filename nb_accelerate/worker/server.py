@@ -10,8 +10,9 @@
        <----------------------------- channel, output ---------+
 
 The server imports torch once; a rank forked from it starts in milliseconds, with none of the kernel's threads,
-locks, sockets or CUDA state. It answers nothing on the control channel: a rank speaks for itself, and its end is
-told by eight bytes in a pipe of its own.
+locks, sockets or CUDA state. A few idle processes, as many as the last launches had ranks, are forked beforehand. The
+server answers nothing on the control channel: a rank speaks for itself, and its end is told by eight bytes in a pipe
+of its own.
 
 Who dies with whom: the server ends when the kernel does (it waits for the kernel's process descriptor, and for the
 end of the channel), and kills its ranks first. Ranks end when the server does (parent-death signal). What a rank
@@ -33,13 +34,11 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import psutil
-
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
-from nb_accelerate.worker.lineage import adopt_orphans
+from nb_accelerate.worker.lineage import adopt_orphans, children, die_with_parent, set_name
 from nb_accelerate.worker.rank import run_rank
 
 EXIT_STATUS = struct.Struct("!q")
@@ -69,8 +68,14 @@ class SignalRank:
     signum: int
 
 
+_QUIET = 0.002
+"""Seconds without anything to do after which there is time to fork an idle process."""
+
+_MOST_IDLE = 8
+
+
 @dataclass
-class _Child:
+class _Rank:
     key: int
     status_fd: int
     scratch: str
@@ -98,13 +103,18 @@ class _Server:
         self._control = control
         self._parent = parent
         self._inherited = inherited
-        self._children: dict[int, _Child] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._idle: dict[int, Channel] = {}
+        # A server that serves one launch, or starts fresh interpreters, has nothing to gain.
+        self._keeps_idle = bool(preload)
+        self._wanted = 2 if self._keeps_idle else 0
         self._adopts = adopt_orphans()
         self._selector = selectors.DefaultSelector()
         self._own_fds: list[int] = []
         self._broken = _import_all(preload)
         # What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank.
-        gc.collect()
+        if preload:
+            gc.collect()
         gc.freeze()
 
     def run(self) -> NoReturn:
@@ -122,7 +132,11 @@ class _Server:
             self._own_fds.append(pidfd)
             self._selector.register(pidfd, selectors.EVENT_READ, "parent")
         while os.getppid() == self._parent:
-            for key, _ in self._selector.select():
+            has_time = not self._ranks and len(self._idle) < self._wanted
+            events = self._selector.select(_QUIET if has_time else None)
+            if not events:
+                self._fork_idle()
+            for key, _ in events:
                 if key.data == "control" and not self._read_control():
                     self._end()
                 elif key.data == "child":
@@ -141,32 +155,56 @@ class _Server:
             elif isinstance(message, Quit):
                 return False
             elif isinstance(message, SignalRank):
-                for pid, child in self._children.items():
-                    if child.key == message.key:
+                for pid, rank in self._ranks.items():
+                    if rank.key == message.key:
                         os.kill(pid, message.signum)
         return is_open
 
     def _start(self, message: StartRank, fds: tuple[int, ...]) -> None:
         status_fd, *rank_fds = fds
-        server = os.getpid()
+        if not self._idle:
+            self._fork_idle()
+        pid, channel = self._idle.popitem()
         scratch = tempfile.mkdtemp(prefix="nb_accelerate-")
+        with contextlib.suppress(OSError):  # it has just been killed; its end is told like any other's
+            channel.send((message, scratch), rank_fds)
+        channel.close()
+        for fd in rank_fds:
+            os.close(fd)
+        self._ranks[pid] = _Rank(message.key, status_fd, scratch)
+        if self._keeps_idle:
+            self._wanted = min(_MOST_IDLE, max(self._wanted, len(self._ranks)))
+
+    def _fork_idle(self) -> None:
+        """Fork a process that waits to be made a rank: a large process takes ten milliseconds to fork."""
+        channel, there = Channel.pair()
+        server = os.getpid()
         # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
             try:
+                channel.close()
                 self._become_child()
-                os.close(status_fd)
-                ends = RankEnds.from_tuple(tuple(rank_fds))
-                if message.fresh:
-                    _exec_rank(ends, message.mark, server, scratch)
-                run_rank(ends, message.mark, server, scratch=scratch, inherited=self._inherited, broken=self._broken)
+                self._wait_to_be_a_rank(Channel(there), server)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        for fd in rank_fds:
-            os.close(fd)
-        self._children[pid] = _Child(message.key, status_fd, scratch)
+        there.close()
+        self._idle[pid] = channel
+
+    def _wait_to_be_a_rank(self, channel: Channel, server: int) -> NoReturn:
+        set_name("nb-idle")
+        die_with_parent(server)
+        try:
+            (message, scratch), fds = channel.recv()
+        except EOFError:
+            os._exit(0)
+        channel.close()
+        ends = RankEnds.from_tuple(fds)
+        if message.fresh:
+            _exec_rank(ends, message.mark, server, scratch)
+        run_rank(ends, message.mark, server, scratch=scratch, inherited=self._inherited, broken=self._broken)
 
     def _become_child(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -175,8 +213,10 @@ class _Server:
         self._control.close()
         for fd in self._own_fds:
             os.close(fd)
-        for child in self._children.values():
-            os.close(child.status_fd)
+        for channel in self._idle.values():
+            channel.close()
+        for rank in self._ranks.values():
+            os.close(rank.status_fd)
 
     def _reap(self) -> None:
         while True:
@@ -186,18 +226,28 @@ class _Server:
                 return
             if pid == 0:
                 return
-            child = self._children.pop(pid, None)
+            if pid in self._idle:  # somebody killed it
+                self._idle.pop(pid).close()
+            rank = self._ranks.pop(pid, None)
+            if rank is not None:
+                self._tell_end(rank, status)
+
+    def _tell_end(self, rank: _Rank, status: int) -> None:
+        # A rank that left in good order has ended its own children. One that was killed has not, and they are to be
+        # gone once its launch returns.
+        if status != 0:
             self._kill_adopted()
-            if child is not None:
-                shutil.rmtree(child.scratch, ignore_errors=True)
-                with contextlib.suppress(BrokenPipeError):
-                    os.write(child.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
-                os.close(child.status_fd)
+        shutil.rmtree(rank.scratch, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(rank.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+        os.close(rank.status_fd)
+        if not self._ranks:
+            self._kill_adopted()
 
     def _kill_adopted(self) -> None:
-        """End what a rank left behind, before its end is told: then nothing is left once a launch returns."""
+        """End what ranks left behind."""
         while self._adopts:
-            orphans = [child.pid for child in psutil.Process().children() if child.pid not in self._children]
+            orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._idle]
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
             for pid in orphans:  # their own children come to us next
@@ -206,14 +256,15 @@ class _Server:
                 return
 
     def _end(self) -> NoReturn:
-        for pid in self._children:
+        for pid in (*self._ranks, *self._idle):
             os.kill(pid, signal.SIGKILL)
-        while self._children:
-            pid, _ = os.waitpid(-1, 0)
-            child = self._children.pop(pid, None)
-            self._kill_adopted()
-            if child is not None:
-                shutil.rmtree(child.scratch, ignore_errors=True)
+        for pid in (*self._ranks, *self._idle):
+            os.waitpid(pid, 0)
+        for rank in self._ranks.values():
+            shutil.rmtree(rank.scratch, ignore_errors=True)
+        self._ranks.clear()
+        self._idle.clear()
+        self._kill_adopted()
         os._exit(0)
 
 
@@ -249,6 +300,7 @@ def serve_forked(control_fd: int, parent: int, call: tuple[Any, Any, Any]) -> No
     Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
     """
     try:
+        set_name("nb-server")
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
@@ -266,6 +318,7 @@ def serve_forked(control_fd: int, parent: int, call: tuple[Any, Any, Any]) -> No
 
 def main() -> NoReturn:
     """Entry of ``python -c`` with the arguments of `serve` on the command line."""
+    set_name("nb-server")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the kernel blocked it until this line
     control_fd, parent, *preload = sys.argv[1:]

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fixtures.leaks import is_warm
 from fixtures.ranks import RunRanks
 
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
@@ -225,9 +226,8 @@ def test_a_bad_end_is_the_right_error_and_the_machine_is_clean(
         run_ranks(way, world_size=world_size, start_method=method, deadline=expected.deadline or 40.0)
     assert expected.check(caught.value), caught.value
     assert time.monotonic() - began < 30
-    descendants = psutil.Process().children(recursive=True)
-    warm = [process for process in descendants if "worker.server" in " ".join(process.cmdline())]
-    assert len(descendants) == len(warm) <= 1  # the warm server, and neither a rank nor a loader's worker
+    left = [process for process in psutil.Process().children(recursive=True) if not is_warm(process)]
+    assert left == []  # neither a rank nor a loader's worker
     assert run_ranks(my_rank, world_size=world_size) == list(range(world_size))
 
 

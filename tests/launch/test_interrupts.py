@@ -139,12 +139,12 @@ def test_users_code_may_handle_the_interrupt_and_clean_up(notebook: Kernel) -> N
 
 @pytest.mark.usefixtures("_clean")
 def test_an_interrupt_between_launches_reaches_neither_the_warm_server_nor_the_next_launch(notebook: Kernel) -> None:
-    server = notebook.processes()[0].pid
+    server = notebook.server().pid
     for _ in range(3):
         os.kill(server, signal.SIGINT)
         notebook.interrupt()
     notebook.run("launch(rank, (), 2)").ok()
-    assert notebook.processes()[0].pid == server
+    assert notebook.server().pid == server
 
 
 @pytest.mark.usefixtures("_clean")
@@ -174,4 +174,5 @@ def test_no_rank_outlives_a_kernel_that_was_killed(kernel: Kernel, way: str, met
     assert len(family) >= 3  # a server and two ranks; the ranks' loader workers come on top
     os.kill(kernel.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=2.0 + busy_allowance())
-    assert alive == []
+    # Who became their parent may take its time to read how they ended.
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
