@@ -30,12 +30,21 @@ class RankOutput:
         mark: mark of its frames.
         emit: takes a stream's name and one or more whole lines.
         alone: there is just this rank, so nothing can mix and nothing is held back.
+        on_display: called where the rank has marked the place of a display.
     """
 
-    def __init__(self, mark: bytes, emit: Callable[[StreamName, str], None], *, alone: bool) -> None:
+    def __init__(
+        self,
+        mark: bytes,
+        emit: Callable[[StreamName, str], None],
+        *,
+        alone: bool,
+        on_display: Callable[[], None] | None = None,
+    ) -> None:
         self._decoder = Decoder(mark)
         self._emit_lines = emit
-        self._alone = alone
+        self._on_display = on_display
+        self.alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
         self._text = {name: decoder("replace") for name in ("stdout", "stderr")}
         self._line: dict[StreamName, str] = {"stdout": "", "stderr": ""}
@@ -64,12 +73,21 @@ class RankOutput:
         """The rank has ended: what is left is all there will be."""
         for stream, line in self._line.items():
             if line:
-                self._emit(stream, line if self._alone else line + "\n")
+                self._emit(stream, line if self.alone else line + "\n")
             self._line[stream] = ""
 
+    def unfinished(self, stream: StreamName) -> str:
+        """What was printed after the last newline: a prompt, or a progress bar that is being redrawn."""
+        return self._line[stream]
+
     def _pass_on(self, chunk: Chunk) -> None:
+        if chunk.stream == "display":
+            if self._on_display is not None:
+                self.finish()
+                self._on_display()
+            return
         text = self._line[chunk.stream] + self._text[chunk.stream].decode(chunk.data)
-        end = len(text) if self._alone else text.rfind("\n") + 1
+        end = len(text) if self.alone else text.rfind("\n") + 1
         self._line[chunk.stream] = text[end:]
         if end:
             self._emit(chunk.stream, text[:end])

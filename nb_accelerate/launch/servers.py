@@ -19,8 +19,10 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+import psutil
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
@@ -241,6 +243,41 @@ def close_warm_server() -> None:
             atexit.unregister(close_warm_server)
             _warm.close()
             _warm = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStatus:
+    """What stays between launches.
+
+    Attributes:
+        pid: the warm server's process.
+        idle: process ids of the idle processes it keeps.
+        memory: bytes that all of them have to themselves.
+    """
+
+    pid: int
+    idle: tuple[int, ...]
+    memory: int
+
+    def __str__(self) -> str:
+        return (
+            f"warm server {self.pid} with {len(self.idle)} idle processes, {self.memory / 2**20:.0f} MiB; "
+            f"nb_accelerate.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
+        )
+
+
+def warm_status() -> WarmStatus | None:
+    """What this process keeps between launches, or None if there is nothing."""
+    with _lock:
+        if _warm is None or not _warm.alive():
+            return None
+        server = psutil.Process(_warm.pid)
+        idle = [child for child in server.children() if child.name() == "nb-idle"]
+        return WarmStatus(
+            pid=server.pid,
+            idle=tuple(child.pid for child in idle),
+            memory=sum(process.memory_full_info().uss for process in (server, *idle)),
+        )
 
 
 def _forget() -> None:

@@ -42,6 +42,14 @@ class Sink(Protocol):
     def write(self, stream: StreamName, text: str) -> None:
         """Take some lines."""
 
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        """Take something rich.
+
+        Args:
+            kind: ``display_data``, ``update_display_data`` or ``clear_output``.
+            content: as in the Jupyter message.
+        """
+
     def flush(self) -> None:
         """Show what was kept back."""
 
@@ -65,6 +73,12 @@ class StreamSink(Sink):
     @override
     def write(self, stream: StreamName, text: str) -> None:
         (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+
+    @override
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        text = content.get("data", {}).get("text/plain")
+        if text is not None:
+            sys.stdout.write(f"{text}\n")
 
     @override
     def flush(self) -> None:
@@ -108,6 +122,11 @@ class CellSink(Sink):
             self.flush()
         elif self.due == float("inf"):
             self.due = time.monotonic() + _FLUSH_AFTER
+
+    @override
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        self._send_pending()
+        self._send(kind, content)
 
     @override
     def flush(self) -> None:

@@ -198,3 +198,22 @@ def test_a_launch_inside_a_rank_works(notebook: Kernel) -> None:
         "print(launch(outer, (), 1))"
     ).ok()
     assert cell.stdout == "[[10, 11]]\n"
+
+
+def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(notebook: Kernel) -> None:
+    shown = (
+        notebook.run("from nb_accelerate.launch import close, warm_status, warm_up\nprint(warm_status())").ok().stdout
+    )
+    assert "idle processes" in shown
+    assert "MiB" in shown
+    notebook.run("close(); assert warm_status() is None").ok()
+    assert notebook.processes() == []
+    notebook.run("warm_up()").ok()
+    assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
+
+
+def test_a_setting_keeps_nothing_warm(notebook: Kernel) -> None:
+    notebook.run("close(); os.environ['NB_ACCELERATE_KEEP_WARM'] = '0'").ok()
+    assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
+    assert notebook.processes() == []
+    notebook.run("del os.environ['NB_ACCELERATE_KEEP_WARM']; launch(rank)").ok()

@@ -1,0 +1,88 @@
+"""Launching where there are GPUs: needs at least one CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fixtures.kernels import Kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.limit(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SETUP = """
+import torch
+from nb_accelerate import Accelerator, notebook_launcher
+
+def where():
+    accelerator = Accelerator()
+    total = accelerator.reduce(torch.ones(1, device=accelerator.device), "sum").item()
+    return str(accelerator.device), accelerator.num_processes, total
+"""
+
+
+@pytest.fixture
+def notebook(kernel: Kernel) -> Kernel:
+    kernel.run(SETUP).ok()
+    return kernel
+
+
+def expected() -> list[tuple[str, int, float]]:
+    count = torch.cuda.device_count()
+    return [(f"cuda:{rank}", count, float(count)) for rank in range(count)]
+
+
+def test_every_gpu_gets_a_rank_forked_from_a_kernel_that_did_not_touch_cuda(notebook: Kernel) -> None:
+    cell = notebook.run("print(notebook_launcher(where))").ok()
+    line, values = cell.stdout.splitlines()
+    assert "on CUDA, fork (CUDA is untouched here" in line
+    assert values == str(expected())
+    assert notebook.run("torch.cuda.is_initialized()").ok().value == "False"
+
+
+def test_a_kernel_that_used_cuda_launches_without_a_restart(notebook: Kernel) -> None:
+    notebook.run("x = torch.ones(4, device='cuda').sum().item()").ok()
+    for _ in range(2):
+        cell = notebook.run("print(notebook_launcher(where))").ok()
+        line, values = cell.stdout.splitlines()
+        assert "on CUDA, forkserver (CUDA was used in this notebook)" in line
+        assert values == str(expected())
+
+
+def test_asking_for_a_fork_after_cuda_was_used_is_refused_with_what_to_write(notebook: Kernel) -> None:
+    notebook.run("x = torch.ones(4, device='cuda')").ok()
+    cell = notebook.run("notebook_launcher(where, start_method='fork')")
+    assert cell.error == "ConfigError"
+    assert "need no restart" in cell.message
+
+
+def test_more_ranks_than_gpus_are_refused_and_the_cpu_can_be_asked_for(notebook: Kernel) -> None:
+    cell = notebook.run(f"notebook_launcher(where, (), {torch.cuda.device_count() + 1})")
+    assert cell.error == "ConfigError"
+    assert "each rank needs its own" in cell.message
+    cell = notebook.run("print(notebook_launcher(where, (), 2, devices='cpu'))").ok()
+    assert cell.stdout.splitlines()[1] == "[('cpu', 2, 2.0), ('cpu', 2, 2.0)]"
+
+
+def test_a_tensor_on_a_device_comes_back_on_the_cpu_and_cuda_stays_untouched(notebook: Kernel) -> None:
+    cell = notebook.run("print(notebook_launcher(lambda: torch.ones(3, device='cuda'), (), 1))").ok()
+    assert cell.stdout.splitlines()[1] == "[tensor([1., 1., 1.])]"
+    assert notebook.run("torch.cuda.is_initialized()").ok().value == "False"
+
+
+def memory_in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('x')", "import os; os._exit(1)"])
+def test_a_rank_that_fails_gives_its_gpu_memory_back(notebook: Kernel, how: str) -> None:
+    torch.cuda.init()
+    before: Any = memory_in_use()
+    notebook.run(f"def fills():\n    x = torch.ones(1 << 26, device='cuda')\n    {how}").ok()
+    assert notebook.run("notebook_launcher(fills, (), 1)").error is not None
+    assert memory_in_use() - before < 64 << 20
