@@ -1,0 +1,122 @@
+"""One contract, every start method: what is started runs, hears, answers, and is closed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.launch import notebook_launcher
+
+METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
+
+
+def launch(function: Any, *args: Any, method: str, **options: Any) -> list[Any]:
+    ranks = 1 if method == "inline" else 2
+    return notebook_launcher(function, args, ranks, start_method=method, progress="off", timeout=45, **options)
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_arguments_arrive_and_values_come_back(method: str) -> None:
+    def function(first: int, *, second: int) -> tuple[int, int, int]:
+        return first, second, int(os.environ["RANK"])
+
+    values = launch(function, 1, method=method, kwargs={"second": 2})
+    assert values == [(1, 2, rank) for rank in range(len(values))]
+
+
+def test_an_exception_arrives_with_its_own_type_and_fields(method: str) -> None:
+    def function() -> None:
+        raise FileNotFoundError(2, "no such file", "name")
+
+    with pytest.raises(FileNotFoundError) as caught:
+        launch(function, method=method)
+    assert caught.value.filename == "name"
+
+
+def test_the_environment_is_torchruns_and_only_the_ranks(method: str) -> None:
+    def function() -> tuple[str, ...]:
+        names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MINE", "ACCELERATE_MIXED_PRECISION")
+        return tuple(os.environ[name] for name in names)
+
+    before = dict(os.environ)
+    values = launch(function, method=method, env={"MINE": "yes"}, mixed_precision="bf16")
+    size = str(len(values))
+    assert values == [(size, str(rank), "127.0.0.1", "yes", "bf16") for rank in range(len(values))]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.may_leave("descriptors")  # of the store that torch opens in this process for an inline rank, and keeps
+def test_a_process_group_can_be_opened_and_is_gone_afterwards(method: str) -> None:
+    def function() -> float:
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        return ones.item()
+
+    for _ in range(2):
+        values = launch(function, method=method)
+        assert values == [float(len(values))] * len(values)
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+
+
+def test_what_is_printed_is_heard(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def function() -> None:
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+
+    values = launch(function, method=method)
+    heard = capfd.readouterr()
+    assert heard.out.splitlines() == ["to stdout"] * len(values)
+    assert heard.err.splitlines() == ["to stderr"] * len(values)
+
+
+def test_a_large_matmul_here_does_not_hang_the_ranks(method: str) -> None:
+    import torch
+
+    def function() -> tuple[int, ...]:
+        x = torch.ones(800, 800)
+        return tuple((x @ x).shape)
+
+    function()
+    assert launch(function, method=method)[0] == (800, 800)
+
+
+def test_ranks_see_the_working_directory_and_path_of_now(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for value in launch(lambda: (os.getcwd(), sys.path[0]), method=method):
+        assert value == (str(tmp_path), str(tmp_path))
+
+
+def test_inline_runs_in_this_very_process_with_the_real_objects() -> None:
+    lock = threading.Lock()
+    assert launch(lambda: (os.getpid(), lock), method="inline") == [(os.getpid(), lock)]
+
+
+def test_inline_is_one_rank() -> None:
+    with pytest.raises(ConfigError, match="Write num_processes=1"):
+        notebook_launcher(print, (), 2, start_method="inline")
+
+
+def test_a_fork_shares_what_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    assert launch(lambda: lock.acquire(blocking=False), method="fork") == [True, True]
+    assert lock.acquire(blocking=False)  # theirs were copies
