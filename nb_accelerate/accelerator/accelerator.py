@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
@@ -31,8 +32,6 @@ _NOT_YET = {
     "log_with": "experiment tracking",
     "project_dir": "checkpoints",
     "project_config": "checkpoints",
-    "dynamo_backend": "torch.compile by argument (model = torch.compile(model) before prepare works)",
-    "dynamo_plugin": "torch.compile by argument (model = torch.compile(model) before prepare works)",
     "parallelism_config": "device meshes",
 }
 _ARGUMENTS = (
@@ -46,6 +45,8 @@ _ARGUMENTS = (
     "gradient_accumulation_plugin",
     "step_scheduler_with_optimizer",
     "kwargs_handlers",
+    "dynamo_backend",
+    "dynamo_plugin",
     "scheduler_steps_per_process",
 )
 
@@ -80,6 +81,9 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
             optimizer stepped.
         kwargs_handlers: arguments for torch: `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs`, `AutocastKwargs`.
+        dynamo_backend: compile models with this backend of `torch.compile`, ``"inductor"`` say; else
+            ``ACCELERATE_DYNAMO_BACKEND``.
+        dynamo_plugin: how models are compiled, in detail.
         scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
             batches are split. False: once.
         **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
@@ -102,6 +106,8 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_steps_per_process: bool = True,
         **others: Any,
     ) -> None:
@@ -118,6 +124,8 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps_per_process=scheduler_steps_per_process,
             kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
         )
 
     @property

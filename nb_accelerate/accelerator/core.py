@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nb_accelerate.comm import Trigger
 from nb_accelerate.compat.here import Choices, remember
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
+from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import Handlers
 from nb_accelerate.config.loader import resolve_loader
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
@@ -74,6 +77,8 @@ class Core:
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
         scheduler_steps: how often a schedule advances for one optimizer step.
+        dynamo: how models are compiled.
+        trigger: what this rank has to tell the others.
         prepared: what went through ``prepare``.
     """
 
@@ -88,6 +93,8 @@ class Core:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_steps: int
+    dynamo: TorchDynamoPlugin
+    trigger: Trigger = field(default_factory=Trigger)
     prepared: Prepared = field(default_factory=Prepared)
 
     @property
@@ -114,6 +121,8 @@ def build_core(
     step_scheduler_with_optimizer: bool,
     scheduler_steps_per_process: bool,
     kwargs_handlers: Iterable[KwargsHandler] | None,
+    dynamo_backend: DynamoBackend | str | None = None,
+    dynamo_plugin: TorchDynamoPlugin | None = None,
 ) -> Core:
     """Check all options, then connect the process, then choose the parts.
 
@@ -126,6 +135,7 @@ def build_core(
     loader = resolve_loader(split_batches, dataloader_config)
     handlers = Handlers.collect(kwargs_handlers)
     in_step = resolve_rng_types(rng_types)
+    dynamo = resolve_dynamo(dynamo_backend, dynamo_plugin, environment)
     check_flag("device_placement", device_placement)
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
     check_flag("scheduler_steps_per_process", scheduler_steps_per_process)
@@ -148,6 +158,7 @@ def build_core(
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         scheduler_steps=repeats,
+        dynamo=dynamo,
     )
     remember(process, core.choices)
     return core

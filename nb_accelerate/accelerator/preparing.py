@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.accelerator.ownership import check_first_step, check_owned, verify_device_map
 from nb_accelerate.data import prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
@@ -43,7 +46,8 @@ class PreparingSlice(Slice):
             The one object, or a tuple of all.
 
         Raises:
-            ConfigError: an object is of none of these kinds, or ``device_placement`` has another length.
+            ConfigError: an object is of none of these kinds, ``device_placement`` has another length, or an optimizer
+                has no parameter of any prepared model.
         """
         if device_placement is None:
             places = [self.core.device_placement] * len(args)
@@ -63,6 +67,10 @@ class PreparingSlice(Slice):
             self.prepare_scheduler(item) if self._is_scheduler(item) else done
             for item, done in zip(args, prepared, strict=True)
         ]
+        if any(isinstance(item, nn.Module) for item in args):
+            for item in results:
+                if isinstance(item, AcceleratedOptimizer):
+                    check_owned(item.optimizer, self.core.prepared.models)
         return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, item: Any, place: bool) -> Any:
@@ -93,14 +101,25 @@ class PreparingSlice(Slice):
             model: on any device.
             device_placement: move it to the device; by default as the `Accelerator` says.
             evaluation_mode: it will not be trained, so its gradients need not travel.
+
+        Raises:
+            ConfigError: the model is spread over several devices, and there are several ranks.
         """
         core = self.core
         if any(known is model for known in core.prepared.models):
             return model
+        spread = verify_device_map(model)
+        if spread and core.collectives.world_size > 1:
+            raise ConfigError(
+                f"This {type(model).__name__} has its layers on several devices (device_map), and there are "
+                f"{core.collectives.world_size} ranks that would each want all of it. Load it without device_map to "
+                "train it on all ranks, or start one process."
+            )
         place = core.device_placement if device_placement is None else device_placement
         prepared = core.strategy.prepare_model(
-            core.precision.prepare_model(model), place=place, training=not evaluation_mode
+            core.precision.prepare_model(model), place=place and not spread, training=not evaluation_mode
         )
+        prepared = compiled(prepared, core.dynamo)
         core.prepared.models.append(prepared)
         return prepared
 
@@ -122,7 +141,14 @@ class PreparingSlice(Slice):
         place = core.device_placement if device_placement is None else device_placement
         if place and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # which moves it to where the parameters are
-        prepared = AcceleratedOptimizer(optimizer, core.accumulation, core.precision.bind(optimizer))
+        prepared = AcceleratedOptimizer(
+            optimizer,
+            core.accumulation,
+            core.precision.bind(optimizer),
+            before_first_step=partial(
+                check_first_step, models=core.prepared.models, world_size=core.collectives.world_size
+            ),
+        )
         core.prepared.optimizers.append(prepared)
         return prepared
 
@@ -187,6 +213,10 @@ class PreparingSlice(Slice):
                 prepared.repeats,
             )
         return prepared
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
+        return verify_device_map(model)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.accelerator.ownership import forgotten_model
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
@@ -86,6 +87,24 @@ class TrainingSlice(Slice):
         """Return a block in which the gradients of a model stay on their rank."""
         return self.core.strategy.no_sync((model,)) or contextlib.nullcontext()
 
+    def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return a block whose backward sends gradients, although the forward ran where they stay (`no_sync`).
+
+        For several forwards that share one backward: run all in `no_sync`, and the last backward in this block.
+
+        Args:
+            model: what ``prepare`` returned.
+        """
+        return self.core.strategy.sync_in_backward(model)
+
+    def set_trigger(self) -> None:
+        """Tell all processes something at their next `check_trigger`: to stop early, say."""
+        self.core.trigger.is_set = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any process called `set_trigger` since the last time. All processes call it together."""
+        return self.core.trigger.check(self.core.collectives)
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients, in place of ``loss.backward()``.
 
@@ -94,9 +113,15 @@ class TrainingSlice(Slice):
         Args:
             loss: without dimensions.
             **kwargs: those of `torch.Tensor.backward`.
+
+        Raises:
+            NotPreparedError: there are several processes, and no model was prepared.
         """
-        steps = self.core.accumulation.num_steps
-        self.core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
+        core = self.core
+        if not core.prepared.models and core.collectives.world_size > 1:
+            raise forgotten_model("accelerator.backward", core.collectives.world_size)
+        steps = core.accumulation.num_steps
+        core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
         """Divide fp16 gradients by the loss scale, at most once per step. Clipping does it by itself.

@@ -12,12 +12,14 @@ from nb_accelerate.comm.operations import (
 )
 from nb_accelerate.comm.single import SingleCollectives
 from nb_accelerate.comm.torch_distributed import TorchCollectives
+from nb_accelerate.comm.trigger import Trigger
 
 __all__ = [
     "CheckedCollectives",
     "Collectives",
     "SingleCollectives",
     "TorchCollectives",
+    "Trigger",
     "broadcast",
     "broadcast_object_list",
     "gather",

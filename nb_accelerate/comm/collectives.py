@@ -28,7 +28,7 @@ class Collectives(ABC):
     device: torch.device
 
     def verify(  # noqa: B027 - to check nothing is a choice
-        self, operation: str, data: Any, tensors: Sequence[Tensor], *, shapes: bool = True
+        self, operation: str, data: Any, tensors: Sequence[Tensor], *, shapes: bool = True, waits: bool = True
     ) -> None:
         """Compare what ranks are about to hand to a collective, if these collectives are to be checked.
 
@@ -37,6 +37,8 @@ class Collectives(ABC):
             data: what it was called with.
             tensors: those in ``data``.
             shapes: whether sizes have to be equal; if not, only the number of dimensions has to.
+            waits: whether ranks wait for each other in this operation anyway. Where they do not, a check would make
+                them, so it has to be asked for.
 
         Raises:
             CollectiveMismatchError: ranks called different things, or with tensors of different shapes or dtypes.

@@ -68,6 +68,6 @@ def _carry_together(
     end = 0
     for (dtype, members), row in zip(groups, rows, strict=False):
         start, end = end, end + len(row)
-        parts = carried[..., start:end].view(dtype).split([tensors[index].numel() for index in members], dim=-1)
+        parts = torch.split(carried[..., start:end].view(dtype), [tensors[index].numel() for index in members], dim=-1)
         for index, part in zip(members, parts, strict=True):
             tensors[index] = part.reshape(*leading, *tensors[index].shape)

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from nb_accelerate.process.rng import RNGType, synchronize
+
+_BLOCK = 1 << 14
+
+
+class Rows(Sequence[int]):
+    """Row numbers in a tensor, as a sequence that makes Python numbers of them where it is read, block by block."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._first = 0
+        self._block: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if not isinstance(index, slice):
+            return int(self._numbers[index])
+        first, end, step = index.indices(len(self._numbers))
+        if step != 1 or end - first > _BLOCK:
+            return [int(number) for number in self._numbers.tolist()[index]]
+        if first < self._first or end > self._first + len(self._block):
+            self._first = first
+            self._block = self._numbers[first : first + _BLOCK].tolist()
+        return self._block[first - self._first : end - self._first]
+
 
 Broadcast = Callable[[Tensor], Tensor]
 

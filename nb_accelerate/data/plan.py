@@ -100,12 +100,16 @@ class ShardPlan:
         local, group = self.local_size, self.group_size
         end = self.full_groups * group
         for first in range(start * group + rank * local, end, group):
-            yield list(order[first : first + local])
+            yield _listed(order[first : first + local])
         if self.remainder and start <= self.full_groups:
             last = order[end:]
             yield from piece_of_last_group(
-                list(last), order, rank, local_size=local, group_size=group, even_batches=self.even_batches
+                _listed(last), order, rank, local_size=local, group_size=group, even_batches=self.even_batches
             )
+
+
+def _listed(rows: Sequence[T]) -> list[T]:
+    return rows if type(rows) is list else list(rows)
 
 
 def piece_of_last_group(

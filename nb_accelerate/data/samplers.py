@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
+from nb_accelerate.data.order import Rows
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
 from nb_accelerate.errors import ConfigError
 
@@ -51,6 +52,29 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the next pass as that of ``epoch``."""
         self.epoch = epoch
+
+
+def _order_of(sampler: Any) -> Sequence[Any]:
+    """Return the rows of an epoch, in order, as cheaply as they can be had."""
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    if type(sampler) not in {RandomSampler, SeedableRandomSampler} or sampler.replacement:
+        return list(sampler)
+    rows = len(sampler.data_source)
+    if sampler.num_samples != rows:
+        return list(sampler)
+    # What RandomSampler draws, without making a Python list of a million rows to use a few of them.
+    generator = sampler.generator
+    if type(sampler) is SeedableRandomSampler:
+        generator.manual_seed(sampler.initial_seed + sampler.epoch)
+        sampler.set_epoch(sampler.epoch + 1)
+    elif generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    order = Rows(torch.randperm(rows, generator=generator))
+    if sampler.generator is not None:
+        torch.randperm(rows, generator=generator)  # torch draws once more than it uses; the next epoch shows it
+    return order
 
 
 # These yield as many rows as they say they have, and take no decision while they do, so their whole order may be
@@ -154,8 +178,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _planned(self) -> Iterator[list[Any]]:
         """Slice this rank's rows out of the whole order; those of other ranks are never collected."""
-        sequential = type(self.sampler) is SequentialSampler
-        order: Sequence[Any] = range(len(self.sampler)) if sequential else list(self.sampler)  # type: ignore[arg-type]
+        order = _order_of(self.sampler)
         plan = self._plan(len(order))
         self._note_last(plan.remainder)
         return plan.batches(order, self.process_index, start=self.start)

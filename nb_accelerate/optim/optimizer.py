@@ -23,17 +23,26 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: the user's.
         accumulation: knows whether the window closes.
         step: how the precision takes a step.
+        before_first_step: called once with this, when all has been prepared that will be.
 
     Attributes:
         optimizer: the one inside.
         accelerated_step: how it steps; clipping asks it to unscale gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: AccumulationState, step: OptimizerStep) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        accumulation: AccumulationState,
+        step: OptimizerStep,
+        *,
+        before_first_step: Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> None:
         # Optimizer.__init__ would make parameter groups of our own; ours are those of the optimizer inside.
         self.optimizer = optimizer
         self.accelerated_step = step
         self._accumulation = accumulation
+        self._before_first_step = before_first_step
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step if the accumulation window closes.
@@ -45,6 +54,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigError: a closure was given with fp16.
         """
         if self._accumulation.sync_gradients:
+            if self._before_first_step is not None:
+                self._before_first_step(self.optimizer)
+                self._before_first_step = None
             return self.accelerated_step(closure)
         return None
 
@@ -114,7 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return self.__dict__ | {"_before_first_step": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

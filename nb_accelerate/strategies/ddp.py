@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.strategies.ddp_hooks import register_hook
 from nb_accelerate.strategies.strategy import Strategy
 
@@ -43,6 +45,14 @@ class DDPStrategy(Strategy):
         super().__init__(device, collectives)
         self._options = options
         self._device_ids = [device] if pass_device_ids else None
+        self._as_they_were: WeakSet[nn.Module] = WeakSet()  # prepared, with no gradients to send
+
+    @override
+    def prepare_model(self, model: nn.Module, *, place: bool = True, training: bool = True) -> nn.Module:
+        prepared = super().prepare_model(model, place=place, training=training)
+        if prepared is model:
+            self._as_they_were.add(model)
+        return prepared
 
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -64,9 +74,11 @@ class DDPStrategy(Strategy):
     @override
     @contextlib.contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        if not isinstance(model, DistributedDataParallel):
+        wrapped = _wrapped(model)
+        if wrapped is None:
             yield
             return
+        model = wrapped
         before = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         # What a forward outside of no_sync does: get the buckets ready. No outputs are searched for parameters
@@ -79,12 +91,25 @@ class DDPStrategy(Strategy):
 
     @override
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-        return Join([model for model in models if isinstance(model, DistributedDataParallel)])
+        return Join([wrapped for model in models if (wrapped := _wrapped(model)) is not None])
 
     @override
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
         for model in models:
-            if isinstance(model, DistributedDataParallel):
-                block.enter_context(model.no_sync())
+            wrapped = _wrapped(model)
+            if wrapped is not None:
+                block.enter_context(wrapped.no_sync())
+            elif getattr(model, "_orig_mod", model) not in self._as_they_were:
+                raise NotPreparedError(
+                    f"accumulate or no_sync was given a {type(model).__name__} that did not come out of prepare, so "
+                    "its gradients cannot be kept from travelling. Give it what prepare returned: "
+                    "model = accelerator.prepare(model)."
+                )
         return block
+
+
+def _wrapped(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the wrapper of a prepared model, also of one that was compiled afterwards; None if it has none."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.config.kwargs import DDPCommunicationHookType
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.nn.parallel import DistributedDataParallel
 
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
@@ -33,4 +35,9 @@ def register_hook(model: DistributedDataParallel, options: DistributedDataParall
     wrapper = wrappers.get(options.comm_wrapper)
     low_rank = options.comm_hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
     state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if low_rank else None
-    model.register_comm_hook(state=state, hook=wrapper(hook) if wrapper else hook)
+    model.register_comm_hook(state=state, hook=_anonymous(wrapper(hook) if wrapper else hook))
+
+
+def _anonymous(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook under another name: torch refuses its bfloat16 hooks by name where there is no NCCL."""
+    return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108 - torch reads names and annotations

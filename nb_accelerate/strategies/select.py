@@ -26,8 +26,9 @@ def select_collectives(process: ProcessContext) -> Collectives:
     checks = Environment().flag("ACCELERATE_DEBUG_MODE")
     # On CPU a check costs one small message, and what it prevents is an abort or endless waiting. On a GPU the host
     # would have to wait for the device, so there it has to be asked for.
-    chosen = CheckedCollectives if first_given(checks, default=dist.get_backend() == "gloo") else TorchCollectives
-    return chosen(process.device, device_ids=_numbers(process))
+    if first_given(checks, default=dist.get_backend() == "gloo"):
+        return CheckedCollectives(process.device, device_ids=_numbers(process), thorough=bool(checks))
+    return TorchCollectives(process.device, device_ids=_numbers(process))
 
 
 def select_strategy(process: ProcessContext, *, ddp: DistributedDataParallelKwargs) -> Strategy:

@@ -221,3 +221,14 @@ def test_checks_are_chosen_by_the_environment(run_ranks):
     assert run_ranks(kind) == ["CheckedCollectives"] * 2
     assert run_ranks(kind, env={"ACCELERATE_DEBUG_MODE": "false"}) == ["TorchCollectives"] * 2
     assert run_ranks(kind, env={"ACCELERATE_DEBUG_MODE": "true"}) == ["CheckedCollectives"] * 2
+
+    def send():
+        accelerator = Accelerator(cpu=True)
+        try:
+            broadcast(accelerator.core.collectives, torch.ones(2 + accelerator.process_index))
+        except CollectiveMismatchError as error:
+            return str(error)
+        return None
+
+    for text in run_ranks(send, env={"ACCELERATE_DEBUG_MODE": "1"}):
+        assert text.startswith("broadcast was given a tensor of shape (2,)")

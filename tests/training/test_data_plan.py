@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nb_accelerate.data.iterable import IterableDatasetShard, LastRow
+from nb_accelerate.data.order import Rows
 from nb_accelerate.data.plan import ShardPlan
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard
 from nb_accelerate.data.split import split_between
@@ -158,6 +159,34 @@ def test_a_shuffled_order_is_drawn_once_per_epoch():
     for _ in range(2):
         order = list(reference)
         assert list(shard) == [order[0:2], order[4:6], order[8:10]]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40_000])
+@pytest.mark.parametrize("options", [{}, {"generator": True}, {"num_samples": 5}, {"replacement": True}])
+def test_the_order_of_a_random_sampler_is_the_one_it_would_yield(rows, options):
+    def sampler():
+        given = dict(options)
+        if "generator" in given:
+            given["generator"] = torch.Generator().manual_seed(3)
+        torch.manual_seed(5)
+        return RandomSampler(range(rows), **given)
+
+    one, other = sampler(), sampler()
+    torch.manual_seed(5)
+    expected = [list(one) for _ in range(3)] + [torch.rand(1).item()]
+    torch.manual_seed(5)
+    shard = BatchSamplerShard(BatchSampler(other, 3, False), even_batches=False)
+    assert [[row for batch in shard for row in batch] for _ in range(3)] + [torch.rand(1).item()] == expected
+
+
+def test_rows_in_a_tensor_read_like_a_list():
+    numbers = torch.randperm(40_000)
+    rows, listed = Rows(numbers), numbers.tolist()
+    assert len(rows) == len(listed)
+    assert (rows[5], rows[-1]) == (listed[5], listed[-1])
+    for part in (slice(0, 3), slice(16_380, 16_390), slice(39_999, 50_000), slice(2, 30_000), slice(0, 9, 2), slice(3)):
+        assert rows[part] == listed[part]
+    assert list(rows) == listed
 
 
 def test_batches_that_cannot_be_split_evenly_are_refused_with_sizes_that_can():

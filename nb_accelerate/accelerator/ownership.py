@@ -1,0 +1,62 @@
+"""Who owns which parameters: find optimizers and models that were not prepared together."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import ConfigError, NotPreparedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+logger = logging.getLogger("nb_accelerate")
+
+
+def check_owned(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer that has nothing to do with any of the models.
+
+    Raises:
+        ConfigError: none of its parameters is one of theirs.
+    """
+    owned = {id(parameter) for model in models for parameter in model.parameters()}
+    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not mine or any(id(parameter) in owned for parameter in mine):
+        return
+    names = ", ".join(type(model).__name__ for model in models)
+    raise ConfigError(
+        f"None of the {len(mine)} parameters of this {type(optimizer).__name__} belongs to a prepared model ({names}), "
+        "so it would train something else. Make it from the parameters of the model that you prepare: "
+        "optimizer = Optimizer(model.parameters()) after the last change that replaces them (a new model, resized "
+        "embeddings), then model, optimizer = accelerator.prepare(model, optimizer)."
+    )
+
+
+def check_first_step(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], *, world_size: int) -> None:
+    """Look at an optimizer before its first step, when all has been prepared that will be.
+
+    Raises:
+        ConfigError: none of its parameters belongs to a prepared model.
+        NotPreparedError: there are several ranks, and no model was prepared.
+    """
+    if models:
+        check_owned(optimizer, models)
+    elif world_size > 1:
+        raise forgotten_model("optimizer.step", world_size)
+
+
+def forgotten_model(call: str, world_size: int) -> NotPreparedError:
+    """Return the error for training on several ranks without a prepared model."""
+    return NotPreparedError(
+        f"{call} was called on {world_size} ranks, but no model went through prepare. Each rank would train a copy of "
+        "its own, on its part of the data. Write model, optimizer, loader = accelerator.prepare(model, optimizer, "
+        "loader). A model that you wrapped yourself may be handed to prepare too; it stays as it is."
+    )
+
+
+def verify_device_map(model: nn.Module) -> bool:
+    """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
+    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())

@@ -1,0 +1,123 @@
+"""How models are compiled: what `torch.compile` is called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.checks import check_choice, check_flag
+from nb_accelerate.config.kwargs import KwargsHandler
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.config.env import Environment
+
+
+class DynamoBackend(str, Enum):
+    """What turns a captured graph into code; torch decides which of them work on a machine."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """How ``prepare`` compiles models.
+
+    Attributes:
+        backend: what makes code of the graph; None leaves it to ``ACCELERATE_DYNAMO_BACKEND``, else nothing is
+            compiled.
+        mode: what to optimise for: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
+            ``"max-autotune-no-cudagraphs"``.
+        fullgraph: refuse models that cannot be captured as one graph.
+        dynamic: compile for tensors whose shapes vary; None lets torch find out.
+        options: arguments of the backend, in place of ``mode``.
+        disable: capture nothing, for testing.
+        use_regional_compilation: compile the repeated blocks of a model by themselves, which takes less time than
+            the whole model and runs nearly as fast.
+
+    Raises:
+        ConfigError: a value is of the wrong type, or not a choice.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            chosen = check_choice("dynamo_backend", self.backend, _BACKENDS)
+            object.__setattr__(self, "backend", DynamoBackend(chosen.upper()))
+        if self.mode is not None:
+            object.__setattr__(self, "mode", check_choice("mode", self.mode, _MODES))
+        for name in ("fullgraph", "disable", "use_regional_compilation"):
+            check_flag(name, getattr(self, name))
+        if self.dynamic is not None:
+            check_flag("dynamic", self.dynamic)
+        if self.mode is not None and self.options is not None:
+            raise ConfigError("mode and options were both given, and torch takes one of them. Leave one out.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether models are compiled."""
+        return self.backend not in {None, DynamoBackend.NO}
+
+    def to_compile(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from their defaults."""
+        given = self.to_kwargs()
+        given.pop("use_regional_compilation", None)
+        return given | {"backend": str(self.backend).lower()}
+
+
+def resolve_dynamo(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, environment: Environment
+) -> TorchDynamoPlugin:
+    """Choose how models are compiled: argument or plugin, else the environment, else not at all.
+
+    Raises:
+        ConfigError: a value cannot be, or both were given.
+    """
+    if backend is not None and plugin is not None:
+        raise ConfigError(
+            "dynamo_backend and dynamo_plugin were both given. Write TorchDynamoPlugin(backend=...) and leave "
+            "dynamo_backend out."
+        )
+    given = plugin or TorchDynamoPlugin(backend=backend)
+    if given.backend is not None:
+        return given
+    prefix = "ACCELERATE_DYNAMO_"
+    return replace(
+        given,
+        backend=environment.text(f"{prefix}BACKEND") or DynamoBackend.NO,
+        mode=given.mode or (None if given.options is not None else environment.text(f"{prefix}MODE")),
+        fullgraph=given.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH")),
+        dynamic=environment.flag(f"{prefix}USE_DYNAMIC") if given.dynamic is None else given.dynamic,
+        use_regional_compilation=given.use_regional_compilation
+        or bool(environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")),
+    )

@@ -1,0 +1,150 @@
+"""What the framework adds to a training step, alone and on two ranks, against loops written by hand."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nb_accelerate import notebook_launcher
+
+STEPS = 200
+
+
+def _parts(width: int) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.999**step)
+
+
+def _loop(accelerator: Any, width: int, inputs: torch.Tensor) -> Callable[[], None]:
+    """A loop of either framework, over batches that exist already."""
+    model, optimizer, scheduler = accelerator.prepare(*_parts(width))
+
+    def run() -> None:
+        for _ in range(STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def _by_hand(width: int, inputs: torch.Tensor) -> Callable[[], None]:
+    model, optimizer, scheduler = _parts(width)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            model(inputs).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def _alone() -> list[str]:
+    from accelerate import Accelerator as Theirs
+
+    from nb_accelerate import Accelerator
+
+    inputs = torch.ones(2, 4)
+    actions = {
+        "hand": _by_hand(4, inputs),
+        "ours": _loop(Accelerator(cpu=True), 4, inputs),
+        "theirs": _loop(Theirs(cpu=True), 4, inputs),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(25):
+        for name, action in actions.items():
+            began = time.process_time()
+            action()
+            taken[name].append((time.process_time() - began) / STEPS)
+    hand, ours, theirs = (1e6 * statistics.median(taken[name]) for name in actions)
+    return [
+        f"added to a step in one process  {(ours - hand) / (theirs - hand):5.2f} of accelerate  "
+        f"({ours - hand:.1f} µs to {hand:.0f}, accelerate {theirs - hand:.1f})"
+    ]
+
+
+def _epochs(width: int, batch_size: int) -> dict[str, float]:
+    """CPU seconds for a step of whole epochs on this rank: loader, model, optimizer."""
+    from accelerate import Accelerator as Theirs
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DistributedSampler
+
+    from nb_accelerate import Accelerator
+
+    torch.set_num_threads(1)
+    ours = Accelerator(cpu=True)
+    theirs = Theirs(cpu=True)
+    data = TensorDataset(torch.ones(2 * STEPS * batch_size, width), torch.zeros(2 * STEPS * batch_size, 1))
+
+    def prepared(accelerator: Any) -> Callable[[], None]:
+        model, optimizer, _ = _parts(width)
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(data, batch_size=batch_size, shuffle=True)
+        )
+
+        def run() -> None:
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+
+        return run
+
+    def by_hand() -> Callable[[], None]:
+        model, optimizer, _ = _parts(width)
+        model = DistributedDataParallel(model)
+        sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True)
+        loader = DataLoader(data, batch_size=batch_size, sampler=sampler)
+        epoch = 0
+
+        def run() -> None:
+            nonlocal epoch
+            sampler.set_epoch(epoch)
+            epoch += 1
+            for inputs, targets in loader:
+                inputs, targets = inputs.to("cpu"), targets.to("cpu")  # noqa: PLW2901 - as everybody writes it
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+
+        return run
+
+    actions = {"hand": by_hand(), "ours": prepared(ours), "theirs": prepared(theirs)}
+    taken: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(11):
+        for name, action in actions.items():
+            ours.wait_for_everyone()
+            began = time.process_time()
+            action()
+            taken[name].append((time.process_time() - began) / STEPS)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def _on_two_ranks() -> list[str]:
+    lines = []
+    for name, width, batch_size in (("a small MLP", 32, 16), ("a wider one", 256, 64)):
+        ranks = notebook_launcher(_epochs, (width, batch_size), num_processes=2, progress="off", timeout=300)
+        hand, ours, theirs = (sum(rank[kind] for rank in ranks) / 2 for kind in ("hand", "ours", "theirs"))
+        lines.append(
+            f"a step on two ranks, {name:<12} {ours / hand:5.3f} of DDP by hand in CPU time  "
+            f"({1e6 * ours:.0f} µs; accelerate {theirs / hand:.3f})"
+        )
+    return lines
+
+
+def measure() -> list[str]:
+    return [*_alone(), *_on_two_ranks()]
