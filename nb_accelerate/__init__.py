@@ -10,7 +10,7 @@ by an import::
     level  training half              base                  notebook half
     10                                __init__  cli
      9                                                      magics
-     8     accelerator
+     8     accelerator                                      pool
      7     compat                                           launch
      6     strategies                                       worker
      5     optim  data                                      diagnostics

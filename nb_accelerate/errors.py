@@ -8,8 +8,11 @@
     ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
     ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
     ├── DispatchError (RuntimeError)      rank 0 reads data for all ranks, and could not
+    ├── CellSyntaxError                   a cell for the ranks does not compile; no rank has seen it
     └── LaunchError (RuntimeError)        ranks were to be started, or were running
         ├── ShippingError (TypeError)     a function, argument or result cannot be sent to another process
+        │   └── TooLargeError             it is so large that it is only sent when asked for
+        ├── PoolError                     the ranks of `%%distributed` are not in a state in which this can be done
         ├── StartError                    a rank could not be started
         ├── RankError                     a rank failed; base of the two below
         │   ├── RankDiedError             its process ended without an answer: exit code or signal
@@ -78,6 +81,10 @@ class DispatchError(NbAccelerateError, RuntimeError):
     """Rank 0, which reads the data of all ranks, could not go on."""
 
 
+class CellSyntaxError(NbAccelerateError):
+    """A cell for the ranks does not compile; no rank has seen it."""
+
+
 class LaunchError(NbAccelerateError, RuntimeError):
     """Ranks could not be started, or did not end as they should."""
 
@@ -92,6 +99,22 @@ class ShippingError(LaunchError, TypeError):
     def __init__(self, message: str, *, path: str = "") -> None:
         super().__init__(message)
         self.path = path
+
+
+class TooLargeError(ShippingError):
+    """Something is so large that it is only copied to every rank when that is asked for.
+
+    Attributes:
+        size: in bytes.
+    """
+
+    def __init__(self, message: str, *, size: int) -> None:
+        super().__init__(message)
+        self.size = size
+
+
+class PoolError(LaunchError):
+    """The persistent ranks are not in a state in which this can be done."""
 
 
 class StartError(LaunchError):

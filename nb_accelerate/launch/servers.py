@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 
     from nb_accelerate.launch.handle import RankHandle
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "cloudpickle", "nb_accelerate.accelerator")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "cloudpickle",
+    "nb_accelerate.accelerator",
+    "nb_accelerate.worker.cell",
+)
 """What every rank needs, imported once in the warm server. Dynamo, a second of it: the first optimizer asks for it."""
 
 _BOOTSTRAP = "from nb_accelerate.worker.server import main; main()"

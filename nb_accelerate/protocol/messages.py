@@ -3,13 +3,16 @@
 ::
 
     kernel                                       rank
-      Setup, Call or ... ------------------------>
+      Setup, then Call ... ----------------------->
       <----------------------------- Ready
       <----------------------------- Result or Failure
+      Join, RunCell ... -------------------------->      a persistent rank
+      <----------------------------- Display ...
+      <----------------------------- CellEnd
       Quit --------------------------------------->      leaves its groups, flushes, ends
 
-Output does not travel here but through two pipes of its own (see `nb_accelerate.worker.streams`), so that what a
-rank wrote last is still readable after it was killed. What users' code made (functions, results, exceptions)
+What is printed does not travel here but through two pipes of its own (see `nb_accelerate.worker.streams`), so that
+what a rank wrote last is still readable after it was killed. What users' code made (functions, results, exceptions)
 travels as a `Parcel`, already pickled, so that reading a message never runs users' code.
 """
 
@@ -146,5 +149,85 @@ class Failure:
     returned: bool = False
 
 
-ToRank = Setup | Call | Quit
-FromRank = Ready | Result | Failure
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Meet the other ranks of the pool in a new process group; groups of before are left. Answered like a `Call`.
+
+    Attributes:
+        environ: variables that say where.
+        has_alarm: comes with the rank's end of its alarm channel, to be kept.
+        store: address and port of the store that this rank is to serve on the socket that comes along, and the number
+            of ranks; None for all ranks but one.
+    """
+
+    environ: Mapping[str, str]
+    has_alarm: bool
+    store: tuple[str, int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOff:
+    """Over the alarm channel: whatever this rank waits for in a collective will not come.
+
+    Attributes:
+        fellows: process ids of the other ranks; connections to them are broken off.
+    """
+
+    fellows: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCell:
+    """Run a cell in the rank's shell.
+
+    Attributes:
+        code: the cell's body, as it was written.
+        filename: what tracebacks call it; the kernel knows the text by that name.
+        source: the text of the whole cell, with the line of the magic.
+        above: how many lines of it come before the body.
+        names: holds a mapping of names to values to define first, or None.
+        wants_value: send the value of the last expression back.
+        wants_accelerator: the cell uses the name ``accelerator``.
+    """
+
+    code: str
+    filename: str
+    source: str
+    above: int = 0
+    names: Parcel | None = None
+    wants_value: bool = False
+    wants_accelerator: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Display:
+    """Something a rank shows that is more than a line of text. Its place is marked in the output pipe.
+
+    Attributes:
+        kind: ``result``, ``display_data``, ``update_display_data`` or ``clear_output``.
+        content: content of the Jupyter message, as JSON.
+    """
+
+    kind: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellEnd:
+    """A cell has ended.
+
+    Attributes:
+        answer: what came of it.
+        bound: names that the cell bound, or bound to something else.
+        unbound: names that it deleted.
+        steps: how many collectives each process group has seen, by the group's name.
+    """
+
+    answer: Result | Failure
+    bound: tuple[str, ...] = ()
+    unbound: tuple[str, ...] = ()
+    steps: Mapping[str, int]
+
+
+ToRank = Setup | Call | Join | RunCell | Quit
+FromRank = Ready | Result | Failure | Display | CellEnd

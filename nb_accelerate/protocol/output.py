@@ -3,7 +3,10 @@ r"""One pipe for everything a rank prints, in the order it printed it.
 A rank's file descriptor 1 is a pipe to the kernel. ``sys.stdout`` and C code write to it as they are;
 ``sys.stderr`` writes to the *same* pipe inside small frames, so that the two keep their order::
 
-    plain bytes ... | mark | length | bytes for stderr | plain bytes ...
+    plain bytes ... | mark | kind | length | bytes for stderr | plain bytes ...
+
+An empty frame of the kind `DISPLAY` marks the place of something rich (a figure, say), whose data was sent over the
+rank's channel before the frame was written.
 
 The mark is 16 random bytes, new for every rank, so that no output can be taken for a frame. A frame is at most
 `PIPE_BUF` long: the kernel of the operating system never mixes such a write with that of another writer. C code
@@ -23,25 +26,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 StreamName = Literal["stdout", "stderr"]
+Kind = Literal["stderr", "display"]
 
 MARK_SIZE = 16
-_LENGTH = struct.Struct("!H")
-_HEAD = MARK_SIZE + _LENGTH.size
+_FIELDS = struct.Struct("!BH")
+_KINDS: tuple[Kind, ...] = ("stderr", "display")
+_HEAD = MARK_SIZE + _FIELDS.size
 MAX_PAYLOAD = select.PIPE_BUF - _HEAD
 """Bytes of text one frame can carry."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some bytes of one stream."""
+    """Some bytes of one stream, or the place of a display."""
 
-    stream: StreamName
+    stream: StreamName | Literal["display"]
     data: bytes
 
 
-def frame(mark: bytes, payload: bytes | memoryview) -> bytes:
+def frame(mark: bytes, payload: bytes | memoryview, kind: Kind = "stderr") -> bytes:
     """`payload` (at most `MAX_PAYLOAD` bytes), to be written in one call."""
-    return mark + _LENGTH.pack(len(payload)) + bytes(payload)
+    return mark + _FIELDS.pack(_KINDS.index(kind), len(payload)) + bytes(payload)
 
 
 class Decoder:
@@ -67,12 +72,14 @@ class Decoder:
             if start > position:
                 yield Chunk("stdout", data[position:start])
             end = start + _HEAD
+            kind = 0
             if len(data) >= end:
-                end += _LENGTH.unpack_from(data, start + MARK_SIZE)[0]
+                kind, length = _FIELDS.unpack_from(data, start + MARK_SIZE)
+                end += length
             if len(data) < end or len(data) < start + _HEAD:
                 self._rest = data[start:]
                 return
-            yield Chunk("stderr", data[start + _HEAD : end])
+            yield Chunk(_KINDS[kind], data[start + _HEAD : end])
             position = end
 
     def _tail(self, data: bytes, position: int) -> int:

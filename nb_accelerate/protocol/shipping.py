@@ -18,15 +18,16 @@ import os
 import pickle
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
-from nb_accelerate.errors import ShippingError
+from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.messages import Parcel
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Sequence
     from types import ModuleType
 
@@ -41,9 +42,18 @@ _ALIGNMENT = 64
 
 
 class Packed:
-    """A pickled object, ready to be sent to any number of receivers. Close it when all have it."""
+    """A pickled object, ready to be sent to any number of receivers. Close it when all have it.
 
-    def __init__(self, pickled: bytes, buffers: list[pickle.PickleBuffer]) -> None:
+    Attributes:
+        parcel: what goes into a message.
+        fds: what goes with it.
+        codes: of the functions that will find their globals where they arrive.
+    """
+
+    def __init__(
+        self, pickled: bytes, buffers: list[pickle.PickleBuffer], codes: Sequence[types.CodeType] = ()
+    ) -> None:
+        self.codes = codes
         self.fds: tuple[int, ...] = ()
         if len(pickled) <= _INLINE_LIMIT and not buffers:
             self.parcel = Parcel(pickled=pickled)
@@ -65,7 +75,14 @@ class Packed:
         self.close()
 
 
-def pack(value: object, *, name: str = "value", by_value: Sequence[ModuleType] = ()) -> Packed:
+def pack(
+    value: object,
+    *,
+    name: str = "value",
+    by_value: Sequence[ModuleType] = (),
+    into_main: bool = False,
+    limit: int | None = None,
+) -> Packed:
     """Pickle `value`.
 
     Args:
@@ -73,19 +90,22 @@ def pack(value: object, *, name: str = "value", by_value: Sequence[ModuleType] =
         name: what to call it in an error.
         by_value: modules whose functions and classes travel by value too, as they are in memory here. Those of all
             other modules are imported where they arrive.
+        into_main: functions of ``__main__`` find their globals in the ``__main__`` where they arrive, and bring none.
+        limit: refuse to copy more bytes than this.
 
     Raises:
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
+        TooLargeError: it is larger than `limit`.
     """
     with contextlib.ExitStack() as registered:
         for module in by_value:
             if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
                 registered.callback(cloudpickle.unregister_pickle_by_value, module)
-        return _pack(value, name)
+        return _pack(value, name, into_main=into_main, limit=limit)
 
 
-def _pack(value: object, name: str) -> Packed:
+def _pack(value: object, name: str, *, into_main: bool, limit: int | None) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -96,7 +116,8 @@ def _pack(value: object, name: str) -> Packed:
 
     file = io.BytesIO()
     try:
-        _Pickler(file, protocol=5, buffer_callback=stays_inside).dump(value)
+        pickler = _Pickler(file, protocol=5, buffer_callback=stays_inside, into_main=into_main)
+        pickler.dump(value)
     except Exception as error:
         # Any exception: __reduce__ and __getstate__ are users' code.
         path, culprit, reason = find_unpicklable(value, name, error, _dumps)
@@ -105,7 +126,10 @@ def _pack(value: object, name: str) -> Packed:
             f"Create it inside the function, or pass what it is made from.",
             path=path,
         ) from error
-    return Packed(file.getvalue(), buffers)
+    size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
+    if limit is not None and size > limit:
+        raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)
+    return Packed(file.getvalue(), buffers, pickler.codes)
 
 
 def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
@@ -166,6 +190,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     views share memory. Pickling the untyped storage once, as a buffer, keeps the sharing and copies nothing.
     """
 
+    def __init__(self, file: IO[bytes], *, into_main: bool = False, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._main = sys.modules["__main__"].__dict__ if into_main else None
+        self.codes: list[types.CodeType] = []
+
+    def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
+        """Where cloudpickle gives a function copies of the globals it uses."""
+        code, own_globals, *rest = super()._function_getnewargs(func)
+        return (code, _MAIN if func.__globals__ is self._main else own_globals, *rest)
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[Any, ...]:
+        make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(func)
+        if func.__globals__ is self._main:
+            slots["__globals__"] = {}
+            self.codes.append(func.__code__)
+        return (make, arguments, (attributes, slots), *rest)
+
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         # Half-imported while another thread imports it: then nobody can have a storage yet.
@@ -180,6 +221,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
                 return _untyped_storage, (pickle.PickleBuffer(array),)
         return super().reducer_override(obj)
+
+
+class _Main:
+    """Stands for the globals of ``__main__`` where it arrives."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _main_globals, ()
+
+
+_MAIN = _Main()
+
+
+def _main_globals() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__
 
 
 def _typed_storage(untyped: Any, dtype: Any) -> Any:

@@ -5,7 +5,7 @@
     descriptors in hand -> streams -> interrupt gate -> dies with its parent -> Setup -> Ready
         -> Call -> Result or Failure -> Call ... -> Quit -> groups closed, exit handlers, flush, exit
 
-A launched function and, later, a persistent `%%distributed` rank are this same process and loop.
+A rank that stays and runs cells is this same process and loop, see `nb_accelerate.worker.cell`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from nb_accelerate.protocol.messages import Call, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.interrupt import InterruptGate
-from nb_accelerate.worker.lineage import die_with_parent
+from nb_accelerate.worker.lineage import die_with_parent, set_name
 from nb_accelerate.worker.loaders import spawn_by_value
 from nb_accelerate.worker.streams import replace_streams
 
 if TYPE_CHECKING:
     from nb_accelerate.protocol.messages import Parcel, Setup
     from nb_accelerate.protocol.shipping import Packed
+    from nb_accelerate.worker.cell import PersistentRank
     from nb_accelerate.worker.ends import RankEnds
 
 CLOSE_GROUPS = "nb_accelerate.process.group:close"
@@ -70,9 +71,11 @@ def run_rank(
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     channel = Channel.from_fd(ends.control)
     store: object = None
+    persistent: PersistentRank | None = None
     try:
         setup, fds = channel.recv()
         try:
+            set_name(f"nb-rank{setup.rank}")
             if broken is not None:
                 raise broken
             store = _set_up(setup, unpack(setup.sources, fds), ends.store, is_fork=inherited is not None)
@@ -84,9 +87,15 @@ def run_rank(
             message, fds = channel.recv()
             if isinstance(message, Quit):
                 break
-            assert isinstance(message, Call), message
-            parcel = message.parcel
-            _send(channel, *answer(functools.partial(_load, parcel, fds, inherited), gate))
+            if isinstance(message, Call):
+                _send(channel, *answer(functools.partial(_load, message.parcel, fds, inherited), gate))
+                continue
+            if persistent is None:
+                # Only now: IPython is nothing that a launched function needs.
+                from nb_accelerate.worker.cell import PersistentRank
+
+                persistent = PersistentRank(channel, gate, mark)
+            _send(channel, *persistent.answer(message, fds))
     except (EOFError, BrokenPipeError):
         os._exit(1)  # the kernel is gone; nobody is left to tell
     _leave()
@@ -128,7 +137,7 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     if torch is not None:
         # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
         torch.set_num_threads(setup.num_threads)
-    return None if setup.store is None else _serve_store(setup.store, store_fd)
+    return None if setup.store is None else serve_store(setup.store, store_fd)
 
 
 def _reseed_numpy() -> None:
@@ -138,7 +147,7 @@ def _reseed_numpy() -> None:
         random.seed()
 
 
-def _serve_store(store: tuple[str, int, int], fd: int) -> Any:
+def serve_store(store: tuple[str, int, int], fd: int) -> Any:
     """Answer on a socket that the kernel has bound: no port to guess, none open to the network."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -148,7 +157,8 @@ def _serve_store(store: tuple[str, int, int], fd: int) -> Any:
 
 def _leave() -> None:
     """What a script's end would do: leave groups, end children, run exit handlers, flush."""
-    if "torch.distributed" in sys.modules:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
         # A process that leaves without destroying every gloo group sometimes aborts while it is torn down.
         module, _, name = CLOSE_GROUPS.partition(":")
         with contextlib.suppress(Exception):

@@ -1,0 +1,78 @@
+"""Auto mode: every cell is a ``%%distributed`` cell, but for those that say otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+_ON_RANKS = ("%%time", "%%timeit", "%%prun", "%%capture")
+"""Cell magics about Python code, which is the ranks'. All others, ``%%bash`` say, are the notebook's."""
+
+_OURS = ("%%distributed", "%%rank", "%%local")
+
+_HERE = ("%distributed", "%load_ext", "%unload_ext", "%reload_ext")
+
+
+class AutoMode:
+    """An input transformer; `register` it, `switch` it, `unregister` it."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._is_on = False
+        self._is_paused = False
+
+    def register(self) -> None:
+        """Look at every cell from now on."""
+        self._shell.input_transformers_cleanup.append(self._route)
+
+    def unregister(self) -> None:
+        """Look no more."""
+        with contextlib.suppress(ValueError):
+            self._shell.input_transformers_cleanup.remove(self._route)
+
+    def switch(self, word: str) -> None:
+        """Turn it ``on`` or ``off``.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if word not in ("on", "off"):
+            raise ConfigError(f"auto {word}: write %distributed auto on, or %distributed auto off")
+        self._is_on = word == "on"
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, cells are what they say they are."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _route(self, lines: list[str]) -> list[str]:
+        return lines if self._is_paused else route(lines, everything=self._is_on)
+
+
+def route(lines: list[str], *, everything: bool) -> list[str]:
+    """Where a cell goes. Pure.
+
+    Args:
+        lines: of the cell.
+        everything: auto mode is on.
+    """
+    first = lines[0].split() if lines else []
+    word = first[0] if first else ""
+    if word in _OURS and not "".join(lines[1:]).strip():
+        return [*lines, "pass\n"]  # IPython refuses a cell magic without a body, also one that only asks for help
+    if word == "%%local" and len(first) == 1:
+        return ["#\n", *lines[1:]]  # an ordinary cell, with the same line numbers
+    if not everything or not word or word in _HERE or (word.startswith("%%") and word not in _ON_RANKS):
+        return lines
+    return ["%%distributed --inserted\n", *lines]

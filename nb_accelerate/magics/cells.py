@@ -1,0 +1,130 @@
+"""``%%distributed``, ``%%rank`` and ``%%local``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import PoolError
+from nb_accelerate.magics import args
+from nb_accelerate.magics.plain import plain_errors
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nb_accelerate.magics.args import Parsed
+    from nb_accelerate.magics.auto import AutoMode
+    from nb_accelerate.pool.handle import CellHandle
+    from nb_accelerate.pool.options import CellOptions
+    from nb_accelerate.pool.pool import Pool
+    from nb_accelerate.pool.source import CellSource
+
+_POOL = ("num_processes", "mixed_precision", "devices", "start_method")
+
+
+class Cells:
+    """The cell magics.
+
+    Args:
+        shell: of the kernel.
+        auto: is paused while a cell is read.
+        defaults: options that `%distributed config` has set.
+    """
+
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, defaults: dict[str, Any]) -> None:
+        self._shell = shell
+        self._auto = auto
+        self._defaults = defaults
+
+    def distributed(self, line: str, cell: str) -> CellHandle | None:
+        """Run the cell on every rank; replaced below by the whole help."""
+        with plain_errors():
+            parsed = args.parse_cell(line)
+            if parsed.get("help"):
+                _show(args.DISTRIBUTED_CELL)
+                return None
+            head = None if parsed.get("inserted") else f"%%distributed {line}".rstrip()
+            return self._run(parsed, cell, head)
+
+    def rank(self, line: str, cell: str) -> CellHandle | None:
+        """Run the cell on one rank; replaced below by the whole help."""
+        with plain_errors():
+            parsed = args.parse_rank(line)
+            if parsed.get("help"):
+                _show(args.RANK_CELL)
+                return None
+            return self._run(parsed, cell, f"%%rank {line}".rstrip())
+
+    def local(self, line: str, cell: str) -> None:
+        """Run the cell here; only reached where the input transformer was not asked."""
+        with plain_errors():
+            if args.parse(line, (args.HELP,), usage="%%local alone, and the cell below").get("help"):
+                _show(args.LOCAL_CELL)
+                return
+        with self._auto.paused():
+            self._shell.run_cell(cell).raise_error()  # type: ignore[no-untyped-call]
+
+    distributed.__doc__ = args.DISTRIBUTED_CELL
+    rank.__doc__ = args.RANK_CELL
+    local.__doc__ = args.LOCAL_CELL
+
+    def _run(self, parsed: Parsed, cell: str, head: str | None) -> CellHandle | None:
+        from nb_accelerate import pool as pools
+
+        source = self._read(cell, head)
+        pool = pools.current()
+        options = self._cell_options(parsed)
+        self._have_ranks(pool, parsed)
+        turn = pool.begin(source, options, variables=self._shell.user_ns, tell=bool(parsed.get("background")))
+        if parsed.get("background"):
+            return pools.CellHandle(pool, turn)
+        values = pool.finish(turn)
+        if "out" in parsed.values:
+            self._shell.user_ns[parsed.values["out"]] = values
+        return None
+
+    def _read(self, cell: str, head: str | None) -> CellSource:
+        """Check the cell here, once, before any rank sees it."""
+        from nb_accelerate.pool.source import read_cell
+
+        text = cell if head is None else f"{head}\n{cell}"
+        compiler = self._shell.compile
+        filename = compiler.cache(text, self._shell.execution_count, raw_code=text)
+        with self._auto.paused():
+            return read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
+
+    def _cell_options(self, parsed: Parsed) -> CellOptions:
+        from nb_accelerate.pool.options import CellOptions
+
+        values = {**self._defaults, **parsed.values}
+        style = "raw" if values.get("no_capture") else "group" if values.get("group_outputs") else "fold"
+        return CellOptions(
+            ranks=values.get("ranks"),
+            send=values.get("send", ()),
+            timeout=values.get("timeout"),
+            style=style,
+            quiet=bool(values.get("quiet")),
+            wants_values="out" in values or bool(values.get("background")),
+        )
+
+    def _have_ranks(self, pool: Pool, parsed: Parsed) -> None:
+        from nb_accelerate.pool.options import PoolOptions
+
+        asked = parsed.only(_POOL)
+        if not pool.is_running:
+            defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
+            pool.start(PoolOptions(**{**defaults, **asked}))
+            print(pool.describe())  # noqa: T201 - said to the user, in the cell
+            return
+        for name, value in asked.items():
+            running = pool.world_size if name == "num_processes" else getattr(pool.options, name)
+            if value != running:
+                flag = "-n" if name == "num_processes" else f"--{name.replace('_', '-')}"
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                raise PoolError(
+                    f"{flag} {shown}: the ranks that run were started with {flag} {running}. To start others, and lose "
+                    f"what these have: %distributed stop, then this cell again"
+                )
+
+
+def _show(text: str) -> None:
+    print(text)  # noqa: T201 - it was asked for

@@ -1,0 +1,189 @@
+"""``%distributed start | status | push | pull | where | interrupt | restart | reset | stop | auto | config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.checks import suggest
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.magics import args
+from nb_accelerate.magics.args import HELP, POOL, SHOW, Option
+from nb_accelerate.magics.plain import plain_errors
+from nb_accelerate.magics.status import status_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nb_accelerate.magics.args import Parsed
+    from nb_accelerate.magics.auto import AutoMode
+
+_RANKS = Option(("--ranks",), "ranks", "Only these: 0,2-3.", args.ranks, "RANKS")
+_LARGE = Option(("--large",), "large", "Also if it is more than 1 GB.")
+_ANY = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the table below.
+
+    Attributes:
+        usage: how it is written.
+        about: what it does.
+        options: of this command.
+        words: how many words stand alone, at least and at most.
+    """
+
+    usage: str
+    about: str
+    options: tuple[Option, ...] = ()
+    words: tuple[int, int | None] = (0, 0)
+
+
+COMMANDS = {
+    "start": Command("start [-n N] ...", "Start ranks; the first %%distributed cell does it by itself.", POOL),
+    "status": Command("status", "Rank, process, device, memory, state, and what it does now."),
+    "push": Command(
+        "push NAME ... [--ranks RANKS] [--large]",
+        "Send variables of the notebook, also over the ranks' own.",
+        (_RANKS, _LARGE),
+        (1, _ANY),
+    ),
+    "pull": Command(
+        "pull NAME ... [--ranks RANKS]",
+        "Bring variables of the ranks: a list by rank, or the value itself of a single rank.",
+        (_RANKS,),
+        (1, _ANY),
+    ),
+    "where": Command("where", "Where every rank is in its code, also while it runs."),
+    "interrupt": Command("interrupt", "Interrupt a cell that runs in the background."),
+    "restart": Command("restart [RANK]", "Put a new rank in the place of one; or start all anew.", (), (0, 1)),
+    "reset": Command("reset", "Delete all variables of the ranks."),
+    "stop": Command("stop", "End the ranks."),
+    "auto": Command("auto on|off", "Run every cell on the ranks; %%local keeps one here.", (), (1, 1)),
+    "config": Command("config [options]", "Show, or set, the options that cells and ranks start with.", (*POOL, *SHOW)),
+}
+
+HELP_TEXT = (
+    "::\n\n  %distributed COMMAND [options]\n\nRanks that stay, for %%distributed cells.\n\ncommands:\n"
+    + "\n".join(f"  {command.usage}\n      {command.about}" for command in COMMANDS.values())
+    + "\n"
+)
+
+
+class Commands:
+    """The line magic.
+
+    Args:
+        shell: of the kernel.
+        auto: turned on and off here.
+        defaults: options for cells to come, set here.
+    """
+
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, defaults: dict[str, Any]) -> None:
+        self._shell = shell
+        self._auto = auto
+        self._defaults = defaults
+
+    def run(self, line: str) -> None:
+        """Do one command; replaced below by the whole help."""
+        with plain_errors():
+            name, _, rest = line.strip().partition(" ")
+            if name in ("", "-h", "--help"):
+                _say(HELP_TEXT)
+                return
+            command = COMMANDS.get(name)
+            if command is None:
+                raise ConfigError(
+                    f"there is no %distributed {name}.{suggest(name, COMMANDS)} Write one of: {', '.join(COMMANDS)}"
+                )
+            usage = f"%distributed {command.usage}"
+            parsed = args.parse(rest, (*command.options, HELP), words=command.words, usage=usage)
+            if parsed.get("help"):
+                _say(args.help_text(usage, command.about, (*command.options, HELP)))
+                return
+            act: Callable[[Parsed], None] = getattr(self, "_switch_auto" if name == "auto" else f"_{name}")
+            act(parsed)
+
+    run.__doc__ = HELP_TEXT
+
+    def _start(self, parsed: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        known = [option.name for option in POOL]
+        defaults = {name: value for name, value in self._defaults.items() if name in known}
+        pools.start(**{**defaults, **parsed.only(known)})
+        _say(pools.current().describe())
+
+    def _status(self, _: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        if not pools.current().is_running:
+            _say("no ranks are running")
+            return
+        _say(f"{pools.current().describe()}: {pools.current().state.value}")
+        _say(status_table(pools.status(), pools.current().where()))
+
+    def _push(self, parsed: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        missing = [name for name in parsed.words if name not in self._shell.user_ns]
+        if missing:
+            near = suggest(missing[0], [name for name in self._shell.user_ns if not name.startswith("_")])
+            raise NameError(f"name {missing[0]!r} is not defined in the notebook.{near}")
+        values = {name: self._shell.user_ns[name] for name in parsed.words}
+        pools.current().push(values, parsed.get("ranks"), large=bool(parsed.get("large")))
+
+    def _pull(self, parsed: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        ranks = parsed.get("ranks")
+        by_rank = pools.current().pull(parsed.words, ranks)
+        for name, values in zip(parsed.words, zip(*by_rank, strict=True), strict=True):
+            self._shell.user_ns[name] = values[0] if ranks is not None and len(ranks) == 1 else list(values)
+
+    def _where(self, _: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        for rank, place in pools.current().where().items():
+            _say(f"rank {rank}: {place}")
+
+    def _interrupt(self, _: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        pools.interrupt()
+
+    def _restart(self, parsed: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        if parsed.words and not parsed.words[0].isdigit():
+            raise ConfigError(f"{parsed.words[0]!r} is not a rank. Write %distributed restart 1, say")
+        pools.restart(int(parsed.words[0]) if parsed.words else None)
+        _say(f"rank {parsed.words[0]} is new" if parsed.words else pools.current().describe())
+
+    def _reset(self, _: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        pools.current().reset()
+
+    def _stop(self, _: Parsed) -> None:
+        from nb_accelerate import pool as pools
+
+        pools.stop()
+
+    def _switch_auto(self, parsed: Parsed) -> None:
+        self._auto.switch(parsed.words[0])
+
+    def _config(self, parsed: Parsed) -> None:
+        self._defaults.update(parsed.values)
+        for option in (*POOL, *SHOW):
+            if option.name in self._defaults:
+                _say(f"{option.flags[-1]} {self._defaults[option.name]}")
+        if not self._defaults:
+            _say("nothing is set: cells and ranks start with what --help says")
+
+
+def _say(text: str) -> None:
+    print(text)  # noqa: T201 - it was asked for

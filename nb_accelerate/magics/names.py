@@ -1,0 +1,91 @@
+"""Completion and inspection of what only the ranks have: rank 0 is asked, briefly, while it is idle."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+_PATIENCE = 0.2
+"""Seconds. A late answer is worse than none while somebody types."""
+
+
+class RankNames:
+    """Adds itself to a shell's completer and inspector; `register`, `unregister`."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._inspect: Callable[..., Any] | None = None
+        self._matcher: Any = None
+
+    def register(self) -> None:
+        """Answer from now on."""
+        completer = getattr(self._shell, "Completer", None)
+        if completer is not None:
+            self._matcher = _make_matcher(self._shell)
+            completer.custom_matchers.append(self._matcher)
+        self._inspect = self._shell.object_inspect_mime
+        self._shell.object_inspect_mime = self._inspect_here_or_there  # type: ignore[method-assign]
+
+    def unregister(self) -> None:
+        """Answer no more."""
+        if self._matcher is not None:
+            with contextlib.suppress(ValueError):
+                self._shell.Completer.custom_matchers.remove(self._matcher)
+        if self._inspect is not None:
+            del self._shell.object_inspect_mime  # the class' own shows again
+
+    def _inspect_here_or_there(self, oname: str, *arguments: Any, **options: Any) -> Any:
+        assert self._inspect is not None
+        try:
+            return self._inspect(oname, *arguments, **options)
+        except KeyError:
+            from nb_accelerate.worker.namespace import inspect
+
+            detail = options.get("detail_level", arguments[0] if arguments else 0)
+            bundle = _ask_rank_0(inspect, oname, detail)
+            if bundle is None:
+                raise
+            return bundle
+
+
+def _make_matcher(shell: InteractiveShell) -> Any:
+    from IPython.core.completer import SimpleCompletion, context_matcher
+
+    @context_matcher()  # type: ignore[untyped-decorator]
+    def distributed_matcher(context: Any) -> dict[str, Any]:
+        """Names of rank 0 in a cell for the ranks."""
+        from nb_accelerate.worker.namespace import complete
+
+        nothing: dict[str, Any] = {"completions": []}
+        text = context.full_text
+        if not text.startswith(("%%distributed", "%%rank")) or context.token.split(".")[0] in shell.user_ns:
+            return nothing
+        lines = text.split("\n")
+        cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
+        answer = _ask_rank_0(complete, text, cursor)
+        if answer is None:
+            return nothing
+        start, end, found = answer
+        # The part of the token before what is completed stays as it is.
+        before = context.token[: max(0, len(context.token) - (end - start))]
+        return {"completions": [SimpleCompletion(text=before + one, type="rank 0") for one in found]}
+
+    return distributed_matcher
+
+
+def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer, or None if there is none in time."""
+    import sys
+
+    pools = sys.modules.get("nb_accelerate.pool")
+    if pools is None or not pools.current().is_idle:
+        return None
+    try:
+        return pools.current().call(function, *arguments, ranks=(0,), timeout=_PATIENCE)[0]
+    except Exception:  # whatever it is, somebody is typing and wants no error
+        return None

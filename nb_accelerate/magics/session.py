@@ -1,0 +1,51 @@
+"""What the extension has changed in a kernel, and what it remembers between cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.env import Environment
+from nb_accelerate.magics.auto import AutoMode
+from nb_accelerate.magics.cells import Cells
+from nb_accelerate.magics.commands import Commands
+from nb_accelerate.magics.names import RankNames
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+class Session:
+    """One extension in one kernel. `register`, then `unregister`."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._defaults: dict[str, Any] = {}
+        self._auto = AutoMode(shell)
+        self._names = RankNames(shell)
+
+    def register(self) -> None:
+        """Add the magics; take the place of those that are there."""
+        cells = Cells(self._shell, self._auto, self._defaults)
+        commands = Commands(self._shell, self._auto, self._defaults)
+        manager = self._shell.magics_manager
+        manager.register_function(cells.distributed, magic_kind="cell", magic_name="distributed")
+        manager.register_function(cells.rank, magic_kind="cell", magic_name="rank")
+        manager.register_function(cells.local, magic_kind="cell", magic_name="local")
+        manager.register_function(commands.run, magic_kind="line", magic_name="distributed")
+        self._auto.register()
+        self._names.register()
+        if Environment().keep_warm:
+            from nb_accelerate.launch.servers import warm_server
+
+            warm_server()  # it imports PyTorch meanwhile; nobody waits for that here
+
+    def unregister(self) -> None:
+        """Take everything back, and end the ranks."""
+        self._auto.unregister()
+        self._names.unregister()
+        for kind, names in (("cell", ("distributed", "rank", "local")), ("line", ("distributed",))):
+            for name in names:
+                self._shell.magics_manager.magics[kind].pop(name, None)
+        from nb_accelerate import pool
+
+        pool.stop()

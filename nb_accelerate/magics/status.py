@@ -1,0 +1,33 @@
+"""The ranks as a table of text. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.pool.pool import RankInfo
+
+_HEAD = ("rank", "pid", "device", "memory", "state", "now")
+
+
+def status_table(ranks: Sequence[RankInfo], places: Mapping[int, str]) -> str:
+    """One row for each rank."""
+    rows = [_HEAD]
+    for one in ranks:
+        place = one.doing if one.state == "ended" else places.get(one.rank, "")
+        rows.append(
+            (
+                str(one.rank),
+                str(one.pid or ""),
+                one.device,
+                f"{one.memory / 2**20:.0f} MiB" if one.memory else "",
+                one.state,
+                "" if place == "idle" else place,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,338 @@
+"""The ranks of a pool, and the one thread that listens to them.
+
+::
+
+    channel  --> Ready, Display, answers --+
+    stdout, stderr --> the cell's output   |
+    stacks   --> where a rank is           +--> one selector, in one thread --> the turn that is on
+    status   --> a rank has ended          |
+    wake     --> what other threads ask ---+
+    deadlines -----------------------------+
+
+Everything below the public methods runs in that thread, so nothing here needs a lock but the queue of requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.pool.display_ids import DisplayIds
+from nb_accelerate.pool.hang import HangWatch
+from nb_accelerate.pool.member import Member
+from nb_accelerate.protocol.messages import Display, Parcel, Ready, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.pool.output import CellOutput
+    from nb_accelerate.pool.turn import Turn
+    from nb_accelerate.protocol.output import StreamName
+
+_CHUNK = 1 << 16
+_NEVER = float("inf")
+_FAR = 1e6
+
+
+class Crew:
+    """Ranks that were started, and the thread that owns them. `close` it.
+
+    Args:
+        on_loss: called, in the thread, when a rank has ended.
+
+    Attributes:
+        members: by rank.
+        ids: of displays.
+    """
+
+    def __init__(self, on_loss: Callable[[Member], None]) -> None:
+        self.members: dict[int, Member] = {}
+        self.ids = DisplayIds()
+        self.failure: BaseException | None = None
+        self._on_loss = on_loss
+        self._turn: Turn | None = None
+        self._hang: HangWatch | None = None
+        self._output: CellOutput | None = None
+        self._on_ends: list[Callable[[], None]] = []
+        self._requests: deque[Callable[[], None]] = deque()
+        self._ending = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, (self._on_wake, None))
+        self._thread = threading.Thread(target=self._run, name="nb_accelerate-pool", daemon=True)
+        self._thread.start()
+
+    # For other threads.
+
+    def add(self, handle: RankHandle) -> Member:
+        """Watch over a rank that was started; it takes the place of one that has ended."""
+        member = Member(handle, self._emit, self._on_display)
+        self._do(lambda: self._add(member))
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Forget a rank that has ended."""
+        self._do(lambda: self._remove(member))
+
+    def begin(self, turn: Turn, output: CellOutput | None = None, *, watch_for_hangs: bool = False) -> None:
+        """Ask ranks to do something. One turn at a time: the one before is done.
+
+        Args:
+            turn: what to ask.
+            output: where their output goes from now on, also after the turn.
+            watch_for_hangs: say who waits for whom when nothing moves.
+        """
+        self._post(lambda: self._begin(turn, output, watch_for_hangs=watch_for_hangs))
+
+    def interrupt(self, turn: Turn) -> None:
+        """End a turn early. Any thread, also a signal handler."""
+        self._post(lambda: turn.interrupt() if turn is self._turn else None)
+
+    def say(self, line: str) -> None:
+        """Tell the user something, where the last output went. In the thread itself too."""
+        self._post(lambda: self._output.say(line) if self._output else None)
+
+    def wait_for_end(self, members: list[Member], seconds: float) -> bool:
+        """Wait until these ranks have ended, at most so long."""
+        ended = threading.Event()
+
+        def look() -> None:
+            if all(member.handle.ended for member in members):
+                ended.set()
+
+        self._post(lambda: self._on_ends.append(look))
+        self._post(look)
+        try:
+            return ended.wait(seconds)
+        finally:
+            self._post(lambda: self._on_ends.remove(look))
+
+    def close(self) -> None:
+        """End the thread and let go of every rank; those that live see the end of their channels."""
+        self._ending = True
+        self._post(lambda: None)
+        self._thread.join()
+        if self._output is not None:
+            self._output.close()
+        for member in self.members.values():
+            member.close()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._requests.append(action)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"!")
+
+    def _do(self, action: Callable[[], object]) -> None:
+        """Run something in the thread, and wait until it is done."""
+        done = threading.Event()
+
+        def run() -> None:
+            action()
+            done.set()
+
+        self._post(run)
+        while not done.wait(1.0):
+            if not self._thread.is_alive():
+                raise self.failure or RuntimeError("the thread of the pool has ended")
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self._act_on_deadlines()
+                wait = max(0.0, self._next_deadline() - time.monotonic())
+                for key, _ in self._selector.select(wait if wait < _FAR else None):
+                    action, member = key.data
+                    action(member)
+                self._see_whether_turn_is_done()
+        except BaseException as error:
+            # A mistake of ours. Whoever waits must not wait for ever.
+            self.failure = error
+            if self._turn is not None:
+                self._turn.done.set()
+            raise
+
+    def _on_wake(self, _: None) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        while self._requests:
+            self._requests.popleft()()
+
+    def _add(self, member: Member) -> None:
+        self.members[member.rank] = member
+        for source, action in (
+            (member.handle.channel, self._on_channel),
+            (member.handle.stdout, self._on_stdout),
+            (member.handle.stderr, self._on_stderr),
+            (member.handle.stacks, self._on_stacks),
+            (member.handle.status, self._on_status),
+        ):
+            self._selector.register(source, selectors.EVENT_READ, (action, member))
+
+    def _remove(self, member: Member) -> None:
+        handle = member.handle
+        for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
+            self._unwatch(source)
+        if self.members.get(member.rank) is member:
+            del self.members[member.rank]
+        member.close()
+
+    def _begin(self, turn: Turn, output: CellOutput | None, *, watch_for_hangs: bool) -> None:
+        assert self._turn is None
+        if output is not None and output is not self._output:
+            if self._output is not None:
+                self._output.close()
+            self._output = output
+        self._turn = turn
+        if watch_for_hangs:
+            self._hang = HangWatch(turn)
+        for member in turn.members:
+            member.output.alone = self._output is not None and self._output.alone
+        turn.begin()
+
+    def _see_whether_turn_is_done(self) -> None:
+        turn = self._turn
+        if turn is None or turn.waiting:
+            return
+        for member in turn.members:
+            member.output.finish()
+        for callback in turn.callbacks:
+            callback()
+        if self._output is not None:
+            self._output.finish()
+        self._turn = self._hang = None
+        turn.done.set()
+
+    def _next_deadline(self) -> float:
+        return min(
+            self._turn.due if self._turn else _NEVER,
+            self._hang.due if self._hang else _NEVER,
+            self._output.due if self._output else _NEVER,
+        )
+
+    def _act_on_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._turn is not None and self._turn.due <= now:
+            self._turn.act()
+        if self._hang is not None and self._hang.due <= now:
+            self._hang.act()
+        if self._output is not None and self._output.due <= now:
+            self._output.flush()
+
+    # What ranks do.
+
+    def _on_channel(self, member: Member) -> None:
+        self._receive(member)
+        self._handle_answers(member)
+
+    def _receive(self, member: Member) -> None:
+        """Take what has come. Displays wait for their place in the output, the rest for the end of it."""
+        if member.handle.channel not in self._selector.get_map():
+            return
+        messages, is_open = member.handle.channel.drain()
+        if not is_open:
+            self._unwatch(member.handle.channel)
+        for message, fds in messages:
+            if isinstance(message, Display):
+                member.displays.append(message)
+            else:
+                member.inbox.append((message, fds))
+
+    def _handle_answers(self, member: Member) -> None:
+        while member.inbox:
+            message, fds = member.inbox.popleft()
+            if isinstance(message, Ready):
+                member.is_ready = True
+                member.handle.pid = message.pid
+                message = Result(parcel=Parcel())
+            self._read_rest(member)
+            if self._turn is not None:
+                self._turn.answered(member, message, fds)
+
+    def _on_stdout(self, member: Member) -> None:
+        member.output.feed(self._read(member.handle.stdout))
+        self._moved(member)
+        self._handle_answers(member)
+
+    def _on_stderr(self, member: Member) -> None:
+        data = self._read(member.handle.stderr)
+        # Once connections were broken, C++ code complains about that at length.
+        if self._turn is None or not self._turn.was_cut:
+            member.output.feed_stderr(data)
+        self._moved(member)
+
+    def _moved(self, member: Member) -> None:
+        if self._hang is not None:
+            self._hang.moved()
+        if self._output is not None:
+            self._output.redrawing(member.rank, member.output.unfinished("stderr"))
+            self._output.redrawing(member.rank, member.output.unfinished("stdout"))
+
+    def _on_stacks(self, member: Member) -> None:
+        member.stacks += self._read(member.handle.stacks)
+
+    def _on_status(self, member: Member) -> None:
+        self._on_channel(member)
+        self._read_rest(member)
+        self._unwatch(member.handle.status)
+        member.handle.read_status()
+        member.output.finish()
+        self._on_loss(member)
+        for look in list(self._on_ends):
+            look()
+        if self._turn is not None and member in self._turn.members:
+            self._turn.ended(member)
+
+    def _emit(self, rank: int, stream: StreamName, text: str) -> None:
+        if self._output is not None:
+            self._output.text(rank, stream, text)
+
+    def _on_display(self, member: Member) -> None:
+        if not member.displays:
+            self._receive(member)  # it was sent before its place was marked, so it is there
+        if member.displays:
+            display = member.displays.popleft()
+            if self._output is not None:
+                self._output.display(member.rank, display)
+
+    def _read(self, fd: int) -> bytes:
+        """What is there; at the end of the stream, stop watching it."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return b""
+        if not data:
+            self._unwatch(fd)
+        return data
+
+    def _read_rest(self, member: Member) -> None:
+        """Everything a rank wrote before it answered, or ended."""
+        handle = member.handle
+        for fd, take in (
+            (handle.stdout, member.output.feed),
+            (handle.stderr, member.output.feed_stderr),
+            (handle.stacks, member.stacks.extend),
+        ):
+            while fd in self._selector.get_map():
+                data = self._read(fd)
+                if not data:
+                    break
+                if fd != handle.stderr or self._turn is None or not self._turn.was_cut:
+                    take(data)
+
+    def _unwatch(self, source: Any) -> None:
+        """Stop waiting for it. An event of the same round may still be on its way, and ask for this again."""
+        if source in self._selector.get_map():
+            self._selector.unregister(source)

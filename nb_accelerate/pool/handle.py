@@ -1,0 +1,61 @@
+"""A cell that runs in the background, as the notebook holds it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.launch.incidents import summary
+from nb_accelerate.pool.merge import label
+
+if TYPE_CHECKING:
+    from nb_accelerate.pool.pool import Pool
+    from nb_accelerate.pool.turn import Turn
+
+
+class CellHandle:
+    """Runs on the ranks while the notebook goes on. The next cell for the ranks waits for its end."""
+
+    def __init__(self, pool: Pool, turn: Turn) -> None:
+        self._pool = pool
+        self._turn = turn
+        self._began = time.monotonic()
+        self._outcome: list[Any] | BaseException | None = None
+
+    def done(self) -> bool:
+        """Has it ended?"""
+        return self._turn.done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for its end, at most `timeout` seconds. True if it has ended."""
+        return self._turn.done.wait(timeout)
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt on the ranks."""
+        if not self.done():
+            self._pool.interrupt()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for its end and give the values of the last expression, by rank; or raise what it raised.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout` seconds. It goes on.
+        """
+        if not self._turn.done.wait(timeout):
+            raise TimeoutError(f"the cell has not ended within {timeout} s; it goes on")
+        if self._outcome is None:
+            try:
+                self._outcome = self._pool.finish(self._turn)
+            except BaseException as error:  # kept: asked again, it is raised again
+                self._outcome = error
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def __repr__(self) -> str:
+        ranks = label([member.rank for member in self._turn.members])
+        if not self.done():
+            return f"<Cell on {ranks}: running for {time.monotonic() - self._began:.1f} s>"
+        if isinstance(self._outcome, BaseException):
+            return f"<Cell on {ranks}: {summary(self._outcome)}>"
+        return f"<Cell on {ranks}: {'failed; .result() raises why' if self._turn.troubles else 'done'}>"

@@ -1,0 +1,92 @@
+"""What a pool, and a cell on it, are asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from nb_accelerate.config.checks import check_choice
+from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+START_METHODS = ("auto", "forkserver", "spawn")
+STYLES = ("fold", "group", "raw")
+
+
+def _nothing() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """How to start ranks.
+
+    Attributes:
+        num_processes: number of ranks; None is one for each GPU, or two on a machine without.
+        mixed_precision: `Accelerator()`'s default on the ranks.
+        devices: ``"cpu"`` or numbers of GPUs; None is all that are visible.
+        start_method: ``auto``, ``forkserver`` or ``spawn``.
+        env: environment variables of the ranks, on top of the notebook's.
+    """
+
+    num_processes: int | None = None
+    mixed_precision: str = "no"
+    devices: str | Sequence[int] | None = None
+    start_method: str = "auto"
+    env: Mapping[str, str] = field(default_factory=_nothing)
+
+    def __post_init__(self) -> None:
+        if self.start_method in ("fork", "inline"):
+            raise ConfigError(
+                f"start_method={self.start_method!r} is for notebook_launcher. Ranks that stay get what they need from "
+                f"the notebook cell by cell: write start_method='auto', 'forkserver' or 'spawn'"
+            )
+        check_choice("start_method", self.start_method, START_METHODS)
+        self.as_launch(self.num_processes)  # checks the rest
+
+    def as_launch(self, num_processes: int | None) -> LaunchOptions:
+        """The same, as options of a launch."""
+        return LaunchOptions(
+            function=_no_function,
+            num_processes=num_processes,
+            mixed_precision=self.mixed_precision,
+            devices=self.devices,
+            start_method=self.start_method,
+            env=self.env,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOptions:
+    """How to run a cell.
+
+    Attributes:
+        ranks: on which ranks; None is all.
+        send: names to send from the notebook before, also if the ranks have their own.
+        timeout: seconds, or None.
+        style: how output of several ranks is shown, see `nb_accelerate.pool.output.CellOutput`.
+        quiet: show no output.
+        wants_values: bring back the value of the last expression.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    send: tuple[str, ...] = ()
+    timeout: float | None = None
+    style: str = "fold"
+    quiet: bool = False
+    wants_values: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("style", self.style, STYLES)
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout!r} is not a number of seconds above 0. Leave it out for no limit")
+        if self.ranks is not None and not self.ranks:
+            raise ConfigError("ranks=() is nobody. Leave it out for all ranks")
+
+
+def _no_function() -> None:
+    """Ranks that stay are given no function."""

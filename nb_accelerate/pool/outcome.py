@@ -1,0 +1,75 @@
+"""What came of a turn: values, or the exception to raise in the notebook."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
+from nb_accelerate.launch.incidents import Incident, failed, first_cause, signal_name
+from nb_accelerate.pool.merge import label
+from nb_accelerate.protocol.messages import Result
+from nb_accelerate.protocol.shipping import unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.pool.member import Member
+    from nb_accelerate.pool.turn import Trouble, Turn
+
+
+def values_of(turn: Turn) -> list[Any]:
+    """What the ranks answered, in their order.
+
+    Raises whatever unpickling one of them raises.
+    """
+    return [
+        unpack(answer.parcel, fds)
+        for _, (answer, fds) in sorted(turn.answers.items())
+        if isinstance(answer, Result) and (answer.parcel.pickled or answer.parcel.sizes)
+    ]
+
+
+def error_of(turn: Turn, world_size: int) -> BaseException | None:
+    """The first cause, or None if all went well."""
+    if not turn.troubles:
+        return None
+    if any(trouble.kind == "interrupted" for trouble in turn.troubles):
+        return KeyboardInterrupt("the cell was interrupted")
+    stacks = dict(turn.stacks)
+    return first_cause([_incident(trouble, turn) for trouble in turn.troubles], world_size, stacks)
+
+
+def _incident(trouble: Trouble, turn: Turn) -> Incident:
+    if trouble.failure is not None and trouble.member is not None:
+        failure, fds = trouble.failure
+        return failed(trouble.member.handle, failure, fds, trouble.tail)
+    if trouble.member is not None:
+        error: BaseException = death(trouble.member, trouble.tail)
+        return Incident(error=error, when=trouble.when, rank=trouble.member.rank)
+    late = [member.rank for member in turn.members if member.rank not in turn.ends]
+    text = f"the cell took longer than timeout={turn.timeout:g} s"
+    text += f"; {label(late)} had not come to its end" if late else ""
+    return Incident(error=DeadlineError(text), when=trouble.when)
+
+
+def death(member: Member, tail: str) -> PoolError | RankDiedError:
+    """A rank's process has ended."""
+    exitcode = member.handle.exitcode
+    said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
+    advice = (
+        f"Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {member.rank}"
+    )
+    if exitcode is None:
+        return PoolError(f"rank {member.rank} is lost: the process it was forked from has ended. {advice}.{said}")
+    how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
+    return RankDiedError(f"rank {member.rank} {how}. {advice}.{said}", rank=member.rank, exitcode=exitcode, output=tail)
+
+
+def out_of_step(members: Mapping[int, Member]) -> bool:
+    """Has a rank been in more collectives of a process group than another?"""
+    seen: dict[str, int] = {}
+    for member in members.values():
+        for group, steps in member.steps.items():
+            if seen.setdefault(group, steps) != steps:
+                return True
+    return False

@@ -1,0 +1,226 @@
+"""What the ranks say in one cell, on its way into that cell.
+
+::
+
+    rank 0 --lines, displays--+
+    rank 1 --lines, displays--+--> Merge --> equal once, different by rank --> sink
+                              |
+                              +--> lines that redraw themselves (tqdm) --> one display, a row for each rank
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.pool.merge import HOLD, Merge, label
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.pool.display_ids import DisplayIds
+    from nb_accelerate.protocol.messages import Display
+    from nb_accelerate.protocol.output import StreamName
+
+_REDRAW_AFTER = 0.2
+"""Seconds between two drawings of progress bars."""
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class _Line:
+    stream: StreamName
+    text: str
+
+
+@dataclass(frozen=True)
+class _Shown:
+    kind: str
+    content: dict[str, Any]
+
+
+_Item = _Line | _Shown
+
+
+class CellOutput:
+    """The output of one cell.
+
+    Args:
+        ranks: who runs it.
+        sink: the cell.
+        ids: of displays, for as long as the ranks live.
+        style: ``fold`` shows equal output once, as it comes; ``group`` waits for the end, so that what a rank says
+            is in one place; ``raw`` passes every line on as it comes, with its rank.
+        quiet: show nothing.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], sink: Sink, ids: DisplayIds, *, style: str = "fold", quiet: bool = False
+    ) -> None:
+        self._ranks = tuple(sorted(ranks))
+        self._sink = sink
+        self._ids = ids
+        self._raw = style == "raw"
+        self._quiet = quiet
+        self.alone = len(self._ranks) == 1
+        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=_NEVER if style == "group" else HOLD)
+        self._bars: _Bars | None = None
+
+    @property
+    def due(self) -> float:
+        """When `flush` has something to do, as `time.monotonic`."""
+        return min(self._sink.due, self._merge.due, self._bars.due if self._bars else _NEVER)
+
+    def text(self, rank: int, stream: StreamName, text: str) -> None:
+        """Whole lines, or anything at all if the rank is alone."""
+        if self._quiet:
+            return
+        if self.alone:
+            self._sink.write(stream, text)
+            return
+        for line in _lines(text):
+            if "\r" in line.rstrip("\r\n"):
+                self._bar(rank).finish(rank, _last_drawing(line))
+            else:
+                self._add(rank, (stream, line), _Line(stream, line))
+
+    def redrawing(self, rank: int, line: str) -> None:
+        """A line that is not finished."""
+        if not self._quiet and "\r" in line:
+            self._bar(rank).draw(rank, _last_drawing(line))
+
+    def display(self, rank: int, display: Display) -> None:
+        """Something rich."""
+        if self._quiet:
+            return
+        content = json.loads(display.content)
+        if self.alone:
+            self._publish((rank,), [_Shown(display.kind, content)])
+            return
+        own = content.get("transient", {}).get("display_id")
+        place = "" if own is None else self._ids.order(rank, own)
+        body = json.dumps([content.get("data"), content.get("metadata")], sort_keys=True)
+        self._add(rank, (display.kind, place, body), _Shown(display.kind, content))
+
+    def say(self, line: str) -> None:
+        """A line of our own."""
+        self._merge.flush(time.monotonic())
+        self._sink.write("stderr", line + "\n")
+
+    def flush(self) -> None:
+        """Pass on what has waited long enough."""
+        now = time.monotonic()
+        self._merge.flush(now)
+        if self._bars is not None and self._bars.due <= now:
+            self._bars.redraw()
+        if self._sink.due <= now:
+            self._sink.flush()
+
+    def finish(self) -> None:
+        """The cell has ended. Something may still follow: threads go on."""
+        self._merge.finish()
+        if self._bars is not None:
+            self._bars.redraw()
+            self._bars = None
+        self._sink.flush()
+
+    def close(self) -> None:
+        """Nothing follows."""
+        self.finish()
+        self._sink.close()
+
+    def _add(self, rank: int, key: tuple[object, ...], item: _Item) -> None:
+        if self._raw:
+            self._show((rank,), [[item]])
+        else:
+            self._merge.add(rank, key, item, time.monotonic())
+
+    def _bar(self, rank: int) -> _Bars:
+        assert rank in self._ranks
+        if self._bars is None:
+            self._bars = _Bars(self._sink)
+        return self._bars
+
+    def _show(self, ranks: tuple[int, ...], said: list[list[_Item]]) -> None:
+        whose = "" if ranks == self._ranks else f"[{label(ranks)}] "
+        for same in zip(*said, strict=True):
+            first = same[0]
+            if isinstance(first, _Line):
+                self._sink.write(first.stream, whose + first.text)
+            else:
+                self._publish(ranks, [one for one in same if isinstance(one, _Shown)], whose)
+
+    def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
+        """Show once what several ranks show."""
+        kind, content = shown[0].kind, dict(shown[0].content)
+        if kind == "clear_output":
+            if self._ranks[0] in ranks:
+                self._sink.display(kind, content)
+            return
+        text = content["data"].get("text/plain")
+        if whose and kind == "result" and list(content["data"]) == ["text/plain"]:
+            self._sink.write("stdout", "".join(f"{whose}{line}\n" for line in str(text).split("\n")))
+            return
+        own = {rank: one.content["transient"].get("display_id") for rank, one in zip(ranks, shown, strict=True)}
+        kind = "display_data" if kind == "result" else kind
+        if None not in own.values():
+            if kind == "display_data":
+                content["transient"] = {"display_id": self._ids.shown(own)}
+            else:
+                place = self._ids.update(own)
+                content["transient"] = {"display_id": place.id}
+                kind = "display_data" if place.is_new else kind
+        if whose and kind == "display_data":
+            self._sink.write("stdout", whose + "\n")
+        self._sink.display(kind, content)
+
+
+class _Bars:
+    """Progress bars of several ranks, each in its own row of one display."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._id = uuid.uuid4().hex
+        self._finished: list[str] = []
+        self._current: dict[int, str] = {}
+        self._is_drawn = False
+        self.due = time.monotonic()
+
+    def draw(self, rank: int, line: str) -> None:
+        if self._current.get(rank) != line:
+            self._current[rank] = line
+            self.due = min(self.due, time.monotonic() + _REDRAW_AFTER)
+
+    def finish(self, rank: int, line: str) -> None:
+        self._current.pop(rank, None)
+        self._finished.append(f"[rank {rank}] {line}")
+        self.due = min(self.due, time.monotonic() + _REDRAW_AFTER)
+
+    def redraw(self) -> None:
+        rows = [*self._finished, *(f"[rank {rank}] {line}" for rank, line in sorted(self._current.items()))]
+        kind = "update_display_data" if self._is_drawn else "display_data"
+        content = {
+            "data": {"text/plain": "\n".join(rows)},
+            "metadata": {},
+            "transient": {"display_id": self._id},
+        }
+        self._sink.display(kind, content)
+        self._is_drawn = True
+        self.due = _NEVER
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with their newlines. Not `str.splitlines`, which also ends a line at a carriage return."""
+    *whole, rest = text.split("\n")
+    return [line + "\n" for line in whole] + ([rest] if rest else [])
+
+
+def _last_drawing(line: str) -> str:
+    """What is left to see of a line that redraws itself."""
+    drawings = [part for part in line.rstrip("\n").split("\r") if part.strip()]
+    return drawings[-1] if drawings else ""

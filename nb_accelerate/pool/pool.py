@@ -1,0 +1,582 @@
+"""A pool: ranks that stay, and run one cell after the other."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.errors import ConfigError, PoolError, TooLargeError
+from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.launch.sinks import sink_here
+from nb_accelerate.launch.starters import STARTERS
+from nb_accelerate.pool.crew import Crew
+from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
+from nb_accelerate.pool.lifecycle import State, move
+from nb_accelerate.pool.options import CellOptions, PoolOptions
+from nb_accelerate.pool.outcome import death, error_of, out_of_step, values_of
+from nb_accelerate.pool.output import CellOutput
+from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
+from nb_accelerate.pool.starting import plan_pool, send_join, send_setup, start_rank
+from nb_accelerate.pool.turn import Turn
+from nb_accelerate.protocol.messages import Call, Quit, RunCell
+from nb_accelerate.protocol.shipping import pack
+from nb_accelerate.worker import namespace as remote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.servers import RankServer
+    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.pool.member import Member
+    from nb_accelerate.pool.source import CellSource
+
+_START = 120.0
+"""Seconds until every rank is there; importing torch from a slow disk is the longest part of it."""
+
+_QUIT = 5.0
+"""Seconds for exit handlers of users and libraries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """A rank, as it is now.
+
+    Attributes:
+        rank: its number.
+        pid: its process.
+        device: what it computes on.
+        memory: bytes of main memory it holds.
+        state: ``idle``, ``running``, ``stopped`` (SIGSTOP) or ``ended``.
+        doing: where it is, if it runs a cell.
+    """
+
+    rank: int
+    pid: int | None
+    device: str
+    memory: int
+    state: str
+    doing: str = ""
+
+
+class Pool:
+    """Ranks that stay. `start` it; `stop` it.
+
+    One cell runs at a time. Methods are for the notebook's thread; `interrupt` is for any.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._state = State.STOPPED
+        self._options = PoolOptions()
+        self._launch: LaunchOptions | None = None
+        self._plan: LaunchPlan | None = None
+        self._crew: Crew | None = None
+        self._resources = contextlib.ExitStack()
+        self._server: RankServer | None = None
+        self._ledgers: dict[int, Ledger] = {}
+        self._running: Turn | None = None
+        self._lost: dict[int, str] = {}
+
+    # What it is.
+
+    @property
+    def state(self) -> State:
+        """What it is doing."""
+        return self._state
+
+    @property
+    def is_running(self) -> bool:
+        """Are there ranks?"""
+        return self._state is not State.STOPPED
+
+    @property
+    def is_idle(self) -> bool:
+        """Would ranks answer at once?"""
+        busy = self._running is not None and not self._running.done.is_set()
+        return self._state is not State.STOPPED and self._state is not State.STARTING and not busy
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, also of those that have ended."""
+        return self._plan.num_processes if self._plan else 0
+
+    @property
+    def options(self) -> PoolOptions:
+        """How it was started."""
+        return self._options
+
+    def describe(self) -> str:
+        """One line about the ranks."""
+        return self._plan.describe() if self._plan else "no ranks"
+
+    # Start and end.
+
+    def start(self, options: PoolOptions | None = None) -> None:
+        """Start the ranks, and wait until they have met.
+
+        Raises:
+            PoolError: they run already.
+            ConfigError: an option cannot be on this machine.
+            StartError: a rank could not be started.
+        """
+        options = options or PoolOptions()
+        launch, plan = plan_pool(options)
+        self._move("start")
+        try:
+            self._options, self._launch, self._plan = options, launch, plan
+            self._resources = contextlib.ExitStack()
+            self._server = self._resources.enter_context(STARTERS[plan.start_method](launch))
+            self._crew = Crew(self._on_loss)
+            self._bring_up(range(plan.num_processes))
+        except BaseException:
+            self.stop()
+            raise
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End every rank; nothing is left. Does nothing where nothing runs."""
+        if os.getpid() != self._pid:  # a process forked from the notebook's: the ranks are not its own
+            return
+        self._state = move(self._state, "stop")
+        atexit.unregister(self.stop)
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            self._end([*crew.members.values()], crew)
+            crew.close()
+        self._resources.close()
+        self._ledgers.clear()
+        self._lost.clear()
+        self._running = None
+
+    def restart(self, rank: int | None = None) -> None:
+        """Start all ranks anew, or put a new rank in the place of one; the others keep their variables.
+
+        Raises:
+            PoolError: there are no ranks.
+            ConfigError: there is no such rank.
+        """
+        if not self.is_running:
+            self._move("repair")
+        if rank is None:
+            options = self._options
+            self.stop()
+            self.start(options)
+            return
+        self._check_ranks((rank,))
+        crew = self._the_crew()
+        member = crew.members.get(rank)
+        if member is not None:
+            if self._running is not None and not self._running.done.is_set():
+                self._move("repair")
+            self._end([member], crew, now=True)
+            crew.remove(member)
+        self._move("repair")
+        self._lost.pop(rank, None)
+        missing = [one for one in range(self.world_size) if one not in crew.members]
+        self._bring_up(missing)
+
+    # Work.
+
+    def run(
+        self,
+        source: CellSource,
+        options: CellOptions | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        sink: Sink | None = None,
+    ) -> list[Any]:
+        """Run a cell, and wait for its end.
+
+        Args:
+            source: the cell.
+            options: how.
+            variables: where names that the ranks lack are looked up; ``__main__`` by default.
+            sink: where output goes; by default to where the calling code prints.
+
+        Returns:
+            With ``wants_values`` the values of the last expression, by rank.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
+            RankDiedError: a rank has ended.
+            DeadlineError: it took too long.
+            BaseException: what the cell raised on a rank.
+        """
+        turn = self.begin(source, options, variables=variables, sink=sink)
+        return self.finish(turn)
+
+    def begin(
+        self,
+        source: CellSource,
+        options: CellOptions | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        sink: Sink | None = None,
+        tell: bool = False,
+    ) -> Turn:
+        """Start a cell, and do not wait: see `run`. `finish` it, at some time.
+
+        With `tell` its failure is said in the cell, since nobody may ask for the result.
+        """
+        options = options or CellOptions()
+        variables = sys.modules["__main__"].__dict__ if variables is None else variables
+        self.wait()
+        members = self._chosen(options.ranks)
+        sink = sink or sink_here()
+        output = CellOutput(
+            [member.rank for member in members],
+            sink,
+            self._the_crew().ids,
+            style=options.style,
+            quiet=options.quiet,
+        )
+        if self._state is State.APART:
+            self._meet_again(output)
+        self._check_names(options.send, variables)
+        ledgers = {member.rank: self._ledgers[member.rank] for member in members}
+        manifest = make_manifest(source.free, variables, ledgers, forced=options.send)
+        try:
+            self._say_what_is_own(manifest.own, ledgers, output)
+
+            def send(member: Member) -> None:
+                packed = manifest.packed_for(member.rank)
+                message = RunCell(
+                    code=source.code,
+                    filename=source.filename,
+                    source=source.text,
+                    above=source.above,
+                    names=packed.parcel if packed else None,
+                    wants_value=options.wants_values,
+                    wants_accelerator=source.wants_accelerator,
+                )
+                with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
+                    member.handle.channel.send(message, packed.fds if packed else ())
+
+            turn = self._turn(members, send, timeout=options.timeout, say=output.say)
+            self._move("run")
+            self._running = turn
+            for shipment in manifest.shipments:
+                for rank in shipment.ranks:
+                    self._ledgers[rank].sent(shipment.values, shipment.uses)
+            turn.callbacks.append(manifest.close)
+            if tell:
+                turn.callbacks.append(lambda: _tell_failure(turn, output))
+            self._the_crew().begin(turn, output, watch_for_hangs=True)
+        except BaseException:
+            manifest.close()
+            raise
+        return turn
+
+    def finish(self, turn: Turn) -> list[Any]:
+        """Wait for the end of a cell; see `run`."""
+        with self._interrupts_go_to(turn):
+            turn.done.wait()
+        self._settle(turn)
+        error = error_of(turn, self.world_size)
+        if error is not None:
+            raise error
+        return values_of(turn)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no cell runs, one in the background say. True if none does."""
+        turn = self._running
+        if turn is None:
+            return True
+        if not turn.done.wait(timeout):
+            return False
+        self._settle(turn)
+        return True
+
+    def interrupt(self) -> None:
+        """Interrupt the cell that runs; a second time, kill ranks that cannot be interrupted. Any thread."""
+        turn, crew = self._running, self._crew
+        if turn is not None and crew is not None:
+            crew.interrupt(turn)
+
+    def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
+        """Define names on the ranks, also if they have their own of that name.
+
+        Raises:
+            ShippingError: a value cannot be pickled; says which part.
+            TooLargeError: it is more than a gigabyte, and not said to be `large`.
+        """
+        members = self._ready(ranks)
+        limit = None if large else SIZE_LIMIT
+        try:
+            self.call(remote.push, dict(values), ranks=[member.rank for member in members], limit=limit)
+        except TooLargeError as error:
+            raise TooLargeError(
+                f"{', '.join(values)}: {error.size / 2**30:.1f} GiB would be copied to the ranks. To copy them: "
+                f"%distributed push {' '.join(values)} --large",
+                size=error.size,
+            ) from None
+        for member in members:
+            self._ledgers[member.rank].sent(values, frozenset())
+
+    def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
+        """Values of names: for each rank a list, in the order of `names`.
+
+        Raises:
+            NameError: a rank has no such name.
+            ShippingError: a value cannot be pickled.
+        """
+        values: list[list[Any]] = self.call(remote.pull, tuple(names), ranks=ranks)
+        return values
+
+    def reset(self) -> None:
+        """Delete all variables of the ranks."""
+        self.call(remote.reset, (*GIVEN, *SHELLS))
+        for rank in self._ledgers:
+            self._ledgers[rank] = Ledger()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        timeout: float | None = None,
+        limit: int | None = None,
+    ) -> list[Any]:
+        """Call a function on ranks; gives what each returned.
+
+        Raises:
+            PoolError: there are no ranks.
+            BaseException: what the function raised on a rank.
+        """
+        members = self._ready(ranks)
+        name = getattr(function, "__name__", "function")
+        with pack((function, args, {}), name=name, into_main=True, limit=limit) as packed:
+
+            def send(member: Member) -> None:
+                with contextlib.suppress(OSError):  # as above
+                    member.handle.channel.send(Call(parcel=packed.parcel), packed.fds)
+
+            turn = self._turn(members, send, timeout=timeout)
+            self._the_crew().begin(turn)
+            with self._interrupts_go_to(turn):
+                turn.done.wait()
+        error = error_of(turn, self.world_size)
+        if error is not None:
+            raise error
+        return values_of(turn)
+
+    # Looking.
+
+    def status(self) -> list[RankInfo]:
+        """What every rank is and does. Asks nothing of ranks that run a cell but where they are."""
+        return [self._info(rank) for rank in range(self.world_size)]
+
+    def where(self) -> dict[int, str]:
+        """Where every rank is, also while it runs a cell: in a few words, by rank."""
+        crew = self._the_crew()
+        busy = self._running if self._running is not None and not self._running.done.is_set() else None
+        found = {}
+        for rank, member in sorted(crew.members.items()):
+            if member.handle.ended:
+                found[rank] = "ended"
+            elif busy is None or member not in busy.waiting:
+                found[rank] = "idle"
+            else:
+                found[rank] = ""
+        asked = [crew.members[rank] for rank, text in found.items() if not text]
+        if asked:
+            for member in asked:
+                member.stacks.clear()
+                member.handle.signal(DUMP_SIGNAL)
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline and not all(b"\n" in member.stacks[-1:] for member in asked):
+                time.sleep(0.01)  # the answer has no end that could be waited for
+            for member in asked:
+                found[member.rank] = where(bytes(member.stacks).decode(errors="replace"))
+        return found
+
+    def _info(self, rank: int) -> RankInfo:
+        crew = self._the_crew()
+        member = crew.members.get(rank)
+        if member is None or member.handle.ended:
+            return RankInfo(rank=rank, pid=None, device="", memory=0, state="ended", doing=self._lost.get(rank, ""))
+        running = self._running is not None and not self._running.done.is_set() and member in self._running.waiting
+        state, memory = "running" if running else "idle", 0
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(member.handle.pid)
+            memory = process.memory_info().rss
+            if process.status() == psutil.STATUS_STOPPED:
+                state = "stopped"
+        return RankInfo(rank=rank, pid=member.handle.pid, device=member.device, memory=memory, state=state)
+
+    # Inside.
+
+    def _move(self, event: str) -> None:
+        self._state = move(self._state, event)
+
+    def _the_crew(self) -> Crew:
+        if self._crew is None:
+            self._move("run")  # says what to do
+            raise AssertionError
+        return self._crew
+
+    def _ready(self, ranks: Sequence[int] | None) -> list[Member]:
+        self._the_crew()
+        self.wait()
+        return self._chosen(None if ranks is None else tuple(ranks))
+
+    def _check_ranks(self, ranks: Sequence[int]) -> None:
+        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        if wrong:
+            raise ConfigError(
+                f"there is no rank {wrong[0]}: the ranks that run are {', '.join(map(str, range(self.world_size)))}"
+            )
+
+    def _chosen(self, ranks: tuple[int, ...] | None) -> list[Member]:
+        crew = self._the_crew()
+        self._check_ranks(ranks or ())
+        chosen = sorted(set(ranks)) if ranks is not None else list(range(self.world_size))
+        gone = [rank for rank in chosen if rank not in crew.members or crew.members[rank].handle.ended]
+        if gone:
+            why = "; ".join(self._lost.get(rank, f"rank {rank} has ended") for rank in gone)
+            raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
+        return [crew.members[rank] for rank in chosen]
+
+    def _check_names(self, names: Sequence[str], variables: Mapping[str, Any]) -> None:
+        for name in names:
+            if name not in variables:
+                raise NameError(f"name {name!r} is not defined in the notebook, so it cannot be sent to the ranks")
+
+    def _turn(
+        self,
+        members: Sequence[Member],
+        send: Callable[[Member], None],
+        *,
+        timeout: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Turn:
+        pids = [one.handle.pid for one in self._the_crew().members.values() if one.handle.pid and not one.handle.ended]
+        return Turn(members=members, send=send, fellows=pids, timeout=timeout, say=say)
+
+    def _bring_up(self, ranks: Sequence[int]) -> None:
+        """Start these ranks, and have all of them meet."""
+        assert self._launch is not None
+        assert self._plan is not None
+        assert self._server is not None
+        launch, plan = self._launch, self._plan
+        crew = self._the_crew()
+        for rank in ranks:
+            self._ledgers[rank] = Ledger()
+        with meet(launch, plan) as meeting:
+            new = [crew.add(start_rank(self._server, rank)) for rank in ranks]
+            self._ask(new, lambda member: send_setup([member], launch, plan, meeting))
+            everybody = list(crew.members.values())
+            devices = self._ask(everybody, lambda member: send_join(member, meeting, plan.num_processes))
+        for member, device in zip(sorted(everybody, key=lambda one: one.rank), devices, strict=True):
+            member.device = device
+            member.steps = {}
+        self._move("joined")
+
+    def _ask(self, members: Sequence[Member], send: Callable[[Member], None]) -> list[Any]:
+        turn = self._turn(members, send, timeout=_START)
+        self._the_crew().begin(turn)
+        with self._interrupts_go_to(turn):
+            turn.done.wait()
+        error = error_of(turn, self.world_size)
+        if error is not None:
+            if self._state is State.STARTING:
+                self._move("lost" if any(one.handle.ended for one in members) else "broke off")
+            raise error
+        return values_of(turn)
+
+    def _meet_again(self, output: CellOutput) -> None:
+        self._move("repair")
+        began = time.monotonic()
+        self._bring_up(())
+        output.say(
+            f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept. What was "
+            f"prepared for the old one (DDP models) has to be prepared again"
+        )
+
+    def _settle(self, turn: Turn) -> None:
+        """A cell has ended: take note of what ranks bound, and of what it did to them."""
+        if self._running is not turn:
+            return
+        self._running = None
+        crew = self._the_crew()
+        for rank, end in turn.ends.items():
+            self._ledgers[rank].bound(end.bound)
+            self._ledgers[rank].unbound(end.unbound)
+        if any(member.handle.ended for member in crew.members.values()):
+            self._move("lost")
+        elif self.world_size > 1 and turn.troubles and (turn.was_cut or out_of_step(crew.members)):
+            self._move("broke off")
+        else:
+            self._move("ended")
+
+    def _on_loss(self, member: Member) -> None:
+        """In the crew's thread: a rank has ended."""
+        error = death(member, "")
+        self._lost[member.rank] = str(error).split(". ", maxsplit=1)[0]
+        if self._running is None and self._state in (State.IDLE, State.APART, State.BROKEN):
+            self._move("lost")
+            if self._crew is not None:
+                self._crew.say(str(error))
+
+    def _end(self, members: list[Member], crew: Crew, *, now: bool = False) -> None:
+        """End ranks: ask, then kill."""
+        running = self._running is not None and not self._running.done.is_set()
+        alive = [member for member in members if not member.handle.ended]
+        if not now and not running:
+            for member in alive:
+                with contextlib.suppress(OSError):  # as above
+                    member.handle.channel.send(Quit())
+            if crew.wait_for_end(alive, _QUIT):
+                return
+        for member in alive:
+            member.handle.signal(signal.SIGKILL)
+        crew.wait_for_end(alive, _QUIT)
+
+    def _say_what_is_own(self, own: Mapping[str, Any], ledgers: Mapping[int, Ledger], output: CellOutput) -> None:
+        news = [
+            name for name, value in sorted(own.items()) if sum(one.is_news(name, value) for one in ledgers.values())
+        ]
+        if news:
+            names = ", ".join(news)
+            output.say(
+                f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
+                f"%distributed push {' '.join(news)}"
+            )
+
+    @contextlib.contextmanager
+    def _interrupts_go_to(self, turn: Turn) -> Iterator[None]:
+        """While the main thread waits, SIGINT goes to the ranks, and is no exception here."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        crew = self._the_crew()
+        previous = signal.signal(signal.SIGINT, lambda *_: crew.interrupt(turn))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _tell_failure(turn: Turn, output: CellOutput) -> None:
+    """In the crew's thread: name what went wrong, without rebuilding users' exceptions here."""
+    for trouble in turn.troubles[:1]:
+        rank = trouble.member.rank if trouble.member is not None else None
+        if trouble.failure is not None:
+            report = trouble.failure[0].report
+            output.say(f"rank {rank} failed: {report.type_name}: {report.message}; .result() raises it here")
+        elif trouble.member is not None:
+            output.say(f"{str(death(trouble.member, '')).split('. ', maxsplit=1)[0]}; .result() raises it here")
+        else:
+            output.say(f"the cell was ended: {trouble.kind}")

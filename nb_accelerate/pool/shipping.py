@@ -1,0 +1,146 @@
+"""Which values go to which rank before a cell, decided and packed; sending them is the pool's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import TooLargeError
+from nb_accelerate.pool.ledger import Verdict
+from nb_accelerate.pool.names import names_in
+from nb_accelerate.protocol.shipping import pack
+from nb_accelerate.worker.namespace import is_hidden
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from nb_accelerate.pool.ledger import Ledger
+    from nb_accelerate.protocol.shipping import Packed
+
+SIZE_LIMIT = 1 << 30
+"""Bytes that travel without being asked for."""
+
+
+@dataclass
+class Shipment:
+    """Values on their way to ranks that need the same ones.
+
+    Attributes:
+        ranks: who gets it.
+        packed: the values.
+        values: by name.
+        uses: global names that functions among the values read.
+    """
+
+    ranks: list[int]
+    packed: Packed
+    values: dict[str, Any]
+    uses: frozenset[str]
+
+
+@dataclass
+class Manifest:
+    """All shipments of one cell.
+
+    Attributes:
+        shipments: at most one for each rank.
+        own: names that are the ranks' own, with what the notebook has under that name.
+    """
+
+    shipments: list[Shipment] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def packed_for(self, rank: int) -> Packed | None:
+        """What goes to a rank."""
+        return next((one.packed for one in self.shipments if rank in one.ranks), None)
+
+    def close(self) -> None:
+        """Everybody has theirs."""
+        for shipment in self.shipments:
+            shipment.packed.close()
+
+
+def make_manifest(
+    free: Iterable[str],
+    namespace: Mapping[str, Any],
+    ledgers: Mapping[int, Ledger],
+    *,
+    forced: Iterable[str] = (),
+    limit: int | None = SIZE_LIMIT,
+) -> Manifest:
+    """Pack what ranks lack.
+
+    Args:
+        free: names a cell reads.
+        namespace: the notebook's.
+        ledgers: of the ranks that run the cell.
+        forced: names to send in any case.
+        limit: bytes.
+
+    Raises:
+        ShippingError: something cannot be pickled; says which part.
+        TooLargeError: more than `limit` would be copied; says how to ask for it.
+    """
+    manifest = Manifest()
+    by_need: dict[frozenset[str], Shipment] = {}
+    try:
+        for rank, ledger in ledgers.items():
+            need, own = _need(set(free) | set(forced), namespace, ledger, set(forced))
+            manifest.own.update((name, namespace[name]) for name in own)
+            if not need:
+                continue
+            key = frozenset(need)
+            if key not in by_need:
+                by_need[key] = _pack(need, namespace, ledger, set(forced), limit)
+                manifest.shipments.append(by_need[key])
+            by_need[key].ranks.append(rank)
+    except BaseException:
+        manifest.close()
+        raise
+    return manifest
+
+
+def _need(
+    wanted: set[str], namespace: Mapping[str, Any], ledger: Ledger, forced: set[str]
+) -> tuple[set[str], set[str]]:
+    """Which of `wanted`, and of what these read in turn, the rank lacks; and which are its own."""
+    need: set[str] = set()
+    own: set[str] = set()
+    seen: set[str] = set()
+    waiting = list(wanted)
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in namespace or is_hidden(name):
+            continue
+        seen.add(name)
+        verdict = Verdict.SEND if name in forced else ledger.judge(name, namespace[name])
+        if verdict is Verdict.SEND:
+            need.add(name)
+        elif verdict is Verdict.OWN:
+            own.add(name)
+        waiting.extend(ledger.uses(name))
+    return need, own
+
+
+def _pack(
+    need: set[str], namespace: Mapping[str, Any], ledger: Ledger, forced: set[str], limit: int | None
+) -> Shipment:
+    """Pack names, and what their functions read, until nothing is missing."""
+    while True:
+        values = {name: namespace[name] for name in sorted(need)}
+        try:
+            packed = pack(values, name="", into_main=True, limit=limit)
+        except TooLargeError as error:
+            names = ", ".join(values)
+            raise TooLargeError(
+                f"this cell uses {names} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
+                f"To copy them: %distributed push {' '.join(values)} --large. Or load the data on the ranks "
+                f"themselves, in a %%distributed cell",
+                size=error.size,
+            ) from None
+        uses: frozenset[str] = frozenset().union(*(names_in(code) for code in packed.codes))
+        more, _ = _need(set(uses), namespace, ledger, forced)
+        if more <= need:
+            return Shipment(ranks=[], packed=packed, values=values, uses=uses)
+        packed.close()
+        need = need | more

@@ -1,0 +1,105 @@
+"""How ranks of a pool come to be, and where they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.handle import RankHandle
+from nb_accelerate.launch.launch import notebook_sources
+from nb_accelerate.launch.machine import look
+from nb_accelerate.launch.plan import make_plan
+from nb_accelerate.protocol.messages import Join, Setup
+from nb_accelerate.protocol.shipping import pack
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterable
+
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.rendezvous import Meeting
+    from nb_accelerate.launch.servers import RankServer
+    from nb_accelerate.pool.member import Member
+    from nb_accelerate.pool.options import PoolOptions
+
+WITHOUT_GPUS = 2
+"""Ranks on a machine without GPUs: enough to see that a program is distributed."""
+
+
+def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
+    """Decide how many ranks on what.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or a GPU that is not there.
+        MissingDependencyError: torch is not installed.
+    """
+    facts = look(options.env)
+    number = options.num_processes
+    if number is None and (facts.num_gpus == 0 or options.devices == "cpu"):
+        number = WITHOUT_GPUS
+    launch = options.as_launch(number)
+    plan = make_plan(launch, facts)
+    if plan.start_method == "fork":
+        # A copy of the notebook as it is now would be out of date with the next cell.
+        launch = replace(launch, start_method="forkserver")
+        plan = make_plan(launch, facts)
+    return launch, plan
+
+
+def start_rank(server: RankServer, rank: int) -> RankHandle:
+    """Have a rank forked; it waits for its `Setup`.
+
+    Raises:
+        StartError: the server is gone.
+    """
+    handle = RankHandle(rank, local_rank=rank)
+    try:
+        server.start(handle)
+    except BaseException:
+        handle.close()
+        raise
+    return handle
+
+
+def send_setup(members: Iterable[Member], options: LaunchOptions, plan: LaunchPlan, meeting: Meeting) -> None:
+    """Tell new ranks what they are."""
+    with pack(notebook_sources()) as sources:
+        for member in members:
+            setup = Setup(
+                rank=member.rank,
+                environ=rank_environ(plan, meeting, member.rank, base=dict(os.environ), extra=options.env),
+                cwd=str(Path.cwd()),
+                sys_path=tuple(sys.path),
+                argv=tuple(sys.argv),
+                num_threads=plan.num_threads,
+                sources=sources.parcel,
+            )
+            with contextlib.suppress(OSError):  # it has ended already, which its status pipe tells
+                member.handle.channel.send(setup, sources.fds)
+
+
+def send_join(member: Member, meeting: Meeting, world_size: int) -> None:
+    """Tell a rank where the others are; rank 0 serves the store."""
+    alarm = member.take_alarm()
+    serves = member.rank == 0 and meeting.listener is not None
+    listener: socket.socket | None = meeting.listener if serves else None
+    message = Join(
+        environ={
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_RUN_ID": meeting.run_id,
+        },
+        has_alarm=alarm is not None,
+        store=(meeting.address, meeting.port, world_size) if serves else None,
+    )
+    fds = [one.fileno() for one in (alarm, listener) if one is not None]
+    with contextlib.suppress(OSError):  # as above
+        member.handle.channel.send(message, fds)
+    if alarm is not None:
+        alarm.close()

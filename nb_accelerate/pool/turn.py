@@ -1,0 +1,212 @@
+"""One thing that some ranks are asked to do together, and how it ends.
+
+::
+
+    asked --> all answered -------------------------------------------------------------+
+      |                                                                                 +--> done
+      +--> one failed, ended, or is late --> ASK --> INTERRUPT --> CUT --> (KILL) ------+
+      +--> the user interrupts --------------------> INTERRUPT ...
+
+Each stage is for ranks that have not answered yet, and has its deadline: say where you are; KeyboardInterrupt in
+users' code; connections to other ranks broken, for those that wait in a collective. A rank that is busy in C code
+answers when that returns. It is never killed unless the user asks for it: its variables would be lost.
+
+All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nb_accelerate.pool.member import Member
+    from nb_accelerate.protocol.messages import Result
+
+    Answer = tuple[Result | Failure, tuple[int, ...]]
+
+_NEVER = float("inf")
+
+
+class Stage(enum.IntEnum):
+    """How far the ending of a turn before its time has come."""
+
+    ASK = 0
+    INTERRUPT = 1
+    CUT = 2
+    WAIT = 3
+    KILL = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Seconds for each stage.
+
+    Attributes:
+        ask: for stacks, and for failures that other ranks are about to report; the earliest is the cause.
+        interrupt: for users' code to react to KeyboardInterrupt.
+        cut: for a collective to fail after its connections were broken.
+    """
+
+    ask: float = 0.2
+    interrupt: float = 0.4
+    cut: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Something that ends a turn. A failure is rebuilt as an exception later, in the thread that asked.
+
+    Attributes:
+        kind: ``failed``, ``died``, ``late`` or ``interrupted``.
+        when: `time.monotonic`.
+        member: whose, or None.
+        failure: what it answered, and the descriptors of it.
+        tail: its last output.
+    """
+
+    kind: str
+    when: float
+    member: Member | None = None
+    failure: tuple[Failure, tuple[int, ...]] | None = None
+    tail: str = ""
+
+
+@dataclass
+class Turn:
+    """Ask with `begin`; afterwards events come in, until `done` is set.
+
+    Attributes:
+        members: who is asked.
+        send: asks one of them.
+        fellows: process ids of all ranks, to break their connections.
+        timeout: seconds, or None.
+        say: takes a line for the user.
+        answers: by rank.
+        ends: of cells, by rank.
+        troubles: what went wrong, as it came.
+        was_cut: connections were broken, so the process group is of no use any more.
+        callbacks: called in the pool's thread just before it is done.
+        done: everybody has answered or has ended.
+    """
+
+    members: Sequence[Member]
+    send: Callable[[Member], None]
+    fellows: Sequence[int] = ()
+    timeout: float | None = None
+    say: Callable[[str], None] = lambda _: None
+    patience: Patience = field(default_factory=Patience)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    ends: dict[int, CellEnd] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+    was_cut: bool = False
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    stage: Stage | None = None
+    _stage_ends: float = _NEVER
+    _late_at: float = _NEVER
+
+    @property
+    def waiting(self) -> list[Member]:
+        """Who has neither answered nor ended."""
+        return [one for one in self.members if one.rank not in self.answers and not one.handle.ended]
+
+    @property
+    def due(self) -> float:
+        """When `act` has something to do."""
+        return min(self._stage_ends, self._late_at)
+
+    @property
+    def stacks(self) -> Mapping[int, str]:
+        """What ranks were doing when they were asked."""
+        return {one.rank: bytes(one.stacks).decode(errors="replace") for one in self.members if one.stacks}
+
+    def begin(self) -> None:
+        """Ask everybody."""
+        for member in self.members:
+            member.stacks.clear()
+            self.send(member)
+        if self.timeout is not None:
+            self._late_at = time.monotonic() + self.timeout
+
+    def answered(self, member: Member, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
+        """A rank answered."""
+        if isinstance(message, CellEnd):
+            self.ends[member.rank] = message
+            member.steps = message.steps
+            message = message.answer
+        self.answers[member.rank] = (message, fds)
+        if isinstance(message, Failure) and not self._is_our_doing():
+            self._trouble(
+                Trouble(
+                    kind="failed", when=message.when, member=member, failure=(message, fds), tail=member.output.tail
+                )
+            )
+
+    def ended(self, member: Member) -> None:
+        """A rank's process has ended."""
+        if member.rank not in self.answers and self.stage is not Stage.KILL:
+            self._trouble(Trouble(kind="died", when=time.monotonic(), member=member, tail=member.output.tail))
+
+    def interrupt(self) -> None:
+        """The user does not want to wait any longer; a second time, not for those that cannot be interrupted."""
+        again = any(trouble.kind == "interrupted" for trouble in self.troubles)
+        self.troubles.append(Trouble(kind="interrupted", when=time.monotonic()))
+        if self.stage is None or self.stage < Stage.INTERRUPT:
+            self._enter(Stage.INTERRUPT)
+        elif again and self.stage is Stage.WAIT:
+            self._enter(Stage.KILL)
+
+    def act(self) -> None:
+        """A deadline has come."""
+        now = time.monotonic()
+        if now >= self._late_at:
+            self._late_at = _NEVER
+            self._trouble(Trouble(kind="late", when=now))
+        if now >= self._stage_ends and self.stage is not None:
+            self._enter(Stage(self.stage + 1))
+
+    def _is_our_doing(self) -> bool:
+        return self.stage is not None and self.stage >= Stage.INTERRUPT
+
+    def _trouble(self, trouble: Trouble) -> None:
+        self.troubles.append(trouble)
+        if self.stage is None:
+            self._enter(Stage.ASK)
+
+    def _enter(self, stage: Stage) -> None:
+        self.stage = stage
+        patience = {
+            Stage.ASK: self.patience.ask,
+            Stage.INTERRUPT: self.patience.interrupt,
+            Stage.CUT: self.patience.cut,
+        }
+        self._stage_ends = time.monotonic() + patience.get(stage, _NEVER)
+        waiting = self.waiting
+        for member in waiting:
+            if stage is Stage.ASK:
+                member.handle.signal(DUMP_SIGNAL)
+            elif stage is Stage.INTERRUPT:
+                member.handle.announce_interrupt()
+                member.handle.signal(signal.SIGINT)
+            elif stage is Stage.CUT:
+                self.was_cut = True
+                pid = member.handle.pid
+                member.cut_off(CutOff(fellows=tuple(one for one in self.fellows if one != pid)))
+            elif stage is Stage.KILL:
+                member.handle.signal(signal.SIGKILL)
+        if stage is Stage.WAIT and waiting:
+            ranks = ", ".join(str(member.rank) for member in waiting)
+            self.say(
+                f"rank {ranks} is busy where it cannot be interrupted; this cell ends when that does. Interrupt once "
+                f"more to kill it: its variables are then lost"
+            )

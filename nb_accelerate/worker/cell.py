@@ -1,0 +1,179 @@
+"""A persistent rank: it meets the others in a process group, and runs cells.
+
+::
+
+    Join    -> leave old groups -> serve the store, if told -> new group -> rank, device ... defined -> Result
+    RunCell -> names that came along -> the shell -> CellEnd: value or failure, what was bound, steps of each group
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.messages import CellEnd, Join, Result
+from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.worker import alarm
+from nb_accelerate.worker.call import answer, fail
+from nb_accelerate.worker.displays import DisplayPort
+from nb_accelerate.worker.namespace import is_hidden
+from nb_accelerate.worker.rank import CLOSE_GROUPS, serve_store
+from nb_accelerate.worker.shell import make_shell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from nb_accelerate.protocol.messages import Failure, RunCell
+    from nb_accelerate.protocol.shipping import Packed
+    from nb_accelerate.worker.interrupt import InterruptGate
+
+SETUP_PROCESS = "nb_accelerate.process.setup:setup_process"
+ACCELERATOR = "nb_accelerate.accelerator:Accelerator"
+"""The training half's, by dotted name: the notebook half does not import it."""
+
+_MISSING = object()
+
+
+class PersistentRank:
+    """What a rank keeps between cells.
+
+    Args:
+        channel: to the kernel.
+        gate: opened while users' code runs.
+        mark: mark of the output frames.
+    """
+
+    def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
+        self._gate = gate
+        main = sys.modules["__main__"]
+        self._shell = make_shell(main, DisplayPort(channel, mark))
+        self._names: dict[str, Any] = main.__dict__
+        self._accelerator: object = _MISSING
+        self._store: object = None
+
+    def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
+        """Do what the kernel asks; returns the answer and the parcel that travels with it."""
+        if isinstance(message, Join):
+            return answer(lambda: (self._join, (message, fds), {}), self._gate)
+        return self._run(message, fds)
+
+    def _join(self, message: Join, fds: tuple[int, ...]) -> str:
+        waiting = list(fds)
+        if message.has_alarm:
+            alarm.listen(Channel.from_fd(waiting.pop(0)))
+        _named(CLOSE_GROUPS)()
+        self._store = None
+        os.environ.update(message.environ)
+        if message.store is not None:
+            self._store = serve_store(message.store, waiting.pop(0))
+        context = _named(SETUP_PROCESS)()
+        _make_group_of_one(context)
+        topology = context.topology
+        if self._names.get("accelerator", _MISSING) is self._accelerator:
+            self._names.pop("accelerator", None)  # it belonged to the group of before
+        self._names.update(
+            rank=topology.rank,
+            local_rank=topology.local_rank,
+            world_size=topology.world_size,
+            device=context.device,
+        )
+        return str(context.device)
+
+    def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
+        before = dict(self._names)
+        outcome: Result | Failure
+        try:
+            with self._gate.open():
+                if cell.names is not None:
+                    self._names.update(unpack(cell.names, fds))
+                    before = dict(self._names)
+                if cell.wants_accelerator and "accelerator" not in self._names:
+                    self._accelerator = self._names["accelerator"] = _named(ACCELERATOR)()
+                    before["accelerator"] = self._accelerator
+                result = self._shell.run(cell)
+            error = result.error_before_exec or result.error_in_exec
+        except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
+            error = caught
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            outcome, packed = self._value(result.result if cell.wants_value else None)
+        else:
+            outcome, packed = _cell_failed(error)
+        end = CellEnd(
+            answer=outcome,
+            bound=tuple(
+                _visible(name for name, value in self._names.items() if before.get(name, _MISSING) is not value)
+            ),
+            unbound=tuple(_visible(before.keys() - self._names.keys())),
+            steps=_steps(),
+        )
+        return end, packed
+
+    def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
+        try:
+            packed = pack(value, name="the value of the last expression")
+        except Exception as error:
+            return fail(error, returned=True)
+        return Result(parcel=packed.parcel), packed
+
+
+def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
+    error.__traceback__ = _without_shell(error.__traceback__)
+    failure, packed = fail(error)
+    if isinstance(error, SystemExit):
+        # Raised in the kernel it would mean the kernel.
+        if packed is not None:
+            packed.close()
+        return replace(failure, parcel=None, result_of_call=False), None
+    return failure, packed
+
+
+_MACHINERY = ("/IPython/", "/asyncio/", "/nb_accelerate/worker/")
+
+
+def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
+    """Without the frames between this file and users' code. The whole of it, if users' code is not in it."""
+    rest = traceback
+    while rest is not None and any(part in rest.tb_frame.f_code.co_filename for part in _MACHINERY):
+        rest = rest.tb_next
+    return rest or traceback
+
+
+def _visible(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if not is_hidden(name)))
+
+
+def _make_group_of_one(context: Any) -> None:
+    """One rank alone has a group too, so that a cell with a collective can be tried on it."""
+    if context.topology.world_size > 1:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = "nccl" if context.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+
+
+def _steps() -> dict[str, int]:
+    """Collectives that each process group has seen. Ranks in step have the same numbers."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return {}
+    world = distributed.distributed_c10d._world  # noqa: SLF001 - there is no public list of groups
+    found = {}
+    for group, name in world.pg_names.items():
+        with contextlib.suppress(Exception):  # a backend that does not count
+            found[name] = group._get_sequence_number_for_group()  # noqa: SLF001 - as above
+    return found
+
+
+@functools.cache
+def _named(dotted: str) -> Any:
+    module, _, name = dotted.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,88 @@
+"""The variables of a rank, as the kernel asks for them: each function here is the function of a `Call`."""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import re
+import sys
+from typing import Any
+
+import psutil
+
+_IPYTHONS = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__")
+
+
+def is_hidden(name: str) -> bool:
+    """Is it one of the names IPython or Python keep in a namespace for themselves?"""
+    return _IPYTHONS.fullmatch(name) is not None
+
+
+def push(values: dict[str, Any]) -> None:
+    """Define names."""
+    _variables().update(values)
+
+
+def pull(names: tuple[str, ...]) -> list[Any]:
+    """Values of names.
+
+    Raises:
+        NameError: there is no such name here; says which is near.
+    """
+    variables = _variables()
+    for name in names:
+        if name not in variables:
+            near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
+            hint = f". Did you mean: '{near[0]}'?" if near else ""
+            raise NameError(f"name '{name}' is not defined on this rank{hint}")
+    return [variables[name] for name in names]
+
+
+def reset(kept: tuple[str, ...]) -> None:
+    """Delete all variables of the user's."""
+    variables = _variables()
+    for name in list(variables):
+        if not is_hidden(name) and name not in kept:
+            del variables[name]
+
+
+def memory() -> dict[str, int]:
+    """Bytes this process holds: of main memory, and of its GPU's."""
+    found = {"rss": psutil.Process().memory_info().rss}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found["gpu"] = torch.cuda.memory_reserved()
+    return found
+
+
+def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
+    """What could stand at the cursor: where the completed part begins and ends, and the candidates."""
+    start = cursor
+    while start > 0 and (code[start - 1].isalnum() or code[start - 1] in "_."):
+        start -= 1
+    *path, beginning = code[start:cursor].split(".")
+    variables = _variables()
+    if not path:
+        found = [name for name in (*variables, *vars(builtins)) if not is_hidden(name)]
+    else:
+        value: Any = variables.get(path[0])
+        for part in path[1:]:
+            # Looked up as a plain attribute only: a property would run users' code while they type.
+            value = vars(value).get(part) if hasattr(value, "__dict__") else None
+        found = [] if value is None else [one for one in dir(value) if beginning.startswith("_") or one[0] != "_"]
+    return cursor - len(beginning), cursor, sorted({name for name in found if name.startswith(beginning)})
+
+
+def inspect(name: str, detail: int) -> dict[str, Any] | None:
+    """What ``name?`` shows, as a MIME bundle; None if there is no such name."""
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    if shell is None or name.split(".", maxsplit=1)[0] not in _variables():
+        return None
+    bundle: dict[str, Any] = shell.object_inspect_mime(name, detail_level=detail)  # type: ignore[no-untyped-call]
+    return bundle
+
+
+def _variables() -> dict[str, Any]:
+    return sys.modules["__main__"].__dict__

@@ -1,0 +1,194 @@
+"""IPython in a rank: magics, ``await``, displays and plots as in a notebook, without a kernel around it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import linecache
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from IPython.core import page
+from IPython.core.async_helpers import get_asyncio_loop
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+from typing_extensions import override
+
+from nb_accelerate.errors import PoolError
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Coroutine
+
+    from IPython.core.interactiveshell import ExecutionResult
+
+    from nb_accelerate.protocol.messages import RunCell
+    from nb_accelerate.worker.displays import DisplayPort
+
+
+def make_shell(main: types.ModuleType, port: DisplayPort) -> RankShell:
+    """The shell of this process. Its variables are the globals of `main`."""
+    config = Config()
+    config.HistoryManager.enabled = False  # no database, and no thread that writes to it
+    config.InteractiveShell.cache_size = 0  # Out[...] would keep every tensor that was shown
+    config.InteractiveShell.colors = "nocolor"
+    config.Completer.use_jedi = False  # slower than an answer may take
+    config.IPCompleter.use_jedi = False
+    RankShell.port = port
+    if InteractiveShell.initialized():
+        InteractiveShell.clear_instance()
+    builtins.input = _no_input
+    # IPython's advice after sys.exit(), for a terminal.
+    warnings.filterwarnings("ignore", message="To exit: use 'exit'")
+    shell = RankShell.instance(config=config, user_module=main)
+    assert isinstance(shell, RankShell)
+    for kind in ("cell", "line"):
+        shell.magics_manager.register_function(_not_here, magic_kind=kind, magic_name="distributed")
+    return shell
+
+
+def _not_here(*_: str) -> NoReturn:
+    raise PoolError("this runs on a rank already: %distributed and %%distributed are for the notebook")
+
+
+def _no_input(_prompt: object = "", /) -> NoReturn:
+    raise EOFError("a rank has no keyboard: call input() in a cell of the notebook, and let the value travel")
+
+
+class _Publisher(DisplayPublisher):
+    """``display``, ``update_display`` and ``clear_output``."""
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: object = None,  # noqa: ARG002  (IPython's interface)
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **_: Any,
+    ) -> None:
+        kind = "update_display_data" if update else "display_data"
+        content = {"data": data, "metadata": metadata or {}, "transient": transient or {}}
+        RankShell.port.show(kind, content)
+
+    def clear_output(self, wait: bool = False) -> None:
+        RankShell.port.show("clear_output", {"wait": wait})
+
+
+class _ValueHook(DisplayHook):
+    """The value of a cell's last expression."""
+
+    def quiet(self) -> bool:
+        compiler = RankShell.instance().compile
+        assert isinstance(compiler, _CellCompiler)
+        try:
+            return bool(self.semicolon_at_end_of_expression(compiler.code))  # type: ignore[no-untyped-call]
+        except Exception:  # a magic that Python cannot read
+            return False
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        RankShell.port.show("result", {"data": format_dict, "metadata": md_dict or {}, "transient": {}})
+
+
+class _CellCompiler(CachingCompiler):
+    """Compiles a cell under the name and with the line numbers that it has in the notebook."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.filename = ""
+        self.source = ""
+        self.code = ""
+        self.above = 0
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        return self.filename or str(super().get_code_name(raw_code, transformed_code, number))
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        name: str = super().cache(transformed_code, number, raw_code)
+        if name == self.filename:
+            lines = self.source.splitlines(keepends=True)
+            linecache.cache[name] = (len(self.source), None, lines, name)
+        return name
+
+    def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> Any:
+        tree = super().ast_parse(source, filename, symbol)
+        # The body starts below the line of the magic.
+        return ast.increment_lineno(tree, self.above) if filename == self.filename else tree
+
+
+class RankShell(InteractiveShell):
+    """Make it with `make_shell`."""
+
+    port: DisplayPort
+    is_rank = True
+    compiler_class = Type(_CellCompiler)
+    displayhook_class = Type(_ValueHook)
+    display_pub_class = Type(_Publisher)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+        self.loop_runner = _run_coroutine
+        self.set_hook("show_in_pager", page.as_hook(page.display_page), 99)  # type: ignore[no-untyped-call]
+
+    def run(self, cell: RunCell) -> ExecutionResult:
+        """Run a cell. What it raises is in the result, and nowhere else."""
+        compiler = self.compile
+        assert isinstance(compiler, _CellCompiler)
+        compiler.filename, compiler.source, compiler.above = cell.filename, cell.source, cell.above
+        compiler.code = cell.code
+        try:
+            result: ExecutionResult = self.run_cell(cell.code, store_history=False)  # type: ignore[no-untyped-call]
+            return result
+        finally:
+            # Code that the cell runs later, %timeit's say, has no place in the notebook.
+            compiler.filename = ""
+
+    @override
+    def init_virtualenv(self) -> None:
+        """The rank's path is the kernel's."""
+
+    @override
+    def enable_gui(self, gui: str | None = None) -> None:
+        """No windows here; ``%matplotlib`` asks for this and goes on."""
+
+    def ask_exit(self) -> None:
+        """Called by ``exit`` and ``quit``."""
+        print("A rank ends with %distributed stop.", file=sys.stderr)  # noqa: T201 - an answer to users' code
+
+    @override
+    def showtraceback(self, *args: Any, **options: Any) -> None:
+        # What ends a cell is raised in the notebook. What a magic such as %run caught is shown by it, here.
+        if options.get("running_compiled_code") or options.get("exception_only"):
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+            return
+        super().showtraceback(*args, **options)
+
+    @override
+    def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
+        print("\n".join(stb), file=sys.stderr)  # noqa: T201 - it is users' output
+
+    @override
+    def showsyntaxerror(self, *args: Any, **options: Any) -> None:
+        """Raised in the notebook too."""
+
+
+def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a cell that awaits. An interrupt cancels it, or it would go on in the next cell that awaits."""
+    loop = get_asyncio_loop()  # type: ignore[no-untyped-call]
+    task = loop.create_task(coroutine)
+    try:
+        return loop.run_until_complete(task)
+    except KeyboardInterrupt:
+        if not task.done():
+            task.cancel()
+            loop.run_until_complete(task)
+        raise

@@ -1,0 +1,314 @@
+"""`%%distributed` in a real kernel, cell after cell, as a user would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from fixtures.kernels import Cell, Kernel
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def texts(cell: Cell) -> list[str]:
+    return [display["text/plain"] for display in cell.displays]
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.run("%load_ext nb_accelerate").ok()
+    first = shared_kernel.run("%%distributed\nrank").ok()
+    assert first.stdout == "2 ranks on CPU, forkserver, gloo on loopback\n[rank 0] 0\n[rank 1] 1\n"
+    yield shared_kernel
+    before = len(shared_kernel.processes())
+    assert before >= 3
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
+    assert shared_kernel.processes() == []
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_in_step(notebook: Kernel) -> Iterator[None]:
+    yield
+    cell = notebook.run(
+        "%%distributed --out in_step\n"
+        "import torch, torch.distributed\n"
+        "_sum = torch.ones(1)\ntorch.distributed.all_reduce(_sum)\n_sum.item()"
+    ).ok()
+    assert notebook.run("in_step").ok().value == "[2.0, 2.0]", cell
+
+
+class TestOutput:
+    def test_what_all_ranks_say_is_shown_once_and_the_rest_by_rank(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nprint('same')\nprint('I am', rank)\nprint('and', rank)\nprint('end')").ok()
+        assert cell.stdout == "same\n[rank 0] I am 0\n[rank 0] and 0\n[rank 1] I am 1\n[rank 1] and 1\nend\n"
+
+    def test_the_last_expression_is_displayed_as_in_a_cell(self, notebook: Kernel):
+        assert texts(notebook.run("%%distributed\n[1, 2] * 2").ok()) == ["[1, 2, 1, 2]"]
+        assert texts(notebook.run("%%distributed\n3;").ok()) == []
+        assert notebook.run("%%distributed\nrank + 1").ok().stdout == "[rank 0] 1\n[rank 1] 2\n"
+
+    def test_stdout_stderr_and_displays_keep_their_order(self, notebook: Kernel):
+        cell = notebook.start(
+            "%%rank 1\nimport sys\nfrom IPython.display import display\nprint('a')\nprint('b', file=sys.stderr)\n"
+            "display('c')\nprint('d')"
+        )
+        assert kinds(notebook, cell) == ["stdout a", "stderr b", "display 'c'", "stdout d"]
+
+    def test_figures_and_html_arrive(self, notebook: Kernel):
+        cell = notebook.run(
+            "%%distributed\nimport matplotlib.pyplot as plt\nfrom IPython.display import HTML, display\n"
+            "display(HTML('<b>both</b>'))\nplt.plot([1, 2]);"
+        ).ok()
+        assert [sorted(display) for display in cell.displays] == [
+            ["text/html", "text/plain"],
+            ["image/png", "text/plain"],
+        ]
+
+    def test_matplotlib_inline_is_as_in_a_notebook(self, notebook: Kernel):
+        cell = notebook.run("%%rank 0\n%matplotlib inline\nimport matplotlib.pyplot as plt\nplt.plot([1]);").ok()
+        assert "image/png" in cell.displays[0]
+
+    def test_a_display_that_all_ranks_update_is_one_display(self, notebook: Kernel):
+        cell = notebook.start(
+            "%%distributed\nfrom IPython.display import display\nshown = display('one', display_id=True)\n"
+            "shown.update('two')"
+        )
+        messages = [content for kind, content in raw(notebook, cell) if "display" in kind]
+        assert [one["data"]["text/plain"] for one in messages] == ["'one'", "'two'"]
+        assert len({one["transient"]["display_id"] for one in messages}) == 1
+
+    def test_clear_output_clears_once(self, notebook: Kernel):
+        cell = notebook.start("%%distributed\nfrom IPython.display import clear_output\nprint(1)\nclear_output()")
+        assert [kind for kind, _ in raw(notebook, cell)] == ["stream", "clear_output"]
+
+    def test_progress_bars_of_ranks_are_rows_of_one_display(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass").ok()
+        assert (cell.stdout, cell.stderr) == ("", "")
+        rows = texts(cell)[-1].splitlines()
+        assert sorted(row[:8] for row in rows) == ["[rank 0]", "[rank 1]"]
+        assert all("3/3" in row for row in rows)
+
+    def test_shell_commands_and_c_code_print_too(self, notebook: Kernel):
+        assert "from a shell" in notebook.run("%%distributed\n!echo from a shell").ok().stdout
+        cell = notebook.run("%%distributed\nimport os\nos.write(1, b'from C\\n');").ok()
+        assert cell.stdout == "from C\n"
+
+    def test_grouped_output_has_each_rank_in_one_place(self, notebook: Kernel):
+        code = "%%distributed --group-outputs\nimport torch.distributed as dist\nfor i in range(3):\n"
+        cell = notebook.run(code + "    print(rank, i)\n    dist.barrier()").ok()
+        assert [line[:8] for line in cell.stdout.splitlines()] == ["[rank 0]"] * 3 + ["[rank 1]"] * 3
+
+    def test_quiet_shows_nothing(self, notebook: Kernel):
+        cell = notebook.run("%%distributed --quiet\nprint(1)\n2").ok()
+        assert (cell.stdout, cell.displays) == ("", [])
+
+    def test_uncaptured_output_has_its_rank_on_every_line(self, notebook: Kernel):
+        cell = notebook.run("%%distributed --no-capture\nprint('same')").ok()
+        assert sorted(cell.stdout.splitlines()) == ["[rank 0] same", "[rank 1] same"]
+
+    def test_no_line_of_many_is_lost(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nfor i in range(2000): print(i)").ok()
+        assert cell.stdout.split() == [str(i) for i in range(2000)]
+
+
+class TestPython:
+    def test_variables_stay(self, notebook: Kernel):
+        notebook.run("%%distributed\nkept = rank").ok()
+        assert notebook.run("%%distributed\nprint(kept == rank)").ok().stdout == "True\n"
+
+    def test_a_rank_knows_its_place_and_has_an_accelerator_when_it_asks(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nprint(world_size, local_rank == rank, device)\n").ok()
+        assert cell.stdout == "2 True cpu\n"
+        assert notebook.run("%%distributed\n'accelerator' + ''\nprint(accelerator.num_processes)").ok().stdout == "2\n"
+
+    def test_await_works_and_so_do_magics(self, notebook: Kernel):
+        assert texts(notebook.run("%%distributed\nimport asyncio\nawait asyncio.sleep(0, 'woken')").ok()) == ["'woken'"]
+        assert "loop" in notebook.run("%%rank 0\n%timeit -n1 -r1 sum(range(3))").ok().stdout
+
+    def test_out_brings_the_value_of_each_rank(self, notebook: Kernel):
+        notebook.run("%%distributed --quiet --out values\nrank * 10").ok()
+        assert notebook.run("values").ok().value == "[0, 10]"
+
+    def test_one_rank_alone(self, notebook: Kernel):
+        assert texts(notebook.run("%%rank 1\nrank").ok()) == ["1"]
+        assert texts(notebook.run("%%distributed --ranks 0\nrank").ok()) == ["0"]
+
+    def test_a_question_mark_shows_help_from_a_rank(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\ndef helped():\n    'Says how.'\nhelped?").ok()
+        assert "Says how." in texts(cell)[0]
+
+    def test_input_says_why_not(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\ninput()")
+        assert (cell.error, "a rank has no keyboard" in cell.message) == ("EOFError", True)
+
+    def test_loader_workers_run_a_class_from_a_cell(self, notebook: Kernel):
+        cell = notebook.run(
+            "%%distributed\nimport torch\nclass Squares(torch.utils.data.Dataset):\n"
+            "    def __len__(self): return 4\n    def __getitem__(self, i): return i * i\n"
+            "loader = torch.utils.data.DataLoader(Squares(), num_workers=1)\nprint([int(x) for x in loader])"
+        ).ok()
+        assert cell.stdout == "[0, 1, 4, 9]\n"
+
+
+class TestNames:
+    def test_functions_classes_and_data_travel_with_what_they_use(self, notebook: Kernel):
+        notebook.run(
+            "import math\nFACTOR = 2\ndef scaled(x): return math.floor(x) * FACTOR\n"
+            "class Point:\n    def __init__(self, x): self.x = x\n    def scaled(self): return scaled(self.x) + rank\n"
+            "point = Point(1.5)"
+        ).ok()
+        assert notebook.run("%%distributed\nprint(point.scaled() - rank)").ok().stdout == "2\n"
+        notebook.run("FACTOR = 5").ok()
+        assert notebook.run("%%distributed\nprint(scaled(1), isinstance(point, Point))").ok().stdout == "5 True\n"
+
+    def test_a_notebooks_function_sees_what_the_ranks_define(self, notebook: Kernel):
+        notebook.run("def who(): return f'rank {rank} of {world_size}'").ok()
+        assert notebook.run("%%rank 1\nprint(who())").ok().stdout == "rank 1 of 2\n"
+
+    def test_what_the_ranks_bound_is_theirs_and_that_is_said_once(self, notebook: Kernel):
+        notebook.run("%%distributed\ntheirs = 'ranks'").ok()
+        notebook.run("theirs = 'notebook'").ok()
+        cell = notebook.run("%%distributed\nprint(theirs)").ok()
+        assert cell.stdout == "ranks\n"
+        assert "the ranks have their own theirs" in cell.stderr
+        assert notebook.run("%%distributed\nprint(theirs)").ok().stderr == ""
+        notebook.run("%distributed push theirs").ok()
+        assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "notebook\n"
+
+    def test_in_sends_whatever_the_ranks_have(self, notebook: Kernel):
+        notebook.run("%%distributed\nsetting = 'ranks'").ok()
+        notebook.run("setting = 'notebook'").ok()
+        assert notebook.run("%%distributed --in setting\nprint(setting)").ok().stdout == "notebook\n"
+        assert notebook.run("%%distributed --in nowhere\n1").error == "NameError"
+
+    def test_data_changed_in_place_is_sent_again(self, notebook: Kernel):
+        notebook.run("options = {'lr': 1}").ok()
+        notebook.run("%%distributed\nprint(options)").ok()
+        notebook.run("options['lr'] = 2").ok()
+        assert notebook.run("%%distributed\nprint(options)").ok().stdout == "{'lr': 2}\n"
+
+    def test_what_a_rank_trained_in_place_is_not_sent_again(self, notebook: Kernel):
+        notebook.run("import torch\nweights = torch.zeros(3)").ok()
+        notebook.run("%%distributed\nweights.add_(1);").ok()
+        assert notebook.run("%%distributed\nprint(weights.sum().item())").ok().stdout == "3.0\n"
+        assert notebook.run("weights.sum().item()").ok().value == "0.0"
+
+    def test_pull_brings_a_list_or_the_value_of_one_rank(self, notebook: Kernel):
+        notebook.run("%%distributed\nmine = rank + 5").ok()
+        assert notebook.run("%distributed pull mine\nmine").ok().value == "[5, 6]"
+        assert notebook.run("%distributed pull mine --ranks 1\nmine").ok().value == "6"
+        cell = notebook.run("%distributed pull minee")
+        assert (cell.error, "Did you mean: 'mine'" in cell.message) == ("NameError", True)
+
+    def test_what_cannot_be_pickled_is_named_before_any_rank_runs(self, notebook: Kernel):
+        notebook.run("import threading\nholder = {'lock': threading.Lock()}").ok()
+        cell = notebook.run("%%distributed\nprint('ran')\nholder")
+        assert (cell.error, cell.stdout) == ("ShippingError", "")
+        assert "['lock']" in cell.message
+
+    def test_more_than_a_gigabyte_is_asked_about(self, notebook: Kernel):
+        notebook.run("import numpy\nhuge = numpy.zeros(1 << 28)").ok()  # never touched, so it takes no memory
+        cell = notebook.run("%%distributed\nhuge.shape")
+        assert cell.error == "TooLargeError"
+        assert "%distributed push huge --large" in cell.message
+        notebook.run("del huge").ok()
+
+    def test_the_notebooks_names_are_not_touched(self, notebook: Kernel):
+        notebook.run("%%distributed\nonly_there = 1").ok()
+        assert notebook.run("'only_there' in globals()").ok().value == "False"
+
+
+class TestMistakes:
+    def test_a_syntax_error_is_shown_once_at_its_line_before_any_rank_runs(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nprint('ran')\ndef :")
+        assert (cell.error, cell.stdout) == ("CellSyntaxError", "")
+        assert re.search(r"Cell In\[\d+\], line 3\n    def :", plain(cell.traceback))
+
+    @pytest.mark.parametrize(
+        ("line", "error", "says"),
+        [
+            ("%%distributed --rnks 1\n1", "ConfigError", "Did you mean '--ranks'"),
+            ("%%distributed --ranks 7\n1", "ConfigError", "there is no rank 7: the ranks that run are 0, 1"),
+            ("%%distributed -n 3\n1", "PoolError", "-n 3: the ranks that run were started with -n 2"),
+            ("%distributed stpo", "ConfigError", "Did you mean 'stop'"),
+            ("%distributed push nothing_here", "NameError", "is not defined in the notebook"),
+            ("%distributed start", "PoolError", "cannot start"),
+            ("%%distributed\n%distributed status", "PoolError", "this runs on a rank already"),
+        ],
+    )
+    def test_a_mistake_is_one_line_that_says_what_to_do(self, notebook: Kernel, line: str, error: str, says: str):
+        cell = notebook.run(line)
+        assert (cell.error, says in cell.message) == (error, True), cell
+        assert "Traceback" not in cell.traceback
+        assert len(cell.traceback.splitlines()) == 1 or "on a rank already" in says
+
+    def test_help_shows_every_option(self, notebook: Kernel):
+        assert "--group-outputs" in notebook.run("%%distributed --help\n").ok().stdout
+        assert "restart [RANK]" in notebook.run("%distributed --help").ok().stdout
+        assert "--large" in notebook.run("%distributed push --help").ok().stdout
+
+
+class TestNotebook:
+    def test_status_has_a_row_for_each_rank(self, notebook: Kernel):
+        rows = notebook.run("%distributed status").ok().stdout.splitlines()
+        assert [row.split()[0] for row in rows[1:]] == ["rank", "0", "1"]
+        assert all("idle" in row for row in rows[2:])
+
+    def test_a_cell_in_the_background_lets_the_notebook_go_on(self, notebook: Kernel, tmp_path):
+        flag = tmp_path / "flag"
+        notebook.run(
+            f"handle = None\nflag = {str(flag)!r}\nget_ipython().run_cell_magic('distributed', '--background', '''\n"
+            "import os, time\nprint(\"begun\")\nwhile not os.path.exists(flag): time.sleep(0.01)\nrank''')"
+        ).ok()
+        assert "running" in notebook.run("_").ok().value
+        notebook.run("handle = _\nopen(flag, 'w').close()").ok()
+        assert notebook.run("handle.result(20)").ok().value == "[0, 1]"
+
+    def test_completion_and_inspection_answer_from_rank_0(self, notebook: Kernel):
+        notebook.run("%%distributed\nclass Model:\n    'Learns.'\n    def forward(self): pass\nnet = Model()").ok()
+        reply = notebook.client.complete("%%distributed\nnet.for", reply=True, timeout=20)
+        assert reply["content"]["matches"] == ["net.forward"]
+        reply = notebook.client.inspect("%%distributed\nnet", reply=True, timeout=20)
+        assert "Learns." in reply["content"]["data"]["text/plain"]
+
+    def test_auto_mode_runs_plain_cells_on_the_ranks(self, notebook: Kernel):
+        notebook.run("%distributed auto on").ok()
+        assert notebook.run("there = rank\nprint(there)").ok().stdout == "[rank 0] 0\n[rank 1] 1\n"
+        cell = notebook.run("1\n1 / 0")
+        assert re.search(r"Cell In\[\d+\], line 2", plain(cell.traceback))
+        assert notebook.run("%%local\n'there' in globals()").ok().value == "False"
+        notebook.run("%distributed auto off").ok()
+        assert notebook.run("1 + 1").ok().value == "2"
+
+    def test_a_cell_of_the_launcher_runs_beside_the_ranks(self, notebook: Kernel):
+        cell = notebook.run("from nb_accelerate import notebook_launcher\nnotebook_launcher(lambda: 1, (), 2)").ok()
+        assert texts(cell) == ["[1, 1]"]
+
+    def test_programs_call_functions(self, notebook: Kernel):
+        notebook.run("from nb_accelerate import pool").ok()
+        assert notebook.run("pool.run('rank * 2', quiet=True)").ok().value == "[0, 2]"
+        assert notebook.run("pool.push({'pushed': 4}); pool.pull('pushed')").ok().value == "[4, 4]"
+
+
+def raw(notebook: Kernel, cell: str) -> list[tuple[str, dict]]:
+    """Output messages of a cell, as they came."""
+    found = []
+    while True:
+        message = notebook._iopub(cell, __import__("time").monotonic() + 30)
+        kind, content = message["msg_type"], message["content"]
+        if kind == "status" and content["execution_state"] == "idle":
+            return found
+        if kind not in ("status", "execute_input"):
+            found.append((kind, content))
+
+
+def kinds(notebook: Kernel, cell: str) -> list[str]:
+    return [
+        f"{content['name']} {content['text'].strip()}"
+        if kind == "stream"
+        else f"display {content['data']['text/plain']}"
+        for kind, content in raw(notebook, cell)
+    ]

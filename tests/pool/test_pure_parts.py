@@ -1,0 +1,301 @@
+"""Life cycle, merging, names, ledger and arguments: no process, no kernel."""
+
+from __future__ import annotations
+
+import ast
+import gc
+
+import pytest
+
+from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.magics import args
+from nb_accelerate.magics.auto import route
+from nb_accelerate.pool.display_ids import DisplayIds
+from nb_accelerate.pool.hang import verdict
+from nb_accelerate.pool.ledger import Ledger, Verdict, is_plain
+from nb_accelerate.pool.lifecycle import State, move
+from nb_accelerate.pool.merge import Merge, label
+from nb_accelerate.pool.names import free_names, names_in
+from nb_accelerate.pool.source import read_cell
+
+
+class TestLifeCycle:
+    def test_a_pool_runs_cells_one_after_the_other(self):
+        state = State.STOPPED
+        for event in ("start", "joined", "run", "ended", "run", "ended", "stop"):
+            state = move(state, event)
+        assert state is State.STOPPED
+
+    def test_a_lost_rank_leaves_the_others_and_can_be_replaced(self):
+        state = State.RUNNING
+        for event in ("lost", "run", "lost", "repair", "joined"):
+            state = move(state, event)
+        assert state is State.IDLE
+
+    def test_stopping_is_possible_whatever_goes_on(self):
+        assert {move(state, "stop") for state in State} == {State.STOPPED}
+
+    @pytest.mark.parametrize(
+        ("state", "event", "advice"),
+        [(State.STOPPED, "run", "%distributed start"), (State.RUNNING, "repair", "%distributed interrupt")],
+    )
+    def test_an_impossible_move_says_what_to_do(self, state: State, event: str, advice: str):
+        with pytest.raises(PoolError, match=advice):
+            move(state, event)
+
+
+class Story:
+    """What a merge of ranks 0 to `count` - 1 shows."""
+
+    def __init__(self, count: int) -> None:
+        self.lines: list[str] = []
+        self.everybody = tuple(range(count))
+        self.merge: Merge[str] = Merge(range(count), self.show)
+
+    def show(self, ranks: tuple[int, ...], said: list[list[str]]) -> None:
+        whose = "" if ranks == self.everybody else f"{label(ranks)}: "
+        self.lines += [whose + item for item in said[0]]
+
+    def say(self, rank: int, *items: str, when: float = 0.0) -> None:
+        for item in items:
+            self.merge.add(rank, item, item, when)
+
+
+class TestMerge:
+    def test_what_all_say_is_shown_once_and_at_once(self):
+        story = Story(2)
+        story.say(0, "a", "b")
+        assert story.lines == []
+        story.say(1, "a")
+        assert story.lines == ["a"]
+
+    def test_where_they_differ_each_has_a_block_until_they_agree_again(self):
+        story = Story(2)
+        story.say(0, "start", "x0", "y0", "end")
+        story.say(1, "start", "x1", "y1", "end")
+        story.merge.finish()
+        assert story.lines == ["start", "rank 0: x0", "rank 0: y0", "rank 1: x1", "rank 1: y1", "end"]
+
+    def test_equal_blocks_of_some_ranks_are_shown_once(self):
+        story = Story(4)
+        for rank in range(4):
+            story.say(rank, "odd" if rank == 2 else "same")
+        story.merge.finish()
+        assert story.lines == ["ranks 0-1, 3: same", "rank 2: odd"]
+
+    def test_what_waited_long_enough_is_shown_and_what_comes_late_follows(self):
+        story = Story(2)
+        story.say(0, "a", when=1.0)
+        story.merge.flush(1.1)
+        assert story.lines == []
+        assert story.merge.due == pytest.approx(1.3)
+        story.merge.flush(1.3)
+        story.say(1, "a", when=2.0)
+        story.merge.finish()
+        assert story.lines == ["rank 0: a", "rank 1: a"]
+
+    def test_a_rank_that_says_less_loses_nothing(self):
+        story = Story(2)
+        story.say(0, "a", "b", "c")
+        story.say(1, "c")
+        story.merge.finish()
+        assert story.lines == ["rank 0: a", "rank 0: b", "rank 0: c", "rank 1: c"]
+
+
+def free(code: str) -> set[str]:
+    return free_names(ast.parse(code))
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("code", "names"),
+        [
+            ("y = x + 1", {"x"}),
+            ("x = 1\ny = x", set()),
+            ("x = x + 1", {"x"}),
+            ("x += 1", {"x"}),
+            ("if flag:\n    x = 1\nprint(x)", {"flag", "print", "x"}),
+            ("for i in data:\n    i.go()", {"data"}),
+            ("with open_it() as f:\n    f.read()", {"open_it"}),
+            ("try:\n    a()\nexcept E as e:\n    b(e)", {"a", "E", "b"}),
+            ("def f(a, b=default):\n    return a + b + scale", {"default", "scale"}),
+            ("def f():\n    def g():\n        return deep\n    return g", {"deep"}),
+            ("def f():\n    return f()\nf()", set()),
+            ("class A(Base):\n    size = n\n    def go(self): return helper(self)", {"Base", "n", "helper"}),
+            ("[x * k for x in xs]", {"k", "xs"}),
+            ("import torch\ntorch.ones(2)", set()),
+            ("await fetch(url)", {"fetch", "url"}),
+            ("f'{value:{width}}'", {"value", "width"}),
+            ("lambda q: q + w", {"w"}),
+            ("get_ipython().run_line_magic('timeit', 'step(batch)')", {"get_ipython", "step", "batch"}),
+        ],
+    )
+    def test_names_that_a_cell_reads_before_it_binds_them(self, code: str, names: set[str]):
+        assert free(code) == names
+
+    def test_names_that_a_function_reads_are_those_of_functions_inside_it_too(self):
+        def outer() -> object:
+            return lambda: ast
+
+        assert names_in(outer.__code__) == {"ast"}
+
+    def test_a_syntax_error_has_its_line_in_the_whole_cell(self):
+        with pytest.raises(SyntaxError) as caught:
+            read_cell("a = 1\ndef :", head="%%distributed")
+        assert caught.value.lineno == 3
+
+
+class Thing:
+    pass
+
+
+class TestLedger:
+    def test_a_value_is_sent_once(self):
+        ledger, thing = Ledger(), Thing()
+        assert ledger.judge("x", thing) is Verdict.SEND
+        ledger.sent({"x": thing}, frozenset())
+        assert ledger.judge("x", thing) is Verdict.HAS_IT
+
+    def test_a_name_that_was_rebound_is_sent_again(self):
+        ledger = Ledger()
+        ledger.sent({"x": 1}, frozenset())
+        assert ledger.judge("x", 2) is Verdict.SEND
+
+    def test_plain_data_that_was_changed_in_place_is_sent_again(self):
+        ledger, settings = Ledger(), {"lr": 0.1, "layers": [1, 2]}
+        ledger.sent({"settings": settings}, frozenset())
+        assert ledger.judge("settings", settings) is Verdict.HAS_IT
+        settings["lr"] = 0.2
+        assert ledger.judge("settings", settings) is Verdict.SEND
+
+    def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
+        ledger = Ledger()
+        ledger.bound(["x"])
+        assert ledger.judge("x", 1) is Verdict.OWN
+        ledger.sent({"x": 1}, frozenset())
+        assert ledger.judge("x", 1) is Verdict.HAS_IT
+
+    def test_what_a_rank_deleted_is_sent_again(self):
+        ledger = Ledger()
+        ledger.sent({"x": 1}, frozenset())
+        ledger.unbound(["x"])
+        assert ledger.judge("x", 1) is Verdict.SEND
+
+    def test_a_rank_knows_its_rank_better_than_the_notebook(self):
+        assert Ledger().judge("rank", 3) is Verdict.OWN
+
+    def test_the_user_is_told_once_for_each_value(self):
+        ledger = Ledger()
+        assert [ledger.is_news("x", value) for value in (1, 1, 2)] == [True, False, True]
+
+    def test_a_large_thing_of_the_notebook_is_not_kept_alive(self):
+        ledger, thing = Ledger(), Thing()
+        ledger.sent({"x": thing}, frozenset())
+        del thing
+        gc.collect()
+        assert ledger.judge("x", Thing()) is Verdict.SEND
+
+    @pytest.mark.parametrize(
+        ("value", "plain"), [([1, {"a": (2.0, None)}], True), ([Thing()], False), (Thing(), False)]
+    )
+    def test_plain_data_is_made_of_builtin_values(self, value: object, plain: bool):
+        assert is_plain(value) is plain
+
+
+class TestDisplayIds:
+    def test_an_update_by_all_who_show_it_stays_in_place(self):
+        ids = DisplayIds()
+        shown = ids.shown({0: "a", 1: "b"})
+        place = ids.update({0: "a", 1: "b"})
+        assert (place.id, place.is_new) == (shown, False)
+
+    def test_an_update_by_some_of_them_is_a_display_of_its_own(self):
+        ids = DisplayIds()
+        shown = ids.shown({0: "a", 1: "b"})
+        place = ids.update({1: "b"})
+        assert place.is_new
+        assert place.id != shown
+        assert not ids.update({1: "b"}).is_new
+
+
+class TestArguments:
+    def test_options_become_values(self):
+        parsed = args.parse_cell("-n 4 --ranks 0,2-3 --in x,model --out losses --timeout 1.5 --background")
+        assert parsed.values == {
+            "num_processes": 4,
+            "ranks": (0, 2, 3),
+            "send": ("x", "model"),
+            "out": "losses",
+            "timeout": 1.5,
+            "background": True,
+        }
+        assert args.parse_cell("--num-processes=2").values == {"num_processes": 2}
+
+    def test_rank_takes_its_ranks_first(self):
+        assert args.parse_rank("1 --out x").values == {"ranks": (1,), "out": "x"}
+
+    @pytest.mark.parametrize(
+        ("line", "says"),
+        [
+            ("--rnks 1", "Did you mean '--ranks'"),
+            ("-n", "-n needs a value: -n N"),
+            ("-n two", "this is not a number from 1"),
+            ("--ranks 1,x", "'x' is not a rank"),
+            ("--ranks 3-1", "'3-1' is not a rank"),
+            ("--out 1x", "'1x' is not a name"),
+            ("--timeout soon", "not a number of seconds"),
+            ("--quiet=yes", "takes no value"),
+            ("hello", "one word too many"),
+            ("--out 'x", "Close the quotes"),
+        ],
+    )
+    def test_a_mistake_says_what_to_write(self, line: str, says: str):
+        with pytest.raises(ConfigError, match=says):
+            args.parse_cell(line)
+
+    def test_every_option_is_in_the_help(self):
+        for option in (*args.POOL, *args.CELL, *args.SHOW):
+            assert all(flag in args.DISTRIBUTED_CELL for flag in option.flags)
+
+
+class TestAutoMode:
+    @pytest.mark.parametrize(
+        ("cell", "goes"),
+        [
+            ("x = 1\n", "%%distributed --inserted\nx = 1\n"),
+            ("%%local\nx = 1\n", "#\nx = 1\n"),
+            ("%distributed status\n", "%distributed status\n"),
+            ("%%bash\nls\n", "%%bash\nls\n"),
+            ("%%time\nf()\n", "%%distributed --inserted\n%%time\nf()\n"),
+            ("%%rank 1\nx\n", "%%rank 1\nx\n"),
+        ],
+    )
+    def test_every_cell_is_for_the_ranks_unless_it_says_otherwise(self, cell: str, goes: str):
+        assert "".join(route(cell.splitlines(keepends=True), everything=True)) == goes
+
+    def test_otherwise_only_local_is_looked_at(self):
+        assert route(["x = 1\n"], everything=False) == ["x = 1\n"]
+        assert route(["%%local\n", "x\n"], everything=False) == ["#\n", "x\n"]
+
+
+WAITS = """Current thread 0x00007f0000000001 (most recent call first):
+  File "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 10 in all_reduce
+  File "/home-of/train.py", line 3 in step
+"""
+WORKS = """Current thread 0x00007f0000000001 (most recent call first):
+  File "/home-of/train.py", line 7 in load
+"""
+
+
+class TestHangs:
+    def test_a_rank_that_waits_for_one_that_has_ended_the_cell(self):
+        assert "rank 0 waits in all_reduce, called from step" in verdict({0: WAITS}, [1])
+        assert "rank 1 has ended the cell" in verdict({0: WAITS}, [1])
+
+    def test_a_rank_that_waits_for_one_that_is_elsewhere(self):
+        assert "; rank 1 is in load" in verdict({0: WAITS, 1: WORKS}, [])
+
+    def test_ranks_that_wait_together_or_work_are_no_hang(self):
+        assert verdict({0: WAITS, 1: WAITS}, []) == ""
+        assert verdict({0: WORKS, 1: WORKS}, []) == ""
+        assert verdict({0: WORKS}, [1]) == ""
