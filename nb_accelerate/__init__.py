@@ -7,18 +7,18 @@ The package has two halves over one base. The training half needs torch and runs
 scripts. The notebook half runs in the kernel and does not import torch. They meet when a program runs, never
 by an import::
 
-    level  training half              base                  notebook half
-    10                                __init__  cli
-     9                                                      magics
-     8     accelerator                                      pool
-     7     compat                                           launch
-     6     strategies                                       worker
-     5     optim  data                                      diagnostics
-     4     precision  comm                                  protocol
+    level  training half                                                        base                  notebook half
+    10                                                                          __init__  cli
+     9     utils  state  data_loader  optimizer  scheduler  logging  local_sgd                      magics
+     8     accelerator                                                                                pool  launchers
+     7     compat                                                                                     launch
+     6     strategies                                                                                 worker
+     5     optim  data  tracking                                                                      diagnostics
+     4     precision  comm                                                                            protocol
      3     process  nested
-     2                                topology
-     1                                config
-     0                                errors  version
+     2                                                                          topology
+     1                                                                          config
+     0                                                                          errors  version
 
 A module imports from lower levels or from its own package, nothing from the other half, and torch at import in
 the training half only. ``tests/structure/test_layers.py`` reads this picture and holds the sources to it.
@@ -33,6 +33,9 @@ from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.compat.exchange import synchronize_rng_states
+    from nb_accelerate.compat.packages import is_rich_available
+    from nb_accelerate.compat.state import PartialState
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.kwargs import (
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
     )
     from nb_accelerate.config.loader import DataLoaderConfiguration
+    from nb_accelerate.config.profiling import ProfileKwargs
+    from nb_accelerate.data import skip_first_batches
     from nb_accelerate.errors import (
         CollectiveMismatchError,
         ConfigError,
@@ -58,7 +63,9 @@ if TYPE_CHECKING:
         StartError,
     )
     from nb_accelerate.launch import notebook_launcher
+    from nb_accelerate.launchers import debug_launcher
     from nb_accelerate.magics import load_ipython_extension, unload_ipython_extension
+    from nb_accelerate.process.memory import find_executable_batch_size
     from nb_accelerate.process.rng import set_seed
 
 _HOME = {
@@ -78,14 +85,21 @@ _HOME = {
     "MissingDependencyError": "errors",
     "NbAccelerateError": "errors",
     "NotPreparedError": "errors",
+    "PartialState": "compat.state",
+    "ProfileKwargs": "config.profiling",
     "RankDiedError": "errors",
     "RankError": "errors",
     "RemoteError": "errors",
     "ShippingError": "errors",
     "StartError": "errors",
+    "debug_launcher": "launchers",
+    "find_executable_batch_size": "process.memory",
+    "is_rich_available": "compat.packages",
     "load_ipython_extension": "magics",
     "notebook_launcher": "launch",
     "set_seed": "process.rng",
+    "skip_first_batches": "data",
+    "synchronize_rng_states": "compat.exchange",
     "unload_ipython_extension": "magics",
 }
 
@@ -106,15 +120,22 @@ __all__ = [
     "MissingDependencyError",
     "NbAccelerateError",
     "NotPreparedError",
+    "PartialState",
+    "ProfileKwargs",
     "RankDiedError",
     "RankError",
     "RemoteError",
     "ShippingError",
     "StartError",
     "__version__",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "is_rich_available",
     "load_ipython_extension",
     "notebook_launcher",
     "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_states",
     "unload_ipython_extension",
 ]
 

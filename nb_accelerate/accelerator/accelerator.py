@@ -9,11 +9,13 @@ from nb_accelerate.accelerator.core import build_core
 from nb_accelerate.accelerator.identity import IdentitySlice
 from nb_accelerate.accelerator.loaders import LoadersSlice
 from nb_accelerate.accelerator.preparing import PreparingSlice
+from nb_accelerate.accelerator.recording import RecordingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Sequence
 
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
+    from nb_accelerate.config.project import LoggerType, ProjectConfiguration
     from nb_accelerate.process.rng import RNGType
+    from nb_accelerate.tracking import GeneralTracker
 
 _NOT_YET = {
     "deepspeed_plugin": "DeepSpeed",
@@ -29,9 +33,6 @@ _NOT_YET = {
     "fsdp_plugin": "FSDP",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
-    "log_with": "experiment tracking",
-    "project_dir": "checkpoints",
-    "project_config": "checkpoints",
     "parallelism_config": "device meshes",
 }
 _ARGUMENTS = (
@@ -42,6 +43,9 @@ _ARGUMENTS = (
     "cpu",
     "dataloader_config",
     "rng_types",
+    "log_with",
+    "project_dir",
+    "project_config",
     "gradient_accumulation_plugin",
     "step_scheduler_with_optimizer",
     "kwargs_handlers",
@@ -51,7 +55,7 @@ _ARGUMENTS = (
 )
 
 
-class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice, PreparingSlice):
+class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice, PreparingSlice, RecordingSlice):
     """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.
 
     Example::
@@ -76,11 +80,15 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
         dataloader_config: how loaders share out data.
         rng_types: which random numbers get the state of process 0 at each epoch; by default the generators of
             samplers, so that all processes shuffle alike.
+        log_with: experiment trackers: a name such as ``"tensorboard"`` or ``"jsonl"``, an object of your own class,
+            a list of those, or ``"all"`` for every one that is installed. `init_trackers` opens them.
+        project_dir: where checkpoints, and trackers that write files, put them.
+        project_config: the same in detail.
         gradient_accumulation_plugin: how gradients accumulate, in detail.
         step_scheduler_with_optimizer: False advances prepared schedulers at every call, whether or not the
             optimizer stepped.
         kwargs_handlers: arguments for torch: `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-            `InitProcessGroupKwargs`, `AutocastKwargs`.
+            `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
         dynamo_backend: compile models with this backend of `torch.compile`, ``"inductor"`` say; else
             ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: how models are compiled, in detail.
@@ -103,6 +111,9 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
         dataloader_config: DataLoaderConfiguration | None = None,
         *,
         rng_types: Sequence[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Iterable[KwargsHandler] | None = None,
@@ -120,6 +131,9 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
             cpu=cpu,
             dataloader_config=dataloader_config,
             rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps_per_process=scheduler_steps_per_process,

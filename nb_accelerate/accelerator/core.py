@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.comm import Trigger
 from nb_accelerate.compat.here import Choices, remember
@@ -16,7 +16,7 @@ from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
-from nb_accelerate.config.kwargs import Handlers
+from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
 from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.data import LoaderTracker
@@ -25,8 +25,10 @@ from nb_accelerate.precision import select_precision
 from nb_accelerate.process.rng import resolve_rng_types
 from nb_accelerate.process.setup import setup_process
 from nb_accelerate.strategies import select_strategy
+from nb_accelerate.tracking import Recording, resolve_recording
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Sequence
 
     import torch
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
+    from nb_accelerate.config.project import ProjectConfiguration
     from nb_accelerate.data import DataLoaderShard
     from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.precision import Precision
@@ -79,6 +82,7 @@ class Core:
         scheduler_steps: how often a schedule advances for one optimizer step.
         dynamo: how models are compiled.
         trigger: what this rank has to tell the others.
+        recording: trackers, directories, profiles.
         prepared: what went through ``prepare``.
     """
 
@@ -95,6 +99,7 @@ class Core:
     scheduler_steps: int
     dynamo: TorchDynamoPlugin
     trigger: Trigger = field(default_factory=Trigger)
+    recording: Recording = field(default_factory=Recording)
     prepared: Prepared = field(default_factory=Prepared)
 
     @property
@@ -117,6 +122,9 @@ def build_core(
     cpu: bool | None,
     dataloader_config: DataLoaderConfiguration | None,
     rng_types: Sequence[str | RNGType] | None,
+    log_with: Any,
+    project_dir: str | os.PathLike[str] | None,
+    project_config: ProjectConfiguration | None,
     gradient_accumulation_plugin: GradientAccumulationPlugin | None,
     step_scheduler_with_optimizer: bool,
     scheduler_steps_per_process: bool,
@@ -135,6 +143,7 @@ def build_core(
     loader = resolve_loader(split_batches, dataloader_config)
     handlers = Handlers.collect(kwargs_handlers)
     in_step = resolve_rng_types(rng_types)
+    recording = resolve_recording(log_with, project_dir, project_config, handlers.profile)
     dynamo = resolve_dynamo(dynamo_backend, dynamo_plugin, environment)
     check_flag("device_placement", device_placement)
     check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
@@ -158,6 +167,7 @@ def build_core(
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         scheduler_steps=repeats,
+        recording=recording,
         dynamo=dynamo,
     )
     remember(process, core.choices)

@@ -32,6 +32,21 @@ class IdentitySlice(Slice, Identity):
         return AcceleratorState.of(self.core.process, self.core.choices)
 
     @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not in use."""
+        return
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP's second version."""
+        return self.state.is_fsdp2
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: models are not trained in 8-bit numbers."""
+        return
+
+    @property
     def gradient_state(self) -> GradientState:
         """Where the loop is in its accumulation window and in its loader, as accelerate's scripts ask for it."""
         return GradientState.of(self.core.choices)

@@ -70,6 +70,11 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return a structure with 16-bit floating point tensors converted to float32."""
+    return to_float32(tensor)
+
+
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward whose 16-bit outputs are converted to float32."""
 

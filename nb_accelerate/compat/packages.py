@@ -5,30 +5,16 @@ Nothing is imported to find out, so an answer costs microseconds and has no effe
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import sys
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from nb_accelerate.compat.versions import compare_versions
 from nb_accelerate.config.env import Environment
+from nb_accelerate.config.installed import is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-@functools.cache
-def is_installed(module: str) -> bool:
-    """Return whether a module can be imported.
-
-    A folder of that name in the working directory (the package wandb writes its runs into ``wandb/``) does not count.
-    """
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a parent that is missing, or a stand-in without a spec
-        return module in sys.modules
-    return spec is not None and spec.origin is not None
 
 
 def _row(*modules: str) -> Callable[[], bool]:
@@ -66,6 +52,28 @@ is_transformer_engine_available = _row("transformer_engine")
 is_transformers_available = _row("transformers")
 is_triton_available = _row("triton")
 is_wandb_available = _row("wandb")
+
+
+def _never(what: str) -> Callable[..., bool]:
+    def available(*_: object, **__: object) -> bool:
+        return False
+
+    available.__doc__ = f"Return False: {what} is not supported. There for scripts that ask."
+    return available
+
+
+is_habana_gaudi1 = _never("habana gaudi1")
+is_hpu_available = _never("hpu")
+is_lomo_available = _never("lomo")
+is_megatron_lm_available = _never("megatron lm")
+is_mlu_available = _never("mlu")
+is_msamp_available = _never("msamp")
+is_musa_available = _never("musa")
+is_neuron_available = _never("neuron")
+is_npu_available = _never("npu")
+is_pippy_available = _never("pippy")
+is_sagemaker_available = _never("sagemaker")
+is_sdaa_available = _never("sdaa")
 
 
 def is_tensorboard_available() -> bool:

@@ -15,7 +15,7 @@ class DistributedType(str, Enum):
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
-    TPU = "XLA"  # another name of the same, in older scripts
+    TPU = "XLA"  # noqa: PIE796 - another name of the same, in older scripts
 
     def __str__(self) -> str:
         return self.value

@@ -11,11 +11,13 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +98,21 @@ class DistributedDataParallelKwargs(KwargsHandler):
         object.__setattr__(self, "comm_hook", DDPCommunicationHookType(hook))
         object.__setattr__(self, "comm_wrapper", DDPCommunicationHookType(wrapper))
 
+    @override
+    def to_dict(
+        self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return all fields by name, without those that are not for DistributedDataParallel's constructor.
+
+        Args:
+            ignore_keys: names to leave out.
+        """
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
     def to_ddp(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel's constructor that differ from their defaults."""
         # check_reduction is deprecated in torch and warns when it is passed.
-        ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
-        return {name: value for name, value in self.to_kwargs().items() if name not in ours}
+        return {name: value for name, value in self.to_kwargs().items() if name != "check_reduction"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,42 +193,3 @@ class AutocastKwargs(KwargsHandler):
         check_flag("enabled", self.enabled)
         if self.cache_enabled is not None:
             check_flag("cache_enabled", self.cache_enabled)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handlers:
-    """One of each kind of handler, given or default."""
-
-    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
-    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
-    process_group: InitProcessGroupKwargs | None = None
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-
-    @classmethod
-    def collect(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
-        """Sort a list of handlers by kind.
-
-        Raises:
-            ConfigError: something in the list is not a handler, or there are two of one kind.
-        """
-        places: dict[type[KwargsHandler], str] = {
-            DistributedDataParallelKwargs: "ddp",
-            GradScalerKwargs: "scaler",
-            InitProcessGroupKwargs: "process_group",
-            AutocastKwargs: "autocast",
-        }
-        found: dict[str, Any] = {}
-        for handler in given or ():
-            place = places.get(type(handler))
-            if place is None:
-                known = ", ".join(kind.__name__ for kind in places)
-                raise ConfigError(
-                    f"kwargs_handlers holds {handler!r}, which is not a handler this version knows. "
-                    f"Write instances of: {known}."
-                )
-            if place in found:
-                raise ConfigError(
-                    f"kwargs_handlers holds two {type(handler).__name__}; which one counts? Write one with all fields."
-                )
-            found[place] = handler
-        return cls(**found)

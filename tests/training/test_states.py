@@ -40,7 +40,7 @@ def test_a_partial_state_knows_a_process_that_is_alone():
 
 
 def test_an_argument_that_is_not_one_is_named():
-    with pytest.raises(TypeError, match="no argument 'timeot'. Did you mean 'timeout'"):
+    with pytest.raises(TypeError, match=r"no argument 'timeot'. Did you mean 'timeout'"):
         PartialState(timeot=3)
 
 
@@ -156,5 +156,5 @@ def test_states_keep_no_model_alive():
 
 def test_a_plugin_belongs_into_the_accelerator():
     AcceleratorState(cpu=True, fsdp_plugin=None)
-    with pytest.raises(ConfigError, match="Accelerator\\(fsdp_plugin"):
+    with pytest.raises(ConfigError, match=r"Accelerator\(fsdp_plugin"):
         AcceleratorState(fsdp_plugin=object())

@@ -1,0 +1,164 @@
+"""What a run writes down: values to trackers, traces of a profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.compat import saving
+from nb_accelerate.config.checks import suggest
+from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.process import group
+from nb_accelerate.tracking import BlankTracker, make_trackers
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from torch.profiler import profile
+
+    from nb_accelerate.config.profiling import ProfileKwargs
+    from nb_accelerate.config.project import LoggerType, ProjectConfiguration
+    from nb_accelerate.tracking import GeneralTracker
+
+_TRACE = "profile_{rank}.json"
+
+
+class RecordingSlice(Slice):
+    """Trackers, directories, profiles."""
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where this run writes its files."""
+        return self.core.recording.project
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        """Where checkpoints go."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Where trackers write their files."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint, where they are numbered by themselves."""
+        return self.project_configuration.iteration
+
+    @property
+    def log_with(self) -> list[str | LoggerType | GeneralTracker]:
+        """The trackers that `init_trackers` opens."""
+        return self.core.recording.log_with
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The open trackers."""
+        return self.core.recording.trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Open a run in every tracker of ``log_with``. All processes call it.
+
+        Args:
+            project_name: what trackers call the run, or its project.
+            config: settings of the run, to be shown with it.
+            init_kwargs: arguments for the library of a tracker, by its name: ``{"wandb": {"entity": "me"}}``.
+
+        Raises:
+            ConfigError: ``init_kwargs`` names a tracker that is not in ``log_with``.
+        """
+        opened = make_trackers(self.log_with, project_name, logging_dir=self.logging_dir, init_kwargs=init_kwargs or {})
+        for tracker in opened:
+            tracker.start()
+        self.trackers[:] = opened
+        if config is not None:
+            for tracker in opened:
+                tracker.store_init_configuration(config)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return an open tracker. On other processes than the main one it is one that does nothing.
+
+        Args:
+            name: that of the tracker.
+            unwrap: return the run of its library instead.
+
+        Raises:
+            NotPreparedError: ``init_trackers`` was not called.
+            ConfigError: no tracker of that name is open.
+        """
+        found = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if found is None:
+            known = [tracker.name for tracker in self.trackers]
+            if not known:
+                raise NotPreparedError(
+                    f"There is no tracker {name!r}, because none was opened. Write "
+                    f"Accelerator(log_with={name!r}), then accelerator.init_trackers('my project')."
+                )
+            raise ConfigError(
+                f"There is no tracker {name!r}; open are {', '.join(known)}.{suggest(name, known)} Write "
+                f"Accelerator(log_with={[*known, name]!r})."
+            )
+        if found.main_process_only and not self.core.process.topology.is_main:
+            return BlankTracker()
+        return found.tracker if unwrap else found  # type: ignore[attr-defined]
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Record values in every open tracker. All processes may call it; the main one records.
+
+        Args:
+            values: numbers, and what else a tracker takes, by name.
+            step: at which step.
+            log_kwargs: arguments for the library of a tracker, by its name.
+        """
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Close the trackers, and leave the process group if an `Accelerator` made it. The end of a script."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers.clear()
+        group.close_owned()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Save an object on the main process; on others, do nothing.
+
+        Args:
+            obj: what to save; with ``safe_serialization`` a dict of tensors.
+            f: the file.
+            safe_serialization: write safetensors.
+        """
+        saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Profile a block, and write a trace for each process if there is a folder for them.
+
+        Example::
+
+            with accelerator.profile(ProfileKwargs(output_trace_dir="traces")) as profiler:
+                train()
+            accelerator.print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
+
+        Args:
+            profile_handler: how; by default as the `Accelerator` was told in ``kwargs_handlers``.
+        """
+        options = profile_handler or self.core.recording.profile
+        with options.build() as profiler:
+            yield profiler
+        if options.output_trace_dir is None:
+            return
+        folder = Path(options.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / _TRACE.format(rank=self.core.process.topology.rank)))
+        self.core.collectives.barrier()  # whoever goes on may read the traces of all

@@ -1,0 +1,149 @@
+"""Loaders made without an `Accelerator`, with the arguments of accelerate's ``data_loader`` module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate import data
+from nb_accelerate.comm import SingleCollectives
+from nb_accelerate.compat.here import collectives_here, newest_choices, process_here
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process.rng import resolve_rng_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch.utils.data import DataLoader
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.process.rng import RNGType
+
+
+class OneOfMany(SingleCollectives):
+    """Collectives of a process that is to act as one of several, without the others.
+
+    Args:
+        rank: which one.
+        world_size: of how many.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @override
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise ConfigError(
+            "This loader was made with a num_processes of its own, so there are no processes to gather from."
+        )
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str | RNGType] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoaderShard:
+    """Return a loader that yields one process's part of another; `Accelerator.prepare` is the usual way.
+
+    Args:
+        dataloader: the same on all processes.
+        device: where batches go, if ``put_on_device``.
+        num_processes: act as one of so many processes; by default of those there are.
+        process_index: as which one.
+        split_batches: as in `DataLoaderConfiguration`, like the others that are not named here.
+        put_on_device: move batches to ``device``.
+        rng_types: which random numbers get the state of process 0 before each epoch.
+        dispatch_batches: process 0 reads for all.
+        even_batches: give all processes equally many batches.
+        slice_fn_for_dispatch: cuts a batch into parts, where process 0 reads for all.
+        use_seedable_sampler: shuffle by ``data_seed`` and the epoch.
+        data_seed: for that.
+        non_blocking: do not wait for copies to the device.
+        use_stateful_dataloader: make a loader that can save its position.
+        torch_device_mesh: not supported yet.
+
+    Raises:
+        ConfigError: the loader cannot be shared out so, or ``torch_device_mesh`` was given.
+    """
+    if torch_device_mesh is not None:
+        raise ConfigError("torch_device_mesh was given, but device meshes are not supported yet. Leave it out.")
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    choices = newest_choices()
+    return data.prepare_data_loader(
+        dataloader,
+        collectives=_collectives(num_processes, process_index),
+        config=config,
+        device=(device or process_here().device) if put_on_device else None,
+        tracker=choices.tracker if choices else None,
+        rng_types=resolve_rng_types(rng_types),
+        slice_fn=slice_fn_for_dispatch,
+    )
+
+
+def _collectives(num_processes: int | None, process_index: int | None) -> Collectives:
+    real = collectives_here()
+    world_size = real.world_size if num_processes is None else num_processes
+    rank = real.rank if process_index is None else process_index
+    if (world_size, rank) == (real.world_size, real.rank):
+        return real
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"process_index={rank} is none of num_processes={world_size}. They count from 0.")
+    return OneOfMany(rank, world_size)
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A `torch.utils.data.DataLoader` that leaves out the first batches of every epoch.
+
+    `skip_first_batches` does the same for a loader that exists, and reads none of what it leaves out.
+
+    Args:
+        dataset: as for a DataLoader.
+        skip_batches: how many batches to leave out.
+        use_stateful_dataloader: not supported here.
+        **kwargs: those of a DataLoader.
+
+    Raises:
+        ConfigError: ``use_stateful_dataloader`` was given.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ConfigError(
+                "SkipDataLoader cannot be stateful. Write skip_first_batches(loader, n) with a prepared loader that is."
+            )
+        super().__init__(dataset, skip_batches=skip_batches, **kwargs)
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the sampler of a loader: what says in which order rows are read. None where nothing does."""
+    sampler: Any = getattr(dataloader, "batch_sampler", None) or getattr(dataloader, "sampler", None)
+    while hasattr(sampler, "batch_sampler"):  # ours and others' wrap the user's
+        sampler = sampler.batch_sampler
+    return getattr(sampler, "sampler", sampler)

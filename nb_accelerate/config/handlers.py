@@ -1,0 +1,61 @@
+"""The handlers that an `Accelerator` was given, sorted by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.kwargs import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from nb_accelerate.config.profiling import ProfileKwargs
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nb_accelerate.config.kwargs import KwargsHandler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handlers:
+    """One of each kind of handler, given or default."""
+
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    process_group: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+
+    @classmethod
+    def collect(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
+        """Sort a list of handlers by kind.
+
+        Raises:
+            ConfigError: something in the list is not a handler, or there are two of one kind.
+        """
+        places: dict[type[KwargsHandler], str] = {
+            DistributedDataParallelKwargs: "ddp",
+            GradScalerKwargs: "scaler",
+            InitProcessGroupKwargs: "process_group",
+            AutocastKwargs: "autocast",
+            ProfileKwargs: "profile",
+        }
+        found: dict[str, Any] = {}
+        for handler in given or ():
+            place = places.get(type(handler))
+            if place is None:
+                known = ", ".join(kind.__name__ for kind in places)
+                raise ConfigError(
+                    f"kwargs_handlers holds {handler!r}, which is not a handler this version knows. "
+                    f"Write instances of: {known}."
+                )
+            if place in found:
+                raise ConfigError(
+                    f"kwargs_handlers holds two {type(handler).__name__}; which one counts? Write one with all fields."
+                )
+            found[place] = handler
+        return cls(**found)

@@ -1,0 +1,25 @@
+"""Under the names of ``accelerate.data_loader``."""
+
+from nb_accelerate.compat.loaders import SkipDataLoader, get_sampler, prepare_data_loader
+from nb_accelerate.data import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    skip_first_batches,
+)
+from nb_accelerate.data.iterable import IterableDatasetShard
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]

@@ -1,0 +1,7 @@
+"""Under the names of ``accelerate.local_sgd``."""
+
+from nb_accelerate.accelerator.local_sgd import LocalSGD
+
+__all__ = [
+    "LocalSGD",
+]

@@ -1,0 +1,7 @@
+"""Under the names of ``accelerate.scheduler``."""
+
+from nb_accelerate.optim import AcceleratedScheduler
+
+__all__ = [
+    "AcceleratedScheduler",
+]

@@ -1,0 +1,40 @@
+"""Experiment trackers: an adapter for each library, imported when it is used, and one that needs none."""
+
+from nb_accelerate.tracking.aim import AimTracker
+from nb_accelerate.tracking.clearml import ClearMLTracker
+from nb_accelerate.tracking.comet import CometMLTracker
+from nb_accelerate.tracking.dvclive import DVCLiveTracker
+from nb_accelerate.tracking.jsonl import JSONLinesTracker
+from nb_accelerate.tracking.mlflow import MLflowTracker
+from nb_accelerate.tracking.record import RunRecord, read_run
+from nb_accelerate.tracking.recording import Recording, resolve_recording
+from nb_accelerate.tracking.select import filter_trackers, get_available_trackers, make_trackers, register_tracker_class
+from nb_accelerate.tracking.swanlab import SwanLabTracker
+from nb_accelerate.tracking.tensorboard import TensorBoardTracker
+from nb_accelerate.tracking.tracker import BlankTracker, GeneralTracker, on_main_process
+from nb_accelerate.tracking.trackio import TrackioTracker
+from nb_accelerate.tracking.wandb import WandBTracker
+
+__all__ = [
+    "AimTracker",
+    "BlankTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "JSONLinesTracker",
+    "MLflowTracker",
+    "Recording",
+    "RunRecord",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
+    "get_available_trackers",
+    "make_trackers",
+    "on_main_process",
+    "read_run",
+    "register_tracker_class",
+    "resolve_recording",
+]

@@ -1,0 +1,53 @@
+"""DVCLive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from nb_accelerate.tracking.load import load
+from nb_accelerate.tracking.tracker import LibraryTracker, on_main_process, plain_values
+
+
+class DVCLiveTracker(LibraryTracker):
+    """Record to DVCLive.
+
+    Args:
+        run_name: not used by DVCLive.
+        live: a ``dvclive.Live`` of yours; by default a new one.
+        **kwargs: those of ``dvclive.Live``.
+    """
+
+    name = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **kwargs)
+        self._given = live
+
+    @override
+    def open(self) -> Any:
+        if self._given is not None:
+            return self._given
+        dvclive: Any = load("dvclive", self.name)
+        return dvclive.Live(**self.init_kwargs)
+
+    @override
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.tracker.log_params(plain_values(values))
+
+    @override
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if step is not None:
+            self.tracker.step = step
+        for name, value in plain_values(values).items():
+            self.tracker.log_metric(name, value, **kwargs)
+        self.tracker.next_step()
+
+    @override
+    @on_main_process
+    def finish(self) -> None:
+        if self.run is not None:
+            self.run.end()

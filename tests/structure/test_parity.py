@@ -1,0 +1,87 @@
+"""The modules of accelerate's names, and the page that lists what they lack."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from structure.parity import PAGE, ROOT, reason
+
+import nb_accelerate.utils
+
+MODULES = ("state", "data_loader", "optimizer", "scheduler", "tracking", "logging", "local_sgd", "launchers")
+PARTS = tuple(module.name for module in pkgutil.iter_modules(nb_accelerate.utils.__path__))
+
+
+@pytest.mark.parametrize("path", [*MODULES, *(f"utils.{part}" for part in PARTS)])
+def test_a_module_of_accelerates_name_has_every_name_it_lists(path: str):
+    module = importlib.import_module(f"nb_accelerate.{path}")
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+def test_utils_has_the_names_of_its_modules_and_no_others():
+    names: dict[str, object] = {}
+    for part in PARTS:
+        module = importlib.import_module(f"nb_accelerate.utils.{part}")
+        names |= {name: getattr(module, name) for name in module.__all__}
+    assert sorted(names) == nb_accelerate.utils.__all__
+    for name, value in names.items():
+        assert getattr(nb_accelerate.utils, name) is value, name
+    assert set(nb_accelerate.utils.__all__) <= set(dir(nb_accelerate.utils))
+
+
+def test_a_name_that_utils_lacks_points_to_the_page():
+    with pytest.raises(AttributeError, match=r"parity.md lists what is left out"):
+        nb_accelerate.utils.load_and_quantize_model  # noqa: B018
+
+
+def test_utils_imports_torch_when_it_is_used():
+    code = """
+import sys
+from nb_accelerate import is_rich_available
+from nb_accelerate.utils import ProjectConfiguration, compare_versions, is_wandb_available, patch_environment
+is_wandb_available()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_what_the_page_lists_is_not_there():
+    """The other direction needs accelerate, and is slow."""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("- `accelerate"):
+            continue
+        module, *names = re.findall(r"`([^`]+)`", line)
+        for name in names:
+            if re.fullmatch(r"\w+", name):
+                place = importlib.import_module(
+                    "nb_accelerate.utils" if module == "accelerate.hooks" else _ours(module)
+                )
+                assert not hasattr(place, name), f"{name} exists; run python tests/structure/parity.py"
+
+
+def _ours(module: str) -> str:
+    return "nb_accelerate.utils" if module == "accelerate.hooks" else module.replace("accelerate", "nb_accelerate", 1)
+
+
+def test_a_name_without_a_reason_is_noticed():
+    assert reason("accelerate.utils: gather_for_breakfast") is None
+    assert reason("accelerate.utils: fsdp2_prepare_model") == "FSDP: not supported yet."
+
+
+@pytest.mark.slow
+@pytest.mark.limit(120)
+def test_the_page_lists_all_that_accelerate_has_and_we_have_not():
+    pytest.importorskip("accelerate")
+    script = Path(__file__).with_name("parity.py")
+    run = subprocess.run(
+        [sys.executable, str(script), "--check"], cwd=ROOT, timeout=100, check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, f"{run.stderr}\nRun python tests/structure/parity.py"
