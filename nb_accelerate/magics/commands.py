@@ -161,7 +161,11 @@ class Commands:
         if parsed.words and not parsed.words[0].isdigit():
             raise ConfigError(f"{parsed.words[0]!r} is not a rank. Write %distributed restart 1, say")
         pools.restart(int(parsed.words[0]) if parsed.words else None)
-        _say(f"rank {parsed.words[0]} is new" if parsed.words else pools.current().describe())
+        if not parsed.words:
+            _say(pools.current().describe())
+            return
+        lacking = pools.current().lacking(int(parsed.words[0]))
+        _say(f"rank {parsed.words[0]} is new" + (f"; it lacks {', '.join(lacking)}" if lacking else ""))
 
     def _reset(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools

@@ -27,7 +27,7 @@ def plain_errors() -> Iterator[None]:
         _show_as(plain, _syntax_lines(error))
         raise plain from None
     except (NbAccelerateError, NameError) as error:
-        _show_as(error, [_last_line(error)])
+        _show_as(error, _lines(error))
         raise
 
 
@@ -37,10 +37,11 @@ def _show_as(error: BaseException, lines: list[str]) -> None:
         error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
 
 
-def _last_line(error: BaseException) -> str:
-    *_, last = traceback.format_exception_only(type(error), error)
-    kind, colon, text = last.rstrip("\n").partition(":")
-    return f"{ANSI.error}{kind.rpartition('.')[2]}{ANSI.end}{colon}{text}"
+def _lines(error: BaseException) -> list[str]:
+    """The message, and notes if there are any."""
+    first, *rest = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n").split("\n")
+    kind, colon, text = first.partition(":")
+    return [f"{ANSI.error}{kind.rpartition('.')[2]}{ANSI.end}{colon}{text}", *rest]
 
 
 def _syntax_lines(error: SyntaxError) -> list[str]:
@@ -48,4 +49,8 @@ def _syntax_lines(error: SyntaxError) -> list[str]:
     _, *drawing = traceback.format_exception_only(type(error), error)
     place = cell_name(error.filename or "") or error.filename
     shown = [line.rstrip("\n") for line in drawing[:-1]]
-    return [f"{ANSI.where}{place}, line {error.lineno}{ANSI.end}", *shown, _last_line(error)]
+    return [
+        f"{ANSI.where}{place}, line {error.lineno}{ANSI.end}",
+        *shown,
+        f"{ANSI.error}SyntaxError{ANSI.end}: {error.msg}",
+    ]

@@ -61,6 +61,11 @@ class Ledger:
             return Verdict.HAS_IT
         return Verdict.SEND
 
+    @property
+    def own(self) -> frozenset[str]:
+        """Names that cells on the rank bound."""
+        return frozenset(self._own)
+
     def uses(self, name: str) -> frozenset[str]:
         """Other names that what was sent as `name` reads."""
         sent = self._sent.get(name)

@@ -46,9 +46,7 @@ def _incident(trouble: Trouble, turn: Turn) -> Incident:
     if trouble.member is not None:
         error: BaseException = death(trouble.member, trouble.tail)
         return Incident(error=error, when=trouble.when, rank=trouble.member.rank)
-    late = [member.rank for member in turn.members if member.rank not in turn.ends]
-    text = f"the cell took longer than timeout={turn.timeout:g} s"
-    text += f"; {label(late)} had not come to its end" if late else ""
+    text = f"the cell took longer than timeout={turn.timeout:g} s; {label(trouble.late)} had not come to its end"
     return Incident(error=DeadlineError(text), when=trouble.when)
 
 

@@ -9,12 +9,8 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
 from nb_accelerate.errors import ConfigError, PoolError, TooLargeError
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.sinks import sink_here
@@ -22,6 +18,7 @@ from nb_accelerate.launch.starters import STARTERS
 from nb_accelerate.pool.crew import Crew
 from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
 from nb_accelerate.pool.lifecycle import State, move
+from nb_accelerate.pool.looking import info, whereabouts
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.outcome import death, error_of, out_of_step, values_of
 from nb_accelerate.pool.output import CellOutput
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.pool.looking import RankInfo
     from nb_accelerate.pool.member import Member
     from nb_accelerate.pool.source import CellSource
 
@@ -47,27 +45,6 @@ _START = 120.0
 
 _QUIT = 5.0
 """Seconds for exit handlers of users and libraries."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """A rank, as it is now.
-
-    Attributes:
-        rank: its number.
-        pid: its process.
-        device: what it computes on.
-        memory: bytes of main memory it holds.
-        state: ``idle``, ``running``, ``stopped`` (SIGSTOP) or ``ended``.
-        doing: where it is, if it runs a cell.
-    """
-
-    rank: int
-    pid: int | None
-    device: str
-    memory: int
-    state: str
-    doing: str = ""
 
 
 class Pool:
@@ -186,6 +163,13 @@ class Pool:
         self._lost.pop(rank, None)
         missing = [one for one in range(self.world_size) if one not in crew.members]
         self._bring_up(missing)
+
+    def lacking(self, rank: int) -> list[str]:
+        """Names that cells bound on other ranks, and that this one has not."""
+        others: set[str] = set()
+        for ledger in self._ledgers.values():
+            others |= ledger.own
+        return sorted(others - self._ledgers[rank].own)
 
     # Work.
 
@@ -375,46 +359,20 @@ class Pool:
     # Looking.
 
     def status(self) -> list[RankInfo]:
-        """What every rank is and does. Asks nothing of ranks that run a cell but where they are."""
-        return [self._info(rank) for rank in range(self.world_size)]
+        """What every rank is. Asks nothing of the ranks."""
+        members = self._the_crew().members
+        return [
+            info(rank, members.get(rank), busy=rank in self._busy_ranks(), lost=self._lost.get(rank, ""))
+            for rank in range(self.world_size)
+        ]
 
     def where(self) -> dict[int, str]:
         """Where every rank is, also while it runs a cell: in a few words, by rank."""
-        crew = self._the_crew()
-        busy = self._running if self._running is not None and not self._running.done.is_set() else None
-        found = {}
-        for rank, member in sorted(crew.members.items()):
-            if member.handle.ended:
-                found[rank] = "ended"
-            elif busy is None or member not in busy.waiting:
-                found[rank] = "idle"
-            else:
-                found[rank] = ""
-        asked = [crew.members[rank] for rank, text in found.items() if not text]
-        if asked:
-            for member in asked:
-                member.stacks.clear()
-                member.handle.signal(DUMP_SIGNAL)
-            deadline = time.monotonic() + 0.5
-            while time.monotonic() < deadline and not all(b"\n" in member.stacks[-1:] for member in asked):
-                time.sleep(0.01)  # the answer has no end that could be waited for
-            for member in asked:
-                found[member.rank] = where(bytes(member.stacks).decode(errors="replace"))
-        return found
+        return whereabouts(self._the_crew().members, self._busy_ranks())
 
-    def _info(self, rank: int) -> RankInfo:
-        crew = self._the_crew()
-        member = crew.members.get(rank)
-        if member is None or member.handle.ended:
-            return RankInfo(rank=rank, pid=None, device="", memory=0, state="ended", doing=self._lost.get(rank, ""))
-        running = self._running is not None and not self._running.done.is_set() and member in self._running.waiting
-        state, memory = "running" if running else "idle", 0
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(member.handle.pid)
-            memory = process.memory_info().rss
-            if process.status() == psutil.STATUS_STOPPED:
-                state = "stopped"
-        return RankInfo(rank=rank, pid=member.handle.pid, device=member.device, memory=memory, state=state)
+    def _busy_ranks(self) -> set[int]:
+        busy = self._running
+        return set() if busy is None or busy.done.is_set() else {member.rank for member in busy.waiting}
 
     # Inside.
 
@@ -500,10 +458,7 @@ class Pool:
         self._move("repair")
         began = time.monotonic()
         self._bring_up(())
-        output.say(
-            f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept. What was "
-            f"prepared for the old one (DDP models) has to be prepared again"
-        )
+        output.say(f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept")
 
     def _settle(self, turn: Turn) -> None:
         """A cell has ended: take note of what ranks bound, and of what it did to them."""

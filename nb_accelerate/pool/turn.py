@@ -72,6 +72,7 @@ class Trouble:
         member: whose, or None.
         failure: what it answered, and the descriptors of it.
         tail: its last output.
+        late: who had not answered in time.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Trouble:
     member: Member | None = None
     failure: tuple[Failure, tuple[int, ...]] | None = None
     tail: str = ""
+    late: tuple[int, ...] = ()
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Turn:
         now = time.monotonic()
         if now >= self._late_at:
             self._late_at = _NEVER
-            self._trouble(Trouble(kind="late", when=now))
+            self._trouble(Trouble(kind="late", when=now, late=tuple(one.rank for one in self.waiting)))
         if now >= self._stage_ends and self.stage is not None:
             self._enter(Stage(self.stage + 1))
 

@@ -2,7 +2,7 @@
 
 ::
 
-    Join    -> leave old groups -> serve the store, if told -> new group -> rank, device ... defined -> Result
+    Join    -> leave old groups -> serve the store, if told -> new group -> models moved to it -> rank, device ...
     RunCell -> names that came along -> the shell -> CellEnd: value or failure, what was bound, steps of each group
 """
 
@@ -24,6 +24,7 @@ from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.rank import CLOSE_GROUPS, serve_store
+from nb_accelerate.worker.revive import models_of_default_group, revive
 from nb_accelerate.worker.shell import make_shell
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class PersistentRank:
         main = sys.modules["__main__"]
         self._shell = make_shell(main, DisplayPort(channel, mark))
         self._names: dict[str, Any] = main.__dict__
-        self._accelerator: object = _MISSING
         self._store: object = None
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
@@ -68,6 +68,7 @@ class PersistentRank:
         waiting = list(fds)
         if message.has_alarm:
             alarm.listen(Channel.from_fd(waiting.pop(0)))
+        models = models_of_default_group()
         _named(CLOSE_GROUPS)()
         self._store = None
         os.environ.update(message.environ)
@@ -75,9 +76,8 @@ class PersistentRank:
             self._store = serve_store(message.store, waiting.pop(0))
         context = _named(SETUP_PROCESS)()
         _make_group_of_one(context)
+        revive(models)
         topology = context.topology
-        if self._names.get("accelerator", _MISSING) is self._accelerator:
-            self._names.pop("accelerator", None)  # it belonged to the group of before
         self._names.update(
             rank=topology.rank,
             local_rank=topology.local_rank,
@@ -95,8 +95,7 @@ class PersistentRank:
                     self._names.update(unpack(cell.names, fds))
                     before = dict(self._names)
                 if cell.wants_accelerator and "accelerator" not in self._names:
-                    self._accelerator = self._names["accelerator"] = _named(ACCELERATOR)()
-                    before["accelerator"] = self._accelerator
+                    before["accelerator"] = self._names["accelerator"] = _named(ACCELERATOR)()
                 result = self._shell.run(cell)
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled

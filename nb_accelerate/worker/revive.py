@@ -1,0 +1,41 @@
+"""DistributedDataParallel models go on working when their process group is replaced by a new one.
+
+Such a model holds on to the group it was made with. It also knows how to come back from a pickle, where it takes the
+default group there is and makes what belongs to a group anew: that is what happens here, in place, so that optimizers
+and everybody else who holds the model or its parameters need not know.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+_OF_A_GROUP = ("process_group", "reducer", "logger")
+
+
+def models_of_default_group() -> list[Any]:
+    """All of this process. Ask before the group is left."""
+    parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
+    distributed: Any = sys.modules.get("torch.distributed")
+    if parallel is None or distributed is None or not distributed.is_initialized():
+        return []
+    group = distributed.group.WORLD
+    return [
+        one
+        for one in gc.get_objects()
+        if type(one) is parallel.DistributedDataParallel and one.__dict__.get("process_group") is group
+    ]
+
+
+def revive(models: list[Any]) -> None:
+    """Move models to the default group there is now. Exchanges nothing with other ranks."""
+    for model in models:
+        state = {name: value for name, value in vars(model).items() if name not in _OF_A_GROUP}
+        hooks, state["_comm_hooks"] = state.get("_comm_hooks", []), []
+        # The old reducer takes its hooks off the parameters when it goes, which has to be before the new one is made.
+        for name in _OF_A_GROUP:
+            vars(model).pop(name, None)
+        model.__setstate__(state)
+        for hook, hook_state in hooks:
+            model.register_comm_hook(hook_state, hook)

@@ -1,0 +1,257 @@
+"""What goes wrong in a `%%distributed` cell loses nothing: variables stay, and the next cell works."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from fixtures.kernels import Kernel
+
+SETUP = """
+%load_ext nb_accelerate
+import os, signal, sys, time, threading
+import torch
+import torch.distributed as dist
+"""
+
+CHECK = """%%distributed --out checked
+_sum = torch.ones(1)
+dist.all_reduce(_sum)
+(kept, int(_sum.item()))
+"""
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def ranks(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel, ranks: int) -> Iterator[Kernel]:
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run(f"%distributed start -n {ranks}").ok()
+    yield shared_kernel
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
+    assert shared_kernel.processes() == []
+
+
+@pytest.fixture(autouse=True)
+def _variables_stay_and_ranks_are_in_step(notebook: Kernel, ranks: int) -> Iterator[None]:
+    notebook.run(
+        "%%distributed\nkept = f'kept {rank}'\nimport torch, time, os, signal\nimport torch.distributed as dist"
+    ).ok()
+    before = notebook.counts()
+    yield
+    notebook.run(CHECK).ok()
+    assert notebook.run("checked").ok().value == str([(f"kept {rank}", ranks) for rank in range(ranks)])
+    assert notebook.settles_at(before), (before, notebook.counts())
+
+
+def last(ranks: int) -> int:
+    return ranks - 1
+
+
+class TestExceptions:
+    def test_one_rank_fails_while_the_others_wait_in_a_collective(self, notebook: Kernel, ranks: int):
+        cell = notebook.run("%%distributed\nif rank == world_size - 1:\n    raise KeyError('mine')\ndist.barrier()")
+        assert (cell.error, cell.message) == ("KeyError", "'mine'")
+        assert f"rank {last(ranks)} of {ranks}" in plain(cell.traceback)
+        assert re.search(r"Cell In\[\d+\], line 3", plain(cell.traceback))
+        if ranks > 1:
+            assert re.search(r"Meanwhile ranks? 0[\d, ]* (was|were) in barrier, called from", plain(cell.traceback))
+
+    def test_that_the_group_was_made_anew_is_said_in_the_next_cell(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("nobody waits for anybody")
+        notebook.run("%%distributed\nif rank == 0:\n    raise KeyError('mine')\ndist.barrier()")
+        cell = notebook.run("%%distributed\nprint('on')").ok()
+        assert "the process group was made anew" in cell.stderr
+        assert "process group" not in notebook.run("%%distributed\nprint('on')").ok().stderr
+
+    def test_all_ranks_fail_the_same_way_and_it_is_shown_once(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\n{}['all']")
+        assert (cell.error, cell.stdout, cell.stderr) == ("KeyError", "", "")
+        assert plain(cell.traceback).count("line 2") == 1
+
+    def test_a_model_goes_on_working_after_a_failure_that_touched_no_collective(self, notebook: Kernel):
+        notebook.run(
+            "%%distributed\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+            "def step(): model(torch.ones(1, 2)).sum().backward()\nstep()"
+        ).ok()
+        assert notebook.run("%%distributed\nundefined_name").error == "NameError"
+        assert notebook.run("%%distributed\nstep()").ok().stderr == ""
+
+    def test_models_go_on_working_after_a_failure_in_the_middle_of_a_step(self, notebook: Kernel, ranks: int):
+        notebook.run(
+            "%%distributed\ntorch.manual_seed(0)\nlinear = torch.nn.Linear(2, 1)\n"
+            "model = torch.nn.parallel.DistributedDataParallel(linear)\n"
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "def step():\n    optimizer.zero_grad()\n    model(torch.full((1, 2), rank + 1.)).sum().backward()\n"
+            "    optimizer.step()\n    return linear.weight.grad[0, 0].item()\nstep()"
+        ).ok()
+        assert notebook.run("%%distributed\nif rank == world_size - 1: 1 / 0\nstep()").error == "ZeroDivisionError"
+        cell = notebook.run("%%distributed\nprint([step() for _ in range(3)])").ok()
+        mean = sum(range(1, ranks + 1)) / ranks
+        assert cell.stdout == f"{[mean] * 3}\n"
+
+    def test_an_exception_of_a_class_from_a_cell_arrives_as_it_is(self, notebook: Kernel):
+        notebook.run("class Bad(Exception):\n    pass").ok()
+        cell = notebook.run(
+            "try:\n    get_ipython().run_cell_magic('distributed', '', 'raise Bad(7)')\nexcept Bad as e:\n"
+            "    print(e.args)"
+        ).ok()
+        assert cell.stdout == "(7,)\n"
+
+    def test_leaving_with_a_code_ends_the_cell_and_neither_rank_nor_kernel(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nimport sys\nsys.exit(3)")
+        assert (cell.error, "SystemExit: 3" in cell.message) == ("RemoteError", True)
+        notebook.run("%%distributed\nsys.exit(0)").ok()
+
+    def test_a_failure_in_the_background_is_said_in_its_cell(self, notebook: Kernel):
+        cell = notebook.start("%%distributed --background\ntime.sleep(0.3)\n1 / 0")
+        notebook.finish(cell)
+        notebook.run("handle = _").ok()
+        assert notebook.run("handle.result()").error == "ZeroDivisionError"
+
+
+class TestInterrupts:
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "while True: pass",
+            "time.sleep(600)",
+            "if rank == 0:\n    dist.recv(torch.ones(1), world_size - 1) if world_size > 1 else time.sleep(600)\n"
+            "time.sleep(600)",
+            "dist.barrier() if rank else dist.all_reduce(torch.ones(1))\ntime.sleep(600)",
+            "import asyncio\nawait asyncio.sleep(600)",
+        ],
+        ids=["python", "sleep", "collective", "mixed collectives", "await"],
+    )
+    def test_an_interrupt_ends_the_cell_on_all_ranks(self, notebook: Kernel, code: str):
+        cell = notebook.start(f"%%distributed\nprint('here', flush=True)\n{code}")
+        notebook.wait_for_output(cell, "here")
+        began = time.monotonic()
+        notebook.interrupt()
+        ended = notebook.finish(cell)
+        assert (ended.error, ended.message) == ("KeyboardInterrupt", "the cell was interrupted")
+        assert time.monotonic() - began < 4.0
+
+    def test_an_awaited_task_does_not_go_on_in_the_next_cell(self, notebook: Kernel):
+        cell = notebook.start(
+            "%%rank 0\nimport asyncio\nticks = []\nasync def tick():\n    while True:\n        ticks.append(1)\n"
+            "        await asyncio.sleep(0)\nprint('here', flush=True)\nawait tick()"
+        )
+        notebook.wait_for_output(cell, "here")
+        notebook.interrupt()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
+        code = "%%rank 0\nbefore = len(ticks)\nfor _ in range(9): await asyncio.sleep(0)\nprint(len(ticks) - before)"
+        assert notebook.run(code).ok().stdout == "0\n"
+
+    def test_an_interrupt_between_cells_reaches_no_rank(self, notebook: Kernel):
+        notebook.interrupt()
+        notebook.run("%%distributed\nprint(kept)").ok()
+
+    def test_a_cell_in_the_background_is_not_hit_by_an_interrupt_of_another(self, notebook: Kernel):
+        notebook.run("%%distributed --background\ntime.sleep(0.5)\nprint('done')").ok()
+        notebook.run("handle = _").ok()
+        cell = notebook.start("print('here', flush=True)\nimport time\ntime.sleep(600)")
+        notebook.wait_for_output(cell, "here")
+        notebook.interrupt()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
+        notebook.run("handle.result(20)").ok()
+
+    def test_a_cell_in_the_background_can_be_interrupted(self, notebook: Kernel):
+        notebook.run("%%distributed --background\ntime.sleep(600)").ok()
+        notebook.run("handle = _").ok()
+        notebook.run("%distributed interrupt").ok()
+        assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"
+
+    def test_a_cell_that_takes_too_long_is_interrupted(self, notebook: Kernel):
+        cell = notebook.run("%%distributed --timeout 0.3\nif rank == 0: time.sleep(600)")
+        assert cell.error == "DeadlineError"
+        assert "rank 0 had not come to its end" in cell.message
+        assert "in <module>, Cell In[" in plain(cell.traceback)
+
+
+@pytest.mark.may_leave("processes", "files")  # the rank that takes the other's place lives as long as the notebook
+class TestDeath:
+    def test_a_killed_rank_is_named_and_can_be_replaced(self, notebook: Kernel, ranks: int):
+        cell = notebook.run(
+            "%%distributed\nif rank == world_size - 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+        )
+        assert cell.error == "RankDiedError"
+        assert f"rank {last(ranks)} was ended by SIGKILL (killed)" in cell.message
+        assert cell.seconds < 3.0
+        refused = notebook.run("%%distributed\n1")
+        assert (refused.error, f"%distributed restart {last(ranks)}" in refused.message) == ("PoolError", True)
+        if ranks > 1:
+            assert notebook.run("%%rank 0\nprint(kept)").ok().stdout == "kept 0\n"
+        replace(notebook, last(ranks))
+
+    def test_a_rank_that_dies_between_cells_is_reported_at_once(self, notebook: Kernel, ranks: int):
+        pid = int(notebook.run(f"pool = __import__('nb_accelerate').pool\npool.status()[{last(ranks)}].pid").ok().value)
+        cell = notebook.start("%%distributed\nprint('last')")
+        notebook.finish(cell)
+        os.kill(pid, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+        assert f"rank {last(ranks)} was ended by SIGKILL" in said_under(notebook, cell)
+        replace(notebook, last(ranks))
+
+    def test_a_rank_that_leaves_by_itself_says_with_what_code(self, notebook: Kernel, ranks: int):
+        cell = notebook.run("%%distributed\nif rank == world_size - 1: os._exit(3)\ntime.sleep(600)")
+        assert (cell.error, f"rank {last(ranks)} ended with exit code 3" in cell.message) == ("RankDiedError", True)
+        replace(notebook, last(ranks))
+
+    def test_a_rank_that_works_can_be_replaced_too(self, notebook: Kernel, ranks: int):
+        replace(notebook, last(ranks))
+
+
+def replace(notebook: Kernel, rank: int) -> None:
+    cell = notebook.run(f"%distributed restart {rank}").ok()
+    assert re.match(rf"rank {rank} is new(; it lacks [\w, ]*kept)?", cell.stdout)
+    notebook.run(
+        f"%%rank {rank}\nimport torch, time, os, signal\nimport torch.distributed as dist\nkept = f'kept {{rank}}'"
+    ).ok()
+
+
+def said_under(notebook: Kernel, cell: str) -> str:
+    """What arrives in a cell after its end."""
+    deadline = time.monotonic() + 10
+    while True:
+        message = notebook._iopub(cell, deadline)
+        if message["msg_type"] == "stream":
+            return message["content"]["text"]
+
+
+class TestHangs:
+    @pytest.mark.slow
+    def test_a_hang_names_who_waits_and_who_has_not_come(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("nobody waits for anybody")
+        cell = notebook.start("%%distributed\nif rank == 0:\n    dist.barrier()")
+        seen = notebook.wait_for_output(cell, "nothing has moved")
+        assert re.search(r"rank 0 waits in barrier, called from <module>, Cell In\[\d+\] line 3", seen)
+        assert re.search(r"ranks? [\d-]+ ha(s|ve) ended the cell", seen)
+        notebook.interrupt()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
+
+    def test_where_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
+        cell = notebook.start("%%distributed --background\nprint('begun', flush=True)\ntime.sleep(600)")
+        notebook.finish(cell)
+        notebook.run("handle = _").ok()
+        said_under(notebook, cell)
+        assert re.search(r"rank 0: in <module>, Cell In\[\d+\] line 3", notebook.run("%distributed where").ok().stdout)
+        assert "running" in notebook.run("%distributed status").ok().stdout
+        notebook.run("handle.interrupt()").ok()
+        assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"
