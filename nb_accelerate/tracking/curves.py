@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 320, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 24, 22
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 24, 22
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def draw(curve: Curve) -> str:
         )
 
     body = "".join(
-        f'<text x="{_LEFT - 4}" y="{place(left, y)[1] + 3:.1f}" text-anchor="end">{y:.4g}</text>'
+        f'<text x="{_LEFT - 4}" y="{place(left, y)[1] + 3:.1f}" text-anchor="end">{y:.3g}</text>'
         f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{place(left, y)[1]:.1f}" y2="{place(left, y)[1]:.1f}" '
         'stroke="#8884"/>'
         for y in (low, (low + high) / 2, high)
