@@ -19,6 +19,7 @@ from nb_accelerate.pool.crew import Crew
 from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
 from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.looking import info, whereabouts
+from nb_accelerate.pool.names import names_in
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.outcome import death, error_of, out_of_step, values_of
 from nb_accelerate.pool.output import CellOutput
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nb_accelerate.pool.looking import RankInfo
     from nb_accelerate.pool.member import Member
     from nb_accelerate.pool.source import CellSource
+    from nb_accelerate.protocol.shipping import Packed
 
 _START = 120.0
 """Seconds until every rank is there; importing torch from a slow disk is the longest part of it."""
@@ -254,6 +256,7 @@ class Pool:
             for shipment in manifest.shipments:
                 for rank in shipment.ranks:
                     self._ledgers[rank].sent(shipment.values, shipment.uses)
+                    turn.sent[rank] = tuple(shipment.values)
             turn.callbacks.append(manifest.close)
             if tell:
                 turn.callbacks.append(lambda: _tell_failure(turn, output))
@@ -265,8 +268,7 @@ class Pool:
 
     def finish(self, turn: Turn) -> list[Any]:
         """Wait for the end of a cell; see `run`."""
-        with self._interrupts_go_to(turn):
-            turn.done.wait()
+        self._wait_for(turn)
         self._settle(turn)
         error = error_of(turn, self.world_size)
         if error is not None:
@@ -297,17 +299,19 @@ class Pool:
             TooLargeError: it is more than a gigabyte, and not said to be `large`.
         """
         members = self._ready(ranks)
-        limit = None if large else SIZE_LIMIT
         try:
-            self.call(remote.push, dict(values), ranks=[member.rank for member in members], limit=limit)
+            packed = pack((remote.push, (dict(values),), {}), into_main=True, limit=None if large else SIZE_LIMIT)
         except TooLargeError as error:
             raise TooLargeError(
                 f"{', '.join(values)}: {error.size / 2**30:.1f} GiB would be copied to the ranks. To copy them: "
                 f"%distributed push {' '.join(values)} --large",
                 size=error.size,
             ) from None
+        uses = frozenset[str]().union(*(names_in(code) for code in packed.codes))
+        with packed:
+            self._call(members, packed)
         for member in members:
-            self._ledgers[member.rank].sent(values, frozenset())
+            self._ledgers[member.rank].sent(values, uses)
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
         """Values of names: for each rank a list, in the order of `names`.
@@ -331,7 +335,6 @@ class Pool:
         *args: Any,
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
-        limit: int | None = None,
     ) -> list[Any]:
         """Call a function on ranks; gives what each returned.
 
@@ -340,17 +343,17 @@ class Pool:
             BaseException: what the function raised on a rank.
         """
         members = self._ready(ranks)
-        name = getattr(function, "__name__", "function")
-        with pack((function, args, {}), name=name, into_main=True, limit=limit) as packed:
+        with pack((function, args, {}), name=getattr(function, "__name__", "function"), into_main=True) as packed:
+            return self._call(members, packed, timeout)
 
-            def send(member: Member) -> None:
-                with contextlib.suppress(OSError):  # as above
-                    member.handle.channel.send(Call(parcel=packed.parcel), packed.fds)
+    def _call(self, members: Sequence[Member], packed: Packed, timeout: float | None = None) -> list[Any]:
+        def send(member: Member) -> None:
+            with contextlib.suppress(OSError):  # as above
+                member.handle.channel.send(Call(parcel=packed.parcel), packed.fds)
 
-            turn = self._turn(members, send, timeout=timeout)
-            self._the_crew().begin(turn)
-            with self._interrupts_go_to(turn):
-                turn.done.wait()
+        turn = self._turn(members, send, timeout=timeout)
+        self._the_crew().begin(turn)
+        self._wait_for(turn)
         error = error_of(turn, self.world_size)
         if error is not None:
             raise error
@@ -434,7 +437,7 @@ class Pool:
             self._ledgers[rank] = Ledger()
         with meet(launch, plan) as meeting:
             new = [crew.add(start_rank(self._server, rank)) for rank in ranks]
-            self._ask(new, lambda member: send_setup([member], launch, plan, meeting))
+            self._ask(new, lambda member: send_setup([member], launch, plan, meeting), expendable=True)
             everybody = list(crew.members.values())
             devices = self._ask(everybody, lambda member: send_join(member, meeting, plan.num_processes))
         for member, device in zip(sorted(everybody, key=lambda one: one.rank), devices, strict=True):
@@ -442,11 +445,11 @@ class Pool:
             member.steps = {}
         self._move("joined")
 
-    def _ask(self, members: Sequence[Member], send: Callable[[Member], None]) -> list[Any]:
+    def _ask(self, members: Sequence[Member], send: Callable[[Member], None], *, expendable: bool = False) -> list[Any]:
         turn = self._turn(members, send, timeout=_START)
+        turn.expendable = expendable
         self._the_crew().begin(turn)
-        with self._interrupts_go_to(turn):
-            turn.done.wait()
+        self._wait_for(turn)
         error = error_of(turn, self.world_size)
         if error is not None:
             if self._state is State.STARTING:
@@ -467,6 +470,8 @@ class Pool:
         self._running = None
         crew = self._the_crew()
         for rank, end in turn.ends.items():
+            if not end.has_names:
+                self._ledgers[rank].unbound(turn.sent.get(rank, ()))
             self._ledgers[rank].bound(end.bound)
             self._ledgers[rank].unbound(end.unbound)
         if any(member.handle.ended for member in crew.members.values()):
@@ -510,14 +515,20 @@ class Pool:
                 f"%distributed push {' '.join(news)}"
             )
 
+    def _wait_for(self, turn: Turn) -> None:
+        crew = self._crew
+        with self._interrupts_go_to(turn):
+            turn.done.wait()
+        if crew is not None and crew.failure is not None:
+            raise PoolError("the thread that listens to the ranks has failed") from crew.failure
+
     @contextlib.contextmanager
     def _interrupts_go_to(self, turn: Turn) -> Iterator[None]:
         """While the main thread waits, SIGINT goes to the ranks, and is no exception here."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        crew = self._the_crew()
-        previous = signal.signal(signal.SIGINT, lambda *_: crew.interrupt(turn))
+        previous = signal.signal(signal.SIGINT, lambda *_: self._crew.interrupt(turn) if self._crew else None)
         try:
             yield
         finally:

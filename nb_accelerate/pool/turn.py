@@ -92,6 +92,8 @@ class Turn:
         send: asks one of them.
         fellows: process ids of all ranks, to break their connections.
         timeout: seconds, or None.
+        expendable: ranks that do not answer are killed at once: they are new, and have nothing to lose.
+        sent: names that went along, by rank.
         say: takes a line for the user.
         answers: by rank.
         ends: of cells, by rank.
@@ -105,6 +107,8 @@ class Turn:
     send: Callable[[Member], None]
     fellows: Sequence[int] = ()
     timeout: float | None = None
+    expendable: bool = False
+    sent: dict[int, tuple[str, ...]] = field(default_factory=dict)
     say: Callable[[str], None] = lambda _: None
     patience: Patience = field(default_factory=Patience)
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -186,6 +190,8 @@ class Turn:
             self._enter(Stage.ASK)
 
     def _enter(self, stage: Stage) -> None:
+        if self.expendable and stage is Stage.INTERRUPT:
+            stage = Stage.KILL
         self.stage = stage
         patience = {
             Stage.ASK: self.patience.ask,

@@ -221,12 +221,14 @@ class CellEnd:
         bound: names that the cell bound, or bound to something else.
         unbound: names that it deleted.
         steps: how many collectives each process group has seen, by the group's name.
+        has_names: the names that came along were defined, or there were none.
     """
 
     answer: Result | Failure
     bound: tuple[str, ...] = ()
     unbound: tuple[str, ...] = ()
     steps: Mapping[str, int]
+    has_names: bool = True
 
 
 ToRank = Setup | Call | Join | RunCell | Quit

@@ -88,11 +88,13 @@ class PersistentRank:
 
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
         before = dict(self._names)
+        has_names = cell.names is None
         outcome: Result | Failure
         try:
             with self._gate.open():
                 if cell.names is not None:
                     self._names.update(unpack(cell.names, fds))
+                    has_names = True
                     before = dict(self._names)
                 if cell.wants_accelerator and "accelerator" not in self._names:
                     before["accelerator"] = self._names["accelerator"] = _named(ACCELERATOR)()
@@ -111,6 +113,7 @@ class PersistentRank:
             ),
             unbound=tuple(_visible(before.keys() - self._names.keys())),
             steps=_steps(),
+            has_names=has_names,
         )
         return end, packed
 

@@ -144,6 +144,16 @@ class TestPython:
         cell = notebook.run("%%distributed\ninput()")
         assert (cell.error, "a rank has no keyboard" in cell.message) == ("EOFError", True)
 
+    @pytest.mark.may_leave("processes", "shared_memory")  # the rank keeps the queue, and Python a tracker of it
+    def test_a_rank_spawns_processes_that_run_a_function_of_a_cell(self, notebook: Kernel):
+        cell = notebook.run(
+            "%%distributed\nimport multiprocessing\ndef double(x, to): to.put(2 * x)\n"
+            "context = multiprocessing.get_context('spawn')\nqueue = context.Queue()\n"
+            "child = context.Process(target=double, args=(4, queue))\nchild.start()\n"
+            "print(queue.get(timeout=30))\nchild.join()"
+        ).ok()
+        assert cell.stdout == "8\n"
+
     def test_loader_workers_run_a_class_from_a_cell(self, notebook: Kernel):
         cell = notebook.run(
             "%%distributed\nimport torch\nclass Squares(torch.utils.data.Dataset):\n"
@@ -177,6 +187,21 @@ class TestNames:
         assert notebook.run("%%distributed\nprint(theirs)").ok().stderr == ""
         notebook.run("%distributed push theirs").ok()
         assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "notebook\n"
+
+    def test_what_a_pushed_function_uses_travels_when_it_is_used(self, notebook: Kernel):
+        notebook.run("OFFSET = 3\ndef inner(): return OFFSET\ndef pushed_function(): return inner()").ok()
+        notebook.run("%distributed push pushed_function").ok()
+        assert notebook.run("%%distributed\nprint(pushed_function())").ok().stdout == "3\n"
+
+    def test_what_could_not_be_unpickled_is_sent_again(self, notebook: Kernel):
+        notebook.run(
+            "import os\nclass Picky:\n    def __reduce__(self): return checked, (os.getpid(),)\n"
+            "def checked(pid):\n    import builtins\n    if not getattr(builtins, 'allowed', False):\n"
+            "        raise RuntimeError('not yet')\n    return 'allowed'\npicky = Picky()"
+        ).ok()
+        assert notebook.run("%%distributed\nprint(picky)").message == "not yet"
+        notebook.run("%%distributed\nimport builtins\nbuiltins.allowed = True").ok()
+        assert notebook.run("%%distributed\nprint(picky)").ok().stdout == "allowed\n"
 
     def test_in_sends_whatever_the_ranks_have(self, notebook: Kernel):
         notebook.run("%%distributed\nsetting = 'ranks'").ok()
