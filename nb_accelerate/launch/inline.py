@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.values import Values
-from nb_accelerate.worker.rank import CLOSE_GROUPS
+from nb_accelerate.worker.groups import close_groups, has_group
 
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
@@ -29,17 +27,11 @@ def run_inline(options: LaunchOptions, plan: LaunchPlan) -> Values:
         if meeting.listener is not None:
             meeting.listener.close()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        had_group = _has_group()
+        had_group = has_group()
         try:
             return Values([options.function(*options.args, **options.kwargs)])
         finally:
-            if _has_group() and not had_group:
-                module, _, name = CLOSE_GROUPS.partition(":")
-                getattr(importlib.import_module(module), name)()
+            if has_group() and not had_group:
+                close_groups()
             os.environ.clear()
             os.environ.update(before)
-
-
-def _has_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import os
 import sys
 from dataclasses import replace
@@ -22,8 +20,8 @@ from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.worker import alarm
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
+from nb_accelerate.worker.groups import close_groups, named, serve_store
 from nb_accelerate.worker.namespace import is_hidden
-from nb_accelerate.worker.rank import CLOSE_GROUPS, serve_store
 from nb_accelerate.worker.revive import models_of_default_group, revive
 from nb_accelerate.worker.shell import make_shell
 
@@ -69,12 +67,12 @@ class PersistentRank:
         if message.has_alarm:
             alarm.listen(Channel.from_fd(waiting.pop(0)))
         models = models_of_default_group()
-        _named(CLOSE_GROUPS)()
+        close_groups()
         self._store = None
         os.environ.update(message.environ)
         if message.store is not None:
             self._store = serve_store(message.store, waiting.pop(0))
-        context = _named(SETUP_PROCESS)()
+        context = named(SETUP_PROCESS)()
         _make_group_of_one(context)
         revive(models)
         topology = context.topology
@@ -97,7 +95,7 @@ class PersistentRank:
                     has_names = True
                     before = dict(self._names)
                 if cell.wants_accelerator and "accelerator" not in self._names:
-                    before["accelerator"] = self._names["accelerator"] = _named(ACCELERATOR)()
+                    before["accelerator"] = self._names["accelerator"] = named(ACCELERATOR)()
                 result = self._shell.run(cell)
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
@@ -173,9 +171,3 @@ def _steps() -> dict[str, int]:
         with contextlib.suppress(Exception):  # a backend that does not count
             found[name] = group._get_sequence_number_for_group()  # noqa: SLF001 - as above
     return found
-
-
-@functools.cache
-def _named(dotted: str) -> Any:
-    module, _, name = dotted.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -28,6 +28,7 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Call, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.call import answer, fail
+from nb_accelerate.worker.groups import close_groups, has_group, serve_store
 from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.lineage import die_with_parent, set_name
 from nb_accelerate.worker.loaders import spawn_by_value
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.worker.cell import PersistentRank
     from nb_accelerate.worker.ends import RankEnds
-
-CLOSE_GROUPS = "nb_accelerate.process.group:close"
-"""The training half's way to leave every process group; only called where torch.distributed is loaded."""
 
 
 def run_rank(
@@ -147,22 +145,12 @@ def _reseed_numpy() -> None:
         random.seed()
 
 
-def serve_store(store: tuple[str, int, int], fd: int) -> Any:
-    """Answer on a socket that the kernel has bound: no port to guess, none open to the network."""
-    from torch._C._distributed_c10d import TCPStore
-
-    address, port, world_size = store
-    return TCPStore(address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-
-
 def _leave() -> None:
     """What a script's end would do: leave groups, end children, run exit handlers, flush."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if has_group():
         # A process that leaves without destroying every gloo group sometimes aborts while it is torn down.
-        module, _, name = CLOSE_GROUPS.partition(":")
         with contextlib.suppress(Exception):
-            getattr(importlib.import_module(module), name)()
+            close_groups()
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
         with contextlib.suppress(Exception):

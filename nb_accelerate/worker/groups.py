@@ -1,0 +1,46 @@
+"""A rank's process groups: the store they meet at, and the way out of them.
+
+What belongs to the training half is reached by a dotted name when it is needed, and never imported from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+_CLOSE = "nb_accelerate.process.group:close"
+"""The training half's way to leave every process group."""
+
+
+def named(dotted: str) -> Any:
+    """What ``module:name`` stands for."""
+    module, _, name = dotted.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def has_group() -> bool:
+    """Is a default process group open in this process? Imports nothing to find out."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def close_groups() -> None:
+    """Leave every process group, and forget what this process was in them."""
+    named(_CLOSE)()
+
+
+def serve_store(store: tuple[str, int, int], fd: int) -> Any:
+    """Answer on a socket that the kernel has bound: no port to guess, none open to the network.
+
+    Args:
+        store: address, port and number of ranks.
+        fd: the listening socket; taken over.
+
+    Returns:
+        The store, which serves as long as it is kept.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    address, port, world_size = store
+    return TCPStore(address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
