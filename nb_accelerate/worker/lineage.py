@@ -42,8 +42,16 @@ def set_name(name: str) -> None:
 
 
 def children() -> list[int]:
-    """Process ids of the children of this process, zombies too."""
-    return [child.pid for child in psutil.Process().children()]
+    """Process ids of the children of this process, zombies too, that do not end by themselves."""
+    return [child.pid for child in psutil.Process().children() if not _is_tracker(child)]
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Multiprocessing's tracker: it ends with the last process that uses it, and removes what they left behind."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _prctl(option: int, value: int) -> bool:
