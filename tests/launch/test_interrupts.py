@@ -13,6 +13,7 @@ from fixtures.kernels import Kernel
 
 SETUP = """
 import functools, os, signal, threading, time
+import torch, torch.distributed  # as a notebook has: a forked rank then need not import it
 from nb_accelerate import notebook_launcher
 launch = functools.partial(notebook_launcher, progress="off")
 
