@@ -29,14 +29,14 @@ def values_of(turn: Turn) -> list[Any]:
     ]
 
 
-def error_of(turn: Turn, world_size: int) -> BaseException | None:
+def error_of(turn: Turn) -> BaseException | None:
     """The first cause, or None if all went well."""
     if not turn.troubles:
         return None
     if any(trouble.kind == "interrupted" for trouble in turn.troubles):
         return KeyboardInterrupt("the cell was interrupted")
     stacks = dict(turn.stacks)
-    return first_cause([_incident(trouble, turn) for trouble in turn.troubles], world_size, stacks)
+    return first_cause([_incident(trouble, turn) for trouble in turn.troubles], turn.world_size, stacks)
 
 
 def _incident(trouble: Trouble, turn: Turn) -> Incident:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.errors import ConfigError, PoolError, TooLargeError
-from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.errors import TooLargeError
 from nb_accelerate.launch.sinks import sink_here
-from nb_accelerate.launch.starters import STARTERS
-from nb_accelerate.pool.crew import Crew
+from nb_accelerate.pool.group import RankGroup
 from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
 from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.looking import info, whereabouts
@@ -24,29 +20,21 @@ from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.outcome import death, error_of, out_of_step, values_of
 from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
-from nb_accelerate.pool.starting import plan_pool, send_join, send_setup, start_rank
-from nb_accelerate.pool.turn import Turn
-from nb_accelerate.protocol.messages import Call, Quit, RunCell
+from nb_accelerate.pool.starting import plan_pool
+from nb_accelerate.pool.waiting import wait_for
+from nb_accelerate.protocol.messages import Call, RunCell
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker import namespace as remote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.sinks import Sink
     from nb_accelerate.pool.looking import RankInfo
     from nb_accelerate.pool.member import Member
     from nb_accelerate.pool.source import CellSource
+    from nb_accelerate.pool.turn import Turn
     from nb_accelerate.protocol.shipping import Packed
-
-_START = 120.0
-"""Seconds until every rank is there; importing torch from a slow disk is the longest part of it."""
-
-_QUIT = 5.0
-"""Seconds for exit handlers of users and libraries."""
 
 
 class Pool:
@@ -59,14 +47,9 @@ class Pool:
         self._pid = os.getpid()
         self._state = State.STOPPED
         self._options = PoolOptions()
-        self._launch: LaunchOptions | None = None
-        self._plan: LaunchPlan | None = None
-        self._crew: Crew | None = None
-        self._resources = contextlib.ExitStack()
-        self._server: RankServer | None = None
+        self._group: RankGroup | None = None
         self._ledgers: dict[int, Ledger] = {}
         self._running: Turn | None = None
-        self._lost: dict[int, str] = {}
 
     # What it is.
 
@@ -83,13 +66,12 @@ class Pool:
     @property
     def is_idle(self) -> bool:
         """Would ranks answer at once?"""
-        busy = self._running is not None and not self._running.done.is_set()
-        return self._state is not State.STOPPED and self._state is not State.STARTING and not busy
+        return self._state not in (State.STOPPED, State.STARTING) and not self._is_busy
 
     @property
     def world_size(self) -> int:
         """Number of ranks, also of those that have ended."""
-        return self._plan.num_processes if self._plan else 0
+        return self._group.size if self._group else 0
 
     @property
     def options(self) -> PoolOptions:
@@ -98,7 +80,7 @@ class Pool:
 
     def describe(self) -> str:
         """One line about the ranks."""
-        return self._plan.describe() if self._plan else "no ranks"
+        return self._group.plan.describe() if self._group else "no ranks"
 
     # Start and end.
 
@@ -114,10 +96,8 @@ class Pool:
         launch, plan = plan_pool(options)
         self._move("start")
         try:
-            self._options, self._launch, self._plan = options, launch, plan
-            self._resources = contextlib.ExitStack()
-            self._server = self._resources.enter_context(STARTERS[plan.start_method](launch))
-            self._crew = Crew(self._on_loss)
+            self._options = options
+            self._group = RankGroup(launch, plan, self._on_loss)
             self._bring_up(range(plan.num_processes))
         except BaseException:
             self.stop()
@@ -130,13 +110,10 @@ class Pool:
             return
         self._state = move(self._state, "stop")
         atexit.unregister(self.stop)
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            self._end([*crew.members.values()], crew)
-            crew.close()
-        self._resources.close()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(ask=not self._is_busy)
         self._ledgers.clear()
-        self._lost.clear()
         self._running = None
 
     def restart(self, rank: int | None = None) -> None:
@@ -153,18 +130,16 @@ class Pool:
             self.stop()
             self.start(options)
             return
-        self._check_ranks((rank,))
-        crew = self._the_crew()
-        member = crew.members.get(rank)
-        if member is not None:
-            if self._running is not None and not self._running.done.is_set():
-                self._move("repair")
-            self._end([member], crew, now=True)
-            crew.remove(member)
+        group = self._the_group()
+        group.check((rank,))
+        self.wait(0)  # takes note of a cell that has ended in the background
+        if self._is_busy:
+            self._move("repair")  # says that it cannot be now
+        new = sorted({rank, *group.missing})  # all that are missing: with one less, nobody meets anybody
+        for one in new:
+            group.remove(one)
         self._move("repair")
-        self._lost.pop(rank, None)
-        missing = [one for one in range(self.world_size) if one not in crew.members]
-        self._bring_up(missing)
+        self._bring_up(new)
 
     def lacking(self, rank: int) -> list[str]:
         """Names that cells bound on other ranks, and that this one has not."""
@@ -219,12 +194,13 @@ class Pool:
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
-        members = self._chosen(options.ranks)
+        group = self._the_group()
+        members = group.chosen(options.ranks)
         sink = sink or sink_here()
         output = CellOutput(
             [member.rank for member in members],
             sink,
-            self._the_crew().ids,
+            group.crew.ids,
             style=options.style,
             quiet=options.quiet,
         )
@@ -250,7 +226,7 @@ class Pool:
                 with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
                     member.handle.channel.send(message, packed.fds if packed else ())
 
-            turn = self._turn(members, send, timeout=options.timeout, say=output.say)
+            turn = group.turn(members, send, timeout=options.timeout, say=output.say)
             self._move("run")
             self._running = turn
             for shipment in manifest.shipments:
@@ -260,7 +236,7 @@ class Pool:
             turn.callbacks.append(manifest.close)
             if tell:
                 turn.callbacks.append(lambda: _tell_failure(turn, output))
-            self._the_crew().begin(turn, output, watch_for_hangs=True)
+            group.crew.begin(turn, output, watch_for_hangs=True)
         except BaseException:
             manifest.close()
             raise
@@ -268,9 +244,10 @@ class Pool:
 
     def finish(self, turn: Turn) -> list[Any]:
         """Wait for the end of a cell; see `run`."""
-        self._wait_for(turn)
+        if self._group is not None:
+            wait_for(self._group.crew, turn)
         self._settle(turn)
-        error = error_of(turn, self.world_size)
+        error = error_of(turn)
         if error is not None:
             raise error
         return values_of(turn)
@@ -287,9 +264,9 @@ class Pool:
 
     def interrupt(self) -> None:
         """Interrupt the cell that runs; a second time, kill ranks that cannot be interrupted. Any thread."""
-        turn, crew = self._running, self._crew
-        if turn is not None and crew is not None:
-            crew.interrupt(turn)
+        turn, group = self._running, self._group
+        if turn is not None and group is not None:
+            group.crew.interrupt(turn)
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
         """Define names on the ranks, also if they have their own of that name.
@@ -351,27 +328,22 @@ class Pool:
             with contextlib.suppress(OSError):  # as above
                 member.handle.channel.send(Call(parcel=packed.parcel), packed.fds)
 
-        turn = self._turn(members, send, timeout=timeout)
-        self._the_crew().begin(turn)
-        self._wait_for(turn)
-        error = error_of(turn, self.world_size)
-        if error is not None:
-            raise error
-        return values_of(turn)
+        group = self._the_group()
+        return group.ask(group.turn(members, send, timeout=timeout))
 
     # Looking.
 
     def status(self) -> list[RankInfo]:
         """What every rank is. Asks nothing of the ranks."""
-        members = self._the_crew().members
+        group = self._the_group()
         return [
-            info(rank, members.get(rank), busy=rank in self._busy_ranks(), lost=self._lost.get(rank, ""))
-            for rank in range(self.world_size)
+            info(rank, group.members.get(rank), busy=rank in self._busy_ranks(), lost=group.lost.get(rank, ""))
+            for rank in range(group.size)
         ]
 
     def where(self) -> dict[int, str]:
         """Where every rank is, also while it runs a cell: in a few words, by rank."""
-        return whereabouts(self._the_crew().members, self._busy_ranks())
+        return whereabouts(self._the_group().members, self._busy_ranks())
 
     def _busy_ranks(self) -> set[int]:
         busy = self._running
@@ -382,80 +354,37 @@ class Pool:
     def _move(self, event: str) -> None:
         self._state = move(self._state, event)
 
-    def _the_crew(self) -> Crew:
-        if self._crew is None:
+    @property
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.done.is_set()
+
+    def _the_group(self) -> RankGroup:
+        if self._group is None:
             self._move("run")  # says what to do
             raise AssertionError
-        return self._crew
+        return self._group
 
     def _ready(self, ranks: Sequence[int] | None) -> list[Member]:
-        self._the_crew()
+        group = self._the_group()
         self.wait()
-        return self._chosen(None if ranks is None else tuple(ranks))
-
-    def _check_ranks(self, ranks: Sequence[int]) -> None:
-        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size]
-        if wrong:
-            raise ConfigError(
-                f"there is no rank {wrong[0]}: the ranks that run are {', '.join(map(str, range(self.world_size)))}"
-            )
-
-    def _chosen(self, ranks: tuple[int, ...] | None) -> list[Member]:
-        crew = self._the_crew()
-        self._check_ranks(ranks or ())
-        chosen = sorted(set(ranks)) if ranks is not None else list(range(self.world_size))
-        gone = [rank for rank in chosen if rank not in crew.members or crew.members[rank].handle.ended]
-        if gone:
-            why = "; ".join(self._lost.get(rank, f"rank {rank} has ended") for rank in gone)
-            raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
-        return [crew.members[rank] for rank in chosen]
+        return group.chosen(ranks)
 
     def _check_names(self, names: Sequence[str], variables: Mapping[str, Any]) -> None:
         for name in names:
             if name not in variables:
                 raise NameError(f"name {name!r} is not defined in the notebook, so it cannot be sent to the ranks")
 
-    def _turn(
-        self,
-        members: Sequence[Member],
-        send: Callable[[Member], None],
-        *,
-        timeout: float | None = None,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> Turn:
-        pids = [one.handle.pid for one in self._the_crew().members.values() if one.handle.pid and not one.handle.ended]
-        return Turn(members=members, send=send, fellows=pids, timeout=timeout, say=say)
-
     def _bring_up(self, ranks: Sequence[int]) -> None:
         """Start these ranks, and have all of them meet."""
-        assert self._launch is not None
-        assert self._plan is not None
-        assert self._server is not None
-        launch, plan = self._launch, self._plan
-        crew = self._the_crew()
+        group = self._the_group()
         for rank in ranks:
             self._ledgers[rank] = Ledger()
-        with meet(launch, plan) as meeting:
-            new = [crew.add(start_rank(self._server, rank)) for rank in ranks]
-            self._ask(new, lambda member: send_setup([member], launch, plan, meeting), expendable=True)
-            everybody = list(crew.members.values())
-            devices = self._ask(everybody, lambda member: send_join(member, meeting, plan.num_processes))
-        for member, device in zip(sorted(everybody, key=lambda one: one.rank), devices, strict=True):
-            member.device = device
-            member.steps = {}
+        try:
+            group.bring_up(ranks)
+        except BaseException:
+            self._move("lost" if group.missing else "broke off")
+            raise
         self._move("joined")
-
-    def _ask(self, members: Sequence[Member], send: Callable[[Member], None], *, expendable: bool = False) -> list[Any]:
-        turn = self._turn(members, send, timeout=_START)
-        turn.expendable = expendable
-        self._the_crew().begin(turn)
-        self._wait_for(turn)
-        error = error_of(turn, self.world_size)
-        if error is not None:
-            if self._state is State.STARTING:
-                self._move("lost" if any(one.handle.ended for one in members) else "broke off")
-            raise error
-        return values_of(turn)
 
     def _meet_again(self, output: CellOutput) -> None:
         self._move("repair")
@@ -468,41 +397,25 @@ class Pool:
         if self._running is not turn:
             return
         self._running = None
-        crew = self._the_crew()
+        group = self._the_group()
         for rank, end in turn.ends.items():
             if not end.has_names:
                 self._ledgers[rank].unbound(turn.sent.get(rank, ()))
             self._ledgers[rank].bound(end.bound)
             self._ledgers[rank].unbound(end.unbound)
-        if any(member.handle.ended for member in crew.members.values()):
+        if group.missing:
             self._move("lost")
-        elif self.world_size > 1 and turn.troubles and (turn.was_cut or out_of_step(crew.members)):
+        elif self.world_size > 1 and turn.troubles and (turn.was_cut or out_of_step(group.members)):
             self._move("broke off")
         else:
             self._move("ended")
 
-    def _on_loss(self, member: Member) -> None:
+    def _on_loss(self, error: BaseException) -> None:
         """In the crew's thread: a rank has ended."""
-        error = death(member, "")
-        self._lost[member.rank] = str(error).split(". ", maxsplit=1)[0]
         if self._running is None and self._state in (State.IDLE, State.APART, State.BROKEN):
             self._move("lost")
-            if self._crew is not None:
-                self._crew.say(str(error))
-
-    def _end(self, members: list[Member], crew: Crew, *, now: bool = False) -> None:
-        """End ranks: ask, then kill."""
-        running = self._running is not None and not self._running.done.is_set()
-        alive = [member for member in members if not member.handle.ended]
-        if not now and not running:
-            for member in alive:
-                with contextlib.suppress(OSError):  # as above
-                    member.handle.channel.send(Quit())
-            if crew.wait_for_end(alive, _QUIT):
-                return
-        for member in alive:
-            member.handle.signal(signal.SIGKILL)
-        crew.wait_for_end(alive, _QUIT)
+            if self._group is not None:
+                self._group.crew.say(str(error))
 
     def _say_what_is_own(self, own: Mapping[str, Any], ledgers: Mapping[int, Ledger], output: CellOutput) -> None:
         news = [
@@ -514,25 +427,6 @@ class Pool:
                 f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
                 f"%distributed push {' '.join(news)}"
             )
-
-    def _wait_for(self, turn: Turn) -> None:
-        crew = self._crew
-        with self._interrupts_go_to(turn):
-            turn.done.wait()
-        if crew is not None and crew.failure is not None:
-            raise PoolError("the thread that listens to the ranks has failed") from crew.failure
-
-    @contextlib.contextmanager
-    def _interrupts_go_to(self, turn: Turn) -> Iterator[None]:
-        """While the main thread waits, SIGINT goes to the ranks, and is no exception here."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = signal.signal(signal.SIGINT, lambda *_: self._crew.interrupt(turn) if self._crew else None)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
 
 def _tell_failure(turn: Turn, output: CellOutput) -> None:

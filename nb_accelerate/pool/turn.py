@@ -91,6 +91,7 @@ class Turn:
         members: who is asked.
         send: asks one of them.
         fellows: process ids of all ranks, to break their connections.
+        world_size: number of all ranks.
         timeout: seconds, or None.
         expendable: ranks that do not answer are killed at once: they are new, and have nothing to lose.
         sent: names that went along, by rank.
@@ -106,6 +107,7 @@ class Turn:
     members: Sequence[Member]
     send: Callable[[Member], None]
     fellows: Sequence[int] = ()
+    world_size: int = 1
     timeout: float | None = None
     expendable: bool = False
     sent: dict[int, tuple[str, ...]] = field(default_factory=dict)

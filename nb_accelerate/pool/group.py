@@ -1,0 +1,198 @@
+"""The ranks of a pool as a group: they are started, meet, meet again, are replaced, and end.
+
+::
+
+    start --> Setup --> Join, all of them --+--> in one process group
+                          ^                 |
+                          +-- meet again <--+--> a rank is lost --> a new one in its place --> Setup --> Join, all
+
+New ranks are expendable: one that does not come is killed. Those that have variables are asked, and waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.launch.starters import STARTERS
+from nb_accelerate.pool.crew import Crew
+from nb_accelerate.pool.outcome import death, error_of, values_of
+from nb_accelerate.pool.starting import send_join, send_setup, start_rank
+from nb_accelerate.pool.turn import Turn
+from nb_accelerate.pool.waiting import wait_for
+from nb_accelerate.protocol.messages import Quit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.pool.member import Member
+
+_START = 120.0
+"""Seconds until every rank is there; importing torch from a slow disk is the longest part of it."""
+
+_QUIT = 5.0
+"""Seconds for exit handlers of users and libraries."""
+
+
+class RankGroup:
+    """Owns the ranks, the thread that listens to them, and the server they are forked from. `close` it.
+
+    Args:
+        options: of the launch.
+        plan: how many ranks on what.
+        on_loss: called, in the crew's thread, with what happened when a rank has ended.
+
+    Attributes:
+        plan: as given.
+        crew: the ranks that were started.
+        lost: how ranks ended that have not been replaced yet.
+    """
+
+    def __init__(self, options: LaunchOptions, plan: LaunchPlan, on_loss: Callable[[BaseException], None]) -> None:
+        self.plan = plan
+        self.lost: dict[int, str] = {}
+        self._options = options
+        self._tell = on_loss
+        with contextlib.ExitStack() as resources:
+            self._server = resources.enter_context(STARTERS[plan.start_method](options))
+            self.crew = Crew(self._on_loss)
+            self._resources = resources.pop_all()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, also of those that have ended."""
+        return self.plan.num_processes
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """Ranks that were not removed, by their number."""
+        return self.crew.members
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have ended."""
+        return [rank for rank in range(self.size) if rank not in self.members or self.members[rank].handle.ended]
+
+    def chosen(self, ranks: Sequence[int] | None) -> list[Member]:
+        """These ranks, or all.
+
+        Raises:
+            ConfigError: there is no such rank.
+            PoolError: one of them has ended.
+        """
+        self.check(ranks or ())
+        wanted = range(self.size) if ranks is None else sorted(set(ranks))
+        gone = [rank for rank in self.missing if rank in wanted]
+        if gone:
+            why = "; ".join(self.lost.get(rank, f"rank {rank} has ended") for rank in gone)
+            raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
+        return [self.members[rank] for rank in wanted]
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Are there such ranks?
+
+        Raises:
+            ConfigError: no.
+        """
+        wrong = [rank for rank in ranks if not 0 <= rank < self.size]
+        if wrong:
+            raise ConfigError(
+                f"there is no rank {wrong[0]}: the ranks that run are {', '.join(map(str, range(self.size)))}"
+            )
+
+    def turn(
+        self,
+        members: Sequence[Member],
+        send: Callable[[Member], None],
+        *,
+        timeout: float | None = None,
+        expendable: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Turn:
+        """Something to ask of ranks; see `Turn`."""
+        pids = [one.handle.pid for one in self.members.values() if one.handle.pid and not one.handle.ended]
+        return Turn(
+            members=members,
+            send=send,
+            fellows=pids,
+            world_size=self.size,
+            timeout=timeout,
+            expendable=expendable,
+            say=say,
+        )
+
+    def ask(self, turn: Turn) -> list[Any]:
+        """Wait for the answers; gives them in the order of the ranks.
+
+        Raises:
+            BaseException: the first cause, if it went wrong.
+        """
+        self.crew.begin(turn)
+        wait_for(self.crew, turn)
+        error = error_of(turn)
+        if error is not None:
+            raise error
+        return values_of(turn)
+
+    def bring_up(self, ranks: Sequence[int]) -> None:
+        """Start these ranks, and have all of them meet.
+
+        Raises:
+            StartError: a rank could not be started.
+            BaseException: a rank could not be set up, or did not meet the others.
+        """
+        with meet(self._options, self.plan) as meeting:
+            new = [self.crew.add(start_rank(self._server, rank)) for rank in ranks]
+
+            def set_up(member: Member) -> None:
+                send_setup([member], self._options, self.plan, meeting)
+
+            self.ask(self.turn(new, set_up, timeout=_START, expendable=True))
+            everybody = sorted(self.members.values(), key=lambda one: one.rank)
+            devices = self.ask(
+                self.turn(everybody, lambda member: send_join(member, meeting, self.size), timeout=_START)
+            )
+        for member, device in zip(everybody, devices, strict=True):
+            member.device = device
+            member.steps = {}
+
+    def remove(self, rank: int) -> None:
+        """Kill a rank, if it lives, and forget it."""
+        member = self.members.get(rank)
+        if member is not None:
+            self._end([member], ask=False)
+            self.crew.remove(member)
+        self.lost.pop(rank, None)
+
+    def close(self, *, ask: bool) -> None:
+        """End every rank; nothing is left.
+
+        Args:
+            ask: they are idle, so they get the time to end by themselves.
+        """
+        self._end([*self.members.values()], ask=ask)
+        self.crew.close()
+        self._resources.close()
+
+    def _end(self, members: Sequence[Member], *, ask: bool) -> None:
+        alive = [member for member in members if not member.handle.ended]
+        if ask:
+            for member in alive:
+                with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
+                    member.handle.channel.send(Quit())
+            if self.crew.wait_for_end(alive, _QUIT):
+                return
+        for member in alive:
+            member.handle.signal(signal.SIGKILL)
+        self.crew.wait_for_end(alive, _QUIT)
+
+    def _on_loss(self, member: Member) -> None:
+        """In the crew's thread: a rank has ended."""
+        error = death(member, "")
+        self.lost[member.rank] = str(error).split(". ", maxsplit=1)[0]
+        self._tell(error)
