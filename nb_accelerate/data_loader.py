@@ -9,12 +9,16 @@ from nb_accelerate.data import (
     SkipBatchSampler,
     skip_first_batches,
 )
+from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import IterableDatasetShard
+from nb_accelerate.data.tracker import DataLoaderStateMixin
 
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderAdapter",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",

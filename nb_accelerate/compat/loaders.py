@@ -11,6 +11,7 @@ from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.compat.here import collectives_here, newest_choices, process_here
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.data.samplers import sampler_inside
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import resolve_rng_types
 
@@ -124,26 +125,19 @@ class SkipDataLoader(DataLoaderShard):
     Args:
         dataset: as for a DataLoader.
         skip_batches: how many batches to leave out.
-        use_stateful_dataloader: not supported here.
+        use_stateful_dataloader: make a loader of torchdata. Give it by name.
         **kwargs: those of a DataLoader.
 
     Raises:
-        ConfigError: ``use_stateful_dataloader`` was given.
+        MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
     """
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        if use_stateful_dataloader:
-            raise ConfigError(
-                "SkipDataLoader cannot be stateful. Write skip_first_batches(loader, n) with a prepared loader that is."
-            )
-        super().__init__(dataset, skip_batches=skip_batches, **kwargs)
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """Return the sampler of a loader: what says in which order rows are read. None where nothing does."""
-    sampler: Any = getattr(dataloader, "batch_sampler", None) or getattr(dataloader, "sampler", None)
-    while hasattr(sampler, "batch_sampler"):  # ours and others' wrap the user's
-        sampler = sampler.batch_sampler
-    return getattr(sampler, "sampler", sampler)
+    return sampler_inside(dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.data.tracker import Tracked
+    from nb_accelerate.data.tracker import LoaderTracker, Tracked
     from nb_accelerate.process.context import ProcessContext
 
 
@@ -286,6 +286,11 @@ class GradientState:
         state = self._choices.accumulation
         names = GradientAccumulationPlugin.__dataclass_fields__
         return GradientAccumulationPlugin(**{name: getattr(state, name) for name in names}).to_kwargs()
+
+    @property
+    def tracker(self) -> LoaderTracker:
+        """Which prepared loaders are being iterated: where `DataLoaderStateMixin` makes loaders known."""
+        return self._choices.tracker
 
     @property
     def in_dataloader(self) -> bool:

@@ -18,6 +18,10 @@ class EpochCounter:
 
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
+        self.listen(*things)
+
+    def listen(self, *things: Any) -> None:
+        """Tell these from now on, and those inside of them, instead of the ones told before."""
         self._listeners = _listeners(things)
         self._told: list[Any] = [getattr(one, "epoch", None) for one in self._listeners]
 

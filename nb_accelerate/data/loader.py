@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
-from nb_accelerate.data.epochs import EpochCounter
+from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
-from nb_accelerate.data.samplers import skipping
-from nb_accelerate.data.tracker import LoaderTracker
+from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderTracker
 from nb_accelerate.nested import find_batch_size, send_to_device, tensors_in
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class Share(Protocol):
         ...
 
 
-class DataLoaderShard(DataLoader[Any]):
+class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     """A user's loader, prepared. Made by `prepare_data_loader`; all else is as in `torch.utils.data.DataLoader`.
 
     It looks one batch ahead, so that while a batch is used it is known whether it is the last.
@@ -43,19 +42,18 @@ class DataLoaderShard(DataLoader[Any]):
         total_batch_size: rows of all ranks together in one step.
         items_are_batches: the user's loader has no batch size: what it reads are batches by themselves.
         non_blocking: do not wait for copies to the device; batches are then sent there one ahead.
-        skip_batches: read and leave out that many batches of this rank at the beginning of every epoch, for
-            iterable datasets; samplers leave out row numbers instead.
-        epochs: counts epochs; loaders over the same samplers share one.
-        **kwargs: those of `torch.utils.data.DataLoader`.
+        **kwargs: those of `DataLoaderAdapter`.
 
     Attributes:
         end_of_dataloader: whether the batch handed out is the last.
         remainder: real rows in the last batch of all ranks together; 0 if all are, -1 if not known yet.
         batch_remainder: the same for the current batch; None if all its rows are real.
         rows_on_rank: rows of the current batch on this rank; set together with ``batch_remainder``.
-        skip_batches: batches left out at the beginning of every epoch, by whatever means.
-        position: batches of this rank's epoch that were handed out or left out so far; 0 when it is over.
     """
+
+    batch_remainder: int | None = None
+    rows_on_rank: int | None = None
+    _looks_ahead = True
 
     def __init__(
         self,
@@ -69,30 +67,19 @@ class DataLoaderShard(DataLoader[Any]):
         total_batch_size: int | None = None,
         items_are_batches: bool = False,
         non_blocking: bool = False,
-        skip_batches: int = 0,
-        epochs: EpochCounter | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
         self.device = device
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.batch_remainder: int | None = None
-        self.rows_on_rank = 0
-        self.skip_batches = skip_batches
-        self.position = 0
         self._share = share
+        self._share_read = share  # that of the current epoch, if it was resumed in its middle
         self._tracker = tracker or LoaderTracker()
         self._on_start = on_start
         self._rows = rows
         self._total_batch_size = total_batch_size
         self._items_are_batches = items_are_batches
         self._non_blocking = non_blocking
-        self._dropped = skip_batches  # those that are left out after they were read
-        self._resume_at: int | None = None  # where the next epoch begins, if a position was loaded
-        self._epochs = epochs or EpochCounter(self.batch_sampler, self.sampler, dataset)
-        self._arguments = {
-            "dataset": dataset,
+        self._arguments |= {
             "device": device,
             "tracker": self._tracker,
             "on_start": on_start,
@@ -101,30 +88,7 @@ class DataLoaderShard(DataLoader[Any]):
             "total_batch_size": total_batch_size,
             "items_are_batches": items_are_batches,
             "non_blocking": non_blocking,
-            "skip_batches": skip_batches,
-            "epochs": self._epochs,
-            **kwargs,
         }
-
-    def skipping(self, batches: int) -> DataLoaderShard:
-        """Return a loader that leaves out the first batches of every epoch, and shares all else with this one.
-
-        Samplers stay the same, so that an epoch of one is an epoch of the other.
-
-        Args:
-            batches: how many of this rank's batches to leave out.
-        """
-        changed: dict[str, Any] = dict(self._arguments)
-        skip = self.skip_batches + batches
-        name = next((name for name in ("batch_sampler", "sampler") if changed.get(name) is not None), None)
-        if name is None or isinstance(self.dataset, IterableDataset):
-            return type(self)(**(changed | {"skip_batches": skip}))
-        changed[name] = skipping(changed[name], batches * self._read_per_batch())
-        if changed["share"] is not None:
-            changed["share"] = changed[name]
-        later = type(self)(**changed)
-        later.skip_batches = skip
-        return later
 
     @property
     def even(self) -> bool:
@@ -135,15 +99,6 @@ class DataLoaderShard(DataLoader[Any]):
     def even(self, value: bool) -> None:
         if self._share is not None:
             self._share.even_batches = value
-
-    @property
-    def iteration(self) -> int:
-        """Epochs begun, or what `set_epoch` said."""
-        return self._epochs.epoch
-
-    @iteration.setter
-    def iteration(self, epoch: int) -> None:
-        self._epochs.epoch = epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -167,33 +122,29 @@ class DataLoaderShard(DataLoader[Any]):
             raise TypeError(f"{type(self.dataset).__name__} does not say how long it is")
         return self._rows
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell samplers and dataset which epoch comes, those that want to know."""
-        self._epochs.set(epoch)
-
-    def __len__(self) -> int:
-        return self._read_length()
-
-    def _read_length(self) -> int:
-        """Return how many batches this rank would read if it read all that it may."""
-        return max(super().__len__() - self._dropped * self._read_per_batch(), 0)
-
-    def _read_per_batch(self) -> int:
-        """Return how many batches are read for one that is handed out."""
-        return 1
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
-        self.end_of_dataloader = False
-        self.remainder = -1
+    @override
+    def reset(self) -> None:
+        super().reset()
         self.batch_remainder = None
-        self.position = self.skip_batches if self._resume_at is None else self._resume_at
+
+    @override
+    def begin(self) -> None:
+        self.reset()
+        self._tracker.begin(self)
+
+    @override
+    def _tracked_by(self) -> LoaderTracker:
+        return self._tracker
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
+        self.reset()
         if self._on_start is not None:
             self._on_start()
         self._epochs.announce()
-        self._tracker.begin(self)
+        self.begin()
         try:
-            source = self._source()
-            self._epochs.epoch += 1
+            source = self._begin()
             try:
                 current = next(source)
             except StopIteration:
@@ -220,16 +171,18 @@ class DataLoaderShard(DataLoader[Any]):
             current = self._open(current) if type(current) is LastBatch else self._mark(current)
             yield current if late is None else late(current)
         finally:
-            self._tracker.end(self)
+            self.end()
 
+    @override
     def _source(self) -> Iterator[Any]:
-        """Return this rank's batches, where they are read."""
-        source = iter(super().__iter__())
-        if self._resume_at is None:
-            for _ in range(self._dropped * self._read_per_batch()):
-                next(source, None)
-        self._resume_at = None
-        return source
+        self._share_read = self._share
+        return super()._source()
+
+    @override
+    def _source_from(self, position: int) -> Iterator[Any]:
+        later = self.skipping(max(position - self.skip_batches, 0))
+        self._share_read = later._share  # noqa: SLF001 - this class
+        return later._source()  # noqa: SLF001 - this class
 
     def _placement(self, first: Any) -> Callable[[Any], Any] | None:
         """Return what moves batches to the device; None if the first is there already and so nothing has to move.
@@ -263,9 +216,9 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _mark(self, batch: Any) -> Any:
         """Note, at the last batch, how many rows of its group are real."""
-        if self._share is not None:
+        if self._share_read is not None:
             rows = find_batch_size(batch) or int(self._items_are_batches)
-            self.batch_remainder = self._share.real_rows(rows)
+            self.batch_remainder = self._share_read.real_rows(rows)
             self.rows_on_rank = rows
         self.remainder = self.batch_remainder or 0
         return batch

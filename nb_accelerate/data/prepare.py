@@ -36,8 +36,11 @@ from nb_accelerate.process.rng import RNGType, synchronize
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch import Tensor
+
     from nb_accelerate.comm import Collectives
     from nb_accelerate.data.dispatcher import SliceFunction
+    from nb_accelerate.data.samplers import InStep
     from nb_accelerate.data.tracker import LoaderTracker
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
@@ -96,7 +99,7 @@ def prepare_data_loader(
     dispatch = bool(config.dispatch_batches) and collectives.world_size > 1
     maker = _Maker(loader, collectives, config, rng_types, dispatch=dispatch)
     parts = maker.iterable() if isinstance(loader.dataset, IterableDataset) else maker.mapped()
-    kind: Callable[..., DataLoaderShard] = DataLoaderShard
+    kind: Any = DataLoaderShard
     if dispatch:
         kind = DataLoaderDispatcher
         parts |= {
@@ -107,13 +110,14 @@ def prepare_data_loader(
         }
     if config.use_stateful_dataloader or is_stateful(loader):
         kind = stateful(kind)
-    return kind(
+    prepared: DataLoaderShard = kind(
         device=device,
         tracker=tracker,
         non_blocking=config.non_blocking,
         rows=_length(loader.dataset),
         **{**kept, **parts},
     )
+    return prepared
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
@@ -163,10 +167,9 @@ class _Maker:
         batches = batched or isinstance(outer, BatchSampler)
         inner = getattr(outer, "sampler", None) if batches else outer
         self._refuse_sharded(inner if inner is not None else outer)
-        outer, inner = self._own(outer, inner, batches=batches)
+        outer = self._own(outer, inner, batches=batches)
         parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._global_sync()}
         if self.ranks > 1:
-            on_start = self._order_sync(outer, inner)
             if batches:
                 outer = BatchSamplerShard(
                     outer,
@@ -174,11 +177,11 @@ class _Maker:
                     self.rank,
                     self.config.split_batches,
                     self.config.even_batches,
-                    on_start=on_start,
+                    in_step=self._in_step(),
                 )
             else:
                 outer = SamplerShard(
-                    outer, self.ranks, self.rank, even_batches=self.config.even_batches, on_start=on_start
+                    outer, self.ranks, self.rank, even_batches=self.config.even_batches, in_step=self._in_step()
                 )
             parts |= {"share": outer, "items_are_batches": not batches}
         if batched:
@@ -225,21 +228,20 @@ class _Maker:
                 "the sampler out (write shuffle=True instead): prepare shares out the data."
             )
 
-    def _own(self, outer: Any, inner: Any, *, batches: bool) -> tuple[Any, Any]:
+    def _own(self, outer: Any, inner: Any, *, batches: bool) -> Any:
         """Return samplers that may be changed without changing those of the user's loader.
 
         Samplers of other kinds stay the user's own objects, who may hold on to them and call their ``set_epoch``.
         """
         wanted = self._seedable(inner) if self.config.use_seedable_sampler else None
         if self.ranks == 1 and wanted is None:
-            return outer, inner
+            return outer
         if not batches:
-            own = wanted if wanted is not None else _copied(outer)
-            return own, own
+            return wanted if wanted is not None else _copied(outer)
         if type(outer) is not BatchSampler:
-            return outer, inner  # its sampler may be bound up with it in ways we do not know
+            return outer  # its sampler may be bound up with it in ways we do not know
         own = wanted if wanted is not None else _copied(inner)
-        return BatchSampler(own, outer.batch_size, outer.drop_last), own
+        return BatchSampler(own, outer.batch_size, outer.drop_last)
 
     def _seedable(self, sampler: Any) -> SeedableRandomSampler | None:
         if type(sampler) is not RandomSampler:
@@ -255,11 +257,10 @@ class _Maker:
             data_seed=seed,
         )
 
-    def _order_sync(self, outer: Any, inner: Any) -> Callable[[], None] | None:
-        if RNGType.GENERATOR not in self.rng_types or isinstance(inner, SeedableRandomSampler):
+    def _in_step(self) -> InStep | None:
+        if RNGType.GENERATOR not in self.rng_types:
             return None
-        broadcast = partial(self.collectives.broadcast, source=0)
-        return shared_order(inner, broadcast) or shared_order(outer, broadcast)
+        return partial(_order_sync, broadcast=partial(self.collectives.broadcast, source=0))
 
     def _global_sync(self, generator: torch.Generator | None = None) -> Callable[[], None] | None:
         types = [kind for kind in self.rng_types if kind is not RNGType.GENERATOR or generator is not None]
@@ -271,6 +272,12 @@ class _Maker:
         if batch_size is None or self.config.split_batches:
             return batch_size
         return batch_size * self.collectives.world_size
+
+
+def _order_sync(outer: Any, inner: Any, *, broadcast: Callable[[Tensor], Tensor]) -> Callable[[], None] | None:
+    if isinstance(inner, SeedableRandomSampler):
+        return None  # its seed is in step
+    return shared_order(inner, broadcast) or shared_order(outer, broadcast)
 
 
 def _copied(sampler: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +15,10 @@ from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_ran
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+InStep = Callable[[Any, Any], Callable[[], None] | None]
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -91,7 +95,8 @@ class BatchSamplerShard(BatchSampler):
         process_index: the number of this one.
         split_batches: cut each batch into pieces instead of handing out whole batches.
         even_batches: fill up the last batches, so that all ranks have equally many of equal size.
-        on_start: called when an epoch starts, before the first row is drawn.
+        in_step: called with the batch sampler and the sampler in it; returns what is called when an epoch starts,
+            before the first row is drawn, so that all ranks draw the same. None if nothing has to be.
 
     Attributes:
         start: how many batches of this rank are left out at the beginning of every epoch.
@@ -110,7 +115,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
         *,
-        on_start: Callable[[], None] | None = None,
+        in_step: InStep | None = None,
     ) -> None:
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -129,9 +134,20 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
         self.last_group_rows: int | None = None
-        self._on_start = on_start
+        self._in_step = in_step
         self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
-        self._plannable = type(batch_sampler) is BatchSampler and type(self.sampler) in _FINITE
+        self._settle()
+
+    def _settle(self) -> None:
+        """Choose how to go through the samplers inside, once they are known."""
+        self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in _FINITE
+        self._on_start = self._in_step(self.batch_sampler, self.sampler) if self._in_step else None
+
+    def use_sampler(self, sampler: Any) -> None:
+        """Put another sampler in the place of that inside."""
+        put_sampler(self.batch_sampler, sampler)
+        self.sampler = sampler
+        self._settle()
 
     @property
     def total_length(self) -> int:
@@ -238,7 +254,7 @@ class SamplerShard(Sampler[Any]):
         num_processes: how many ranks there are.
         process_index: the number of this one.
         even_batches: start again from the beginning at the end, so that all ranks have equally many.
-        on_start: called when an epoch starts, before the first item is drawn.
+        in_step: as for `BatchSamplerShard`.
 
     Attributes:
         start: how many items of this rank are left out at the beginning of every epoch.
@@ -252,15 +268,20 @@ class SamplerShard(Sampler[Any]):
         process_index: int,
         *,
         even_batches: bool = True,
-        on_start: Callable[[], None] | None = None,
+        in_step: InStep | None = None,
     ) -> None:
-        self.sampler = sampler
         self.num_processes = num_processes
         self.process_index = process_index
         self.even_batches = even_batches
         self.start = 0
         self.last_group_items: int | None = None
-        self._on_start = on_start
+        self._in_step = in_step
+        self.use_sampler(sampler)
+
+    def use_sampler(self, sampler: Any) -> None:
+        """Put another sampler in the place of that inside."""
+        self.sampler = sampler
+        self._on_start = self._in_step(sampler, sampler) if self._in_step else None
 
     def _plan(self, items: int) -> ShardPlan:
         return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
@@ -274,7 +295,7 @@ class SamplerShard(Sampler[Any]):
         return None if self.last_group_items is None else self.last_group_items * rows_on_rank
 
     def __len__(self) -> int:
-        batches = self._plan(len(self.sampler)).num_batches(self.process_index)  # type: ignore[arg-type]
+        batches = self._plan(len(self.sampler)).num_batches(self.process_index)
         return max(batches - self.start, 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -303,6 +324,11 @@ class SkipBatchSampler(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
 
+    def use_sampler(self, sampler: Any) -> None:
+        """Put another sampler in the place of that inside."""
+        put_sampler(self.batch_sampler, sampler)
+        self.sampler = sampler
+
     @property
     def total_length(self) -> int:
         """Batches before any were left out."""
@@ -313,6 +339,31 @@ class SkipBatchSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         yield from islice(self.batch_sampler, self.skip_batches, None)
+
+
+def sampler_inside(outer: Any) -> Any:
+    """Return what says in which order rows are read, inside of all samplers around it; None where nothing does."""
+    while getattr(outer, "batch_sampler", None) is not None:  # ours and others' wrap the user's
+        outer = outer.batch_sampler
+    inner = getattr(outer, "sampler", None)
+    return outer if inner is None else inner
+
+
+def put_sampler(outer: Any, sampler: Any) -> None:
+    """Replace the sampler inside of a batch sampler, or of a rank's part of one.
+
+    Raises:
+        ConfigError: there is none inside.
+    """
+    if hasattr(outer, "use_sampler"):
+        outer.use_sampler(sampler)
+        return
+    if not hasattr(outer, "sampler"):
+        raise ConfigError(
+            f"{type(outer).__name__} has no sampler that could be replaced: it decides by itself which rows are a "
+            "batch. Prepare a loader with another batch_sampler."
+        )
+    outer.sampler = sampler
 
 
 S = TypeVar("S", BatchSamplerShard, SamplerShard)

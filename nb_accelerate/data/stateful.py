@@ -14,7 +14,7 @@ from nb_accelerate.errors import MissingDependencyError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nb_accelerate.data.loader import DataLoaderShard
+    from nb_accelerate.data.adapter import DataLoaderAdapter
 
 
 def is_stateful(loader: object) -> bool:
@@ -24,7 +24,7 @@ def is_stateful(loader: object) -> bool:
 
 
 @functools.cache
-def stateful(kind: type[DataLoaderShard]) -> type[DataLoaderShard]:
+def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
     """Return a kind of prepared loader with ``state_dict`` and ``load_state_dict``, built on torchdata's loader.
 
     Raises:
@@ -38,12 +38,15 @@ def stateful(kind: type[DataLoaderShard]) -> type[DataLoaderShard]:
         ) from None
 
     class Stateful(kind, StatefulDataLoader):  # type: ignore[misc, valid-type]  # both are loaders of torch
-        """A prepared loader that saves its position."""
+        """A loader that saves its position, and the state of samplers and datasets that have one."""
 
         _before: dict[str, Any] | None = None
 
         def _source(self) -> Iterator[Any]:
             return self._remembered(super()._source())
+
+        def _source_from(self, position: int) -> Iterator[Any]:  # noqa: ARG002 - torchdata's loader knows it
+            return self._remembered(iter(StatefulDataLoader.__iter__(self)))
 
         def _remembered(self, source: Iterator[Any]) -> Iterator[Any]:
             while True:
@@ -54,20 +57,17 @@ def stateful(kind: type[DataLoaderShard]) -> type[DataLoaderShard]:
                     return
                 yield batch
 
-        def state_dict(self) -> dict[str, Any]:
-            """Return the position after the batch that was handed out last, for `load_state_dict`."""
+        def _state(self) -> dict[str, Any]:
             # Between epochs there is no position inside torchdata's loader, and one that is over starts samplers twice.
-            inside = self._before if self.position else None
-            return {
-                "loader": inside or {},
-                "epoch": self.iteration - (inside is not None),
-                "position": self.position,
-            }
+            now = self._before if self._looks_ahead else StatefulDataLoader.state_dict(self)
+            inside = now if self.position else None
+            return {**super()._state(), "loader": inside or {}}
+
+        def state_dict(self) -> dict[str, Any]:
+            return kind.state_dict(self)  # of the two bases
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Begin the next epoch at a position. Random samplers need their seed or generator restored as well."""
-            self.set_epoch(state_dict["epoch"])
-            self._resume_at = state_dict["position"] or None
+            kind.load_state_dict(self, state_dict)
             StatefulDataLoader.load_state_dict(self, state_dict["loader"])
 
     Stateful.__name__ = Stateful.__qualname__ = f"Stateful{kind.__name__}"

@@ -12,16 +12,30 @@ from typing import Protocol
 class Tracked(Protocol):
     """What a loader tells about itself while it is iterated."""
 
-    end_of_dataloader: bool
-    """Whether the batch it handed out is its last."""
-    batch_remainder: int | None
-    """Real rows in the current batch of all ranks together, if some are copies or missing; else None."""
-    rows_on_rank: int
-    """Rows of the current batch on each rank; known where ``batch_remainder`` is not None."""
-    even: bool
-    """Whether all ranks got as many rows as this one."""
-    remainder: int
-    """Real rows in the last batch of all ranks together; 0 if all are real, -1 if not known."""
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch it handed out is its last."""
+        ...
+
+    @property
+    def batch_remainder(self) -> int | None:
+        """Real rows in the current batch of all ranks together, if some are copies or missing; else None."""
+        ...
+
+    @property
+    def rows_on_rank(self) -> int | None:
+        """Rows of the current batch on each rank, where ``batch_remainder`` is not None; None if not known."""
+        ...
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks got as many rows as this one."""
+        ...
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last batch of all ranks together; 0 if all are real, -1 if not known."""
+        ...
 
 
 class LoaderTracker:
@@ -70,3 +84,56 @@ class LoaderTracker:
     def remainder(self) -> int:
         """The ``remainder`` of the active loader; -1 outside loaders."""
         return -1 if self.active is None else self.active.remainder
+
+
+class HasTracker(Protocol):
+    """What leads to a `LoaderTracker`: a ``GradientState``."""
+
+    @property
+    def tracker(self) -> LoaderTracker:
+        """Which loaders are being iterated."""
+        ...
+
+
+class DataLoaderStateMixin:
+    """Makes a loader known to the loop while it is iterated. Prepared loaders have it; loaders of yours can.
+
+    Such a loader sets ``gradient_state = GradientState()``, calls `begin` before its first batch and `end` after its
+    last, and sets ``end_of_dataloader`` to True before it hands out the last. Then accumulation windows close there,
+    and ``gather_for_metrics`` leaves out rows that fill up the last batch, if the loader has a ``total_batch_size``
+    and a ``total_dataset_length`` or ``dataset``.
+    """
+
+    gradient_state: HasTracker
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    even: bool = True
+    rows_on_rank: int | None = None
+
+    @property
+    def batch_remainder(self) -> int | None:
+        """Real rows in the current batch of all ranks together, if some are copies; else None."""
+        return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
+
+    def reset(self) -> None:
+        """Forget the last epoch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Tell the loop that an epoch starts."""
+        self.reset()
+        rows = getattr(self, "total_dataset_length", None)
+        if rows is None and hasattr(getattr(self, "dataset", None), "__len__"):
+            rows = len(self.dataset)  # type: ignore[attr-defined]  # asked for in the line above
+        size = getattr(self, "total_batch_size", None)
+        if rows is not None and size:
+            self.remainder = rows % size
+        self._tracked_by().begin(self)
+
+    def end(self) -> None:
+        """Tell the loop that the epoch is over, or was left."""
+        self._tracked_by().end(self)
+
+    def _tracked_by(self) -> LoaderTracker:
+        return self.gradient_state.tracker

@@ -1,0 +1,259 @@
+"""Loaders know where they are: any prepared loader saves its position, and goes on from there without reading again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from nb_accelerate import Accelerator, DataLoaderConfiguration
+from nb_accelerate.data_loader import (
+    DataLoaderAdapter,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    SkipDataLoader,
+    get_sampler,
+)
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.state import GradientState
+
+
+class Rows(Dataset):
+    """Notes what was read of it."""
+
+    def __init__(self, rows: int = 23) -> None:
+        self.rows = rows
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(23))
+
+
+KINDS = {
+    "in order": lambda: DataLoader(Rows(), batch_size=3),
+    "shuffled": lambda: DataLoader(Rows(), batch_size=3, shuffle=True),
+    "workers": lambda: DataLoader(Rows(), batch_size=3, shuffle=True, num_workers=1),
+    "items": lambda: DataLoader(Rows(), batch_size=None),
+    "stream": lambda: DataLoader(Stream(), batch_size=3),
+}
+
+
+def prepared(kind: str, **options: Any) -> Any:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1, **options)
+    return Accelerator(cpu=True, dataloader_config=config).prepare(KINDS[kind]())
+
+
+def lists(loader: Any) -> list[Any]:
+    return [batch if isinstance(batch, int) else batch.tolist() for batch in loader]
+
+
+def resume(kind: str, stop: int, **options: Any) -> None:
+    """The rows after a saved position of the second epoch are those that an uninterrupted run sees there."""
+    loader = prepared(kind, **options)
+    whole = [lists(loader) for _ in range(3)]
+    loader = prepared(kind, **options)
+    list(loader)
+    for number, _ in enumerate(loader):
+        if number == stop:
+            state = loader.state_dict()
+            break
+    again = prepared(kind, **options)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert lists(again) == whole[1][stop + 1 :]
+    assert lists(again) == whole[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_goes_on_from_its_position(kind: str):
+    for stop in (0, 3, 6):
+        resume(kind, stop)
+
+
+def test_a_position_at_the_end_is_that_of_the_next_epoch():
+    loader = prepared("shuffled")
+    for _ in loader:
+        state = loader.state_dict()
+    assert state == loader.state_dict() == {"epoch": 1, "position": 0}
+    again = prepared("shuffled")
+    again.load_state_dict(state)
+    assert lists(again) == lists(loader)
+
+
+def test_ranks_go_on_from_their_positions(run_ranks):
+    def all_kinds():
+        torch.set_num_threads(1)
+        for kind in ("in order", "shuffled", "items", "stream"):
+            for stop in (0, 2):
+                resume(kind, stop)
+
+    run_ranks(all_kinds)
+
+
+def test_ranks_that_are_dealt_their_rows_go_on_from_their_positions(run_ranks):
+    def both(kind: str):
+        accelerator = Accelerator(cpu=True)
+        found = []
+        for position in (0, 2):
+            loader = prepared(kind, dispatch_batches=True)
+            loader.load_state_dict({"epoch": 0, "position": position})
+            # The last batch is filled up with rows that were read, so with others if the first were not.
+            found.append([accelerator.gather(batch).tolist()[: loader.batch_remainder] for batch in loader])
+        return found
+
+    for kind in ("in order", "shuffled", "stream"):
+        for whole, rest in run_ranks(both, kind):
+            assert rest == whole[2:]
+
+
+def test_metrics_are_exact_in_an_epoch_that_goes_on(run_ranks):
+    def evaluate():
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Rows(21), batch_size=4))
+        loader.load_state_dict({"epoch": 0, "position": 2})
+        rest: list[int] = []
+        for batch in loader:
+            rest += accelerator.gather_for_metrics(batch).tolist()
+        return rest
+
+    assert run_ranks(evaluate) == [[16, 17, 18, 19, 20]] * 2
+
+
+def test_what_is_left_out_is_not_read():
+    data = Rows()
+    loader = Accelerator(cpu=True).prepare(DataLoader(data, batch_size=3))
+    loader.load_state_dict({"epoch": 0, "position": 6})
+    assert lists(loader) == [[18, 19, 20], [21, 22]]
+    assert data.read == [18, 19, 20, 21, 22]
+
+
+def test_a_subclass_may_change_what_is_saved():
+    class ReadsAhead(DataLoaderAdapter):
+        def adjust_state_dict_for_prefetch(self) -> None:
+            self.dl_state_dict["position"] -= 1
+
+    loader = ReadsAhead(range(10), batch_size=2)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    assert loader.state_dict() == {"epoch": 0, "position": 2}
+    assert loader.dl_state_dict == {"epoch": 0, "position": 2}
+
+
+def test_an_adapter_is_a_loader_of_torch_or_of_torchdata():
+    loader = DataLoaderAdapter(range(5), batch_sampler=[[0, 1], [4]])
+    assert isinstance(loader, DataLoader)
+    assert not loader.use_stateful_dataloader
+    assert loader.base_dataloader is loader
+    assert lists(loader) == [[0, 1], [4]]
+    with pytest.raises(ConfigError, match="Write use_stateful_dataloader=True"):
+        DataLoaderAdapter(range(5), True)
+
+
+@pytest.mark.may_leave("threads")
+def test_loaders_made_by_hand_may_be_stateful():
+    pytest.importorskip("torchdata")
+    for make in (
+        lambda: DataLoaderAdapter(range(10), use_stateful_dataloader=True, batch_size=2),
+        lambda: DataLoaderShard(range(10), use_stateful_dataloader=True, batch_size=2),
+        lambda: SkipDataLoader(range(12), skip_batches=1, use_stateful_dataloader=True, batch_size=2),
+    ):
+        loader = make()
+        assert loader.use_stateful_dataloader
+        whole = lists(make())
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+        again = make()
+        again.load_state_dict(loader.state_dict())
+        assert lists(again) == whole[3:]
+
+
+def test_samplers_can_be_replaced():
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(6), batch_size=2))
+    assert type(loader.get_sampler()) is type(get_sampler(loader)) is SequentialSampler
+    reverse = SubsetRandomSampler(range(6))
+    reverse.__class__ = type("Reverse", (SubsetRandomSampler,), {"__iter__": lambda _: iter(range(5, -1, -1))})
+    loader.set_sampler(reverse)
+    assert loader.get_sampler() is reverse
+    assert lists(loader) == [[5, 4], [3, 2], [1, 0]]
+
+
+def test_a_replaced_sampler_is_in_step_on_all_ranks(run_ranks):
+    def rows():
+        torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(accelerator.process_index)
+        data = Rows(12)
+        loader = accelerator.prepare(DataLoader(data, batch_size=2))
+        assert lists(loader)[0] == [[0, 1], [2, 3]][accelerator.process_index]
+        loader.set_sampler(RandomSampler(data))
+        return sorted(accelerator.gather(torch.cat(list(loader))).tolist()), lists(loader)
+
+    (first, mine), (second, others) = run_ranks(rows)
+    assert first == second == list(range(12))
+    assert sorted(row for batch in mine + others for row in batch) == list(range(12))
+    assert mine + others != [[row, row + 1] for row in (*range(0, 12, 4), *range(2, 12, 4))]
+
+
+def test_a_loader_without_a_sampler_says_so():
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]))
+    with pytest.raises(ConfigError, match="list has no sampler that could be replaced"):
+        loader.set_sampler(SequentialSampler(range(4)))
+
+
+class Halves(DataLoaderStateMixin):
+    """A loader of the user's: each rank gets its half of ten rows, the last two as a copy of the first."""
+
+    total_batch_size = 4
+    total_dataset_length = 10
+
+    def __init__(self, rank: int) -> None:
+        self.gradient_state = GradientState()
+        self.rank = rank
+
+    def __iter__(self):
+        self.begin()
+        for first in (0, 4, 8):
+            self.end_of_dataloader = first == 8
+            rows = [(first + 2 * self.rank + i) % 10 for i in range(2)]
+            yield torch.tensor(rows)
+        self.end()
+
+
+def test_the_loop_knows_loaders_of_ones_own(run_ranks):
+    def evaluate():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        loader = Halves(accelerator.process_index)
+        rows: list[int] = []
+        windows = []
+        for batch in loader:
+            with accelerator.accumulate():
+                windows.append(accelerator.sync_gradients)
+            assert accelerator.gradient_state.active_dataloader is loader
+            rows += accelerator.gather_for_metrics(batch).tolist()
+        assert not accelerator.gradient_state.in_dataloader
+        return rows, windows
+
+    assert run_ranks(evaluate) == [(list(range(10)), [False, True, True])] * 2
+
+
+def test_a_loader_that_is_begun_again_has_forgotten_its_end():
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2))
+    list(loader)
+    assert loader.end_of_dataloader
+    loader.begin()
+    assert not loader.end_of_dataloader
+    assert loader.remainder == -1
+    loader.end()
