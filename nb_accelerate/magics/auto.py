@@ -73,6 +73,8 @@ def route(lines: list[str], *, everything: bool) -> list[str]:
         return [*lines, "pass\n"]  # IPython refuses a cell magic without a body, also one that only asks for help
     if word == "%%local" and len(first) == 1:
         return ["#\n", *lines[1:]]  # an ordinary cell, with the same line numbers
+    if everything and "".join(lines).strip() == "%debug":
+        return ["%distributed debug\n"]  # one debugger, not as many as there are ranks
     if not everything or not word or word in _HERE or (word.startswith("%%") and word not in _ON_RANKS):
         return lines
     return ["%%distributed --inserted\n", *lines]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.errors import PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.plain import plain_errors
+from nb_accelerate.magics.replacing import offer
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -74,6 +75,9 @@ class Cells:
         pool = pools.current()
         options = self._cell_options(parsed)
         self._have_ranks(pool, parsed)
+        replaced = offer(pool, options.ranks)
+        if replaced:
+            _show(replaced)
         turn = pool.begin(source, options, variables=self._shell.user_ns, tell=bool(parsed.get("background")))
         if parsed.get("background"):
             return pools.CellHandle(pool, turn)

@@ -1,4 +1,4 @@
-"""``%distributed start | status | push | pull | where | interrupt | restart | reset | stop | auto | config``."""
+"""``%distributed``, and a word that says what to do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import suggest
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.args import HELP, POOL, SHOW, Option
 from nb_accelerate.magics.plain import plain_errors
+from nb_accelerate.magics.replacing import replace
 from nb_accelerate.magics.status import status_table
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ COMMANDS = {
     "where": Command("where", "Where every rank is in its code, also while it runs."),
     "interrupt": Command("interrupt", "Interrupt a cell that runs in the background."),
     "restart": Command("restart [RANK]", "Put a new rank in the place of one; or start all anew.", (), (0, 1)),
+    "debug": Command(
+        "debug [RANK]",
+        "Look into the failure of the last cell on a rank, in the debugger; by default where it failed first.",
+        (),
+        (0, 1),
+    ),
     "reset": Command("reset", "Delete all variables of the ranks."),
     "stop": Command("stop", "End the ranks."),
     "auto": Command("auto on|off", "Run every cell on the ranks; %%local keeps one here.", (), (1, 1)),
@@ -158,14 +165,22 @@ class Commands:
     def _restart(self, parsed: Parsed) -> None:
         from nb_accelerate import pool as pools
 
-        if parsed.words and not parsed.words[0].isdigit():
-            raise ConfigError(f"{parsed.words[0]!r} is not a rank. Write %distributed restart 1, say")
-        pools.restart(int(parsed.words[0]) if parsed.words else None)
-        if not parsed.words:
-            _say(pools.current().describe())
+        if parsed.words:
+            _say(replace(pools.current(), _rank(parsed.words[0], "restart")))
             return
-        lacking = pools.current().lacking(int(parsed.words[0]))
-        _say(f"rank {parsed.words[0]} is new" + (f"; it lacks {', '.join(lacking)}" if lacking else ""))
+        pools.restart()
+        _say(pools.current().describe())
+
+    def _debug(self, parsed: Parsed) -> None:
+        from nb_accelerate import pool as pools
+        from nb_accelerate.pool.source import read_cell
+
+        pool = pools.current()
+        rank = _rank(parsed.words[0], "debug") if parsed.words else pool.failed_rank
+        if rank is None:
+            raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
+        # Not a cell of the user's: no text of it is kept, and auto mode does not see it.
+        pool.run(read_cell("get_ipython().debugger(force=True)"), pools.CellOptions(ranks=(rank,)))
 
     def _reset(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools
@@ -187,6 +202,12 @@ class Commands:
                 _say(f"{option.flags[-1]} {self._defaults[option.name]}")
         if not self._defaults:
             _say("nothing is set: cells and ranks start with what --help says")
+
+
+def _rank(word: str, command: str) -> int:
+    if not word.isdigit():
+        raise ConfigError(f"{word!r} is not a rank. Write %distributed {command} 1, say")
+    return int(word)
 
 
 def _say(text: str) -> None:

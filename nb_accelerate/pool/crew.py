@@ -2,7 +2,7 @@
 
 ::
 
-    channel  --> Ready, Display, answers --+
+    channel  --> Ready, Display, Ask ... --+
     stdout, stderr --> the cell's output   |
     stacks   --> where a rank is           +--> one selector, in one thread --> the turn that is on
     status   --> a rank has ended          |
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.hang import HangWatch
 from nb_accelerate.pool.member import Member
-from nb_accelerate.protocol.messages import Display, Parcel, Ready, Result
+from nb_accelerate.pool.questions import Question
+from nb_accelerate.protocol.messages import Ask, Display, Parcel, Ready, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +162,7 @@ class Crew:
             # A mistake of ours. Whoever waits must not wait for ever.
             self.failure = error
             if self._turn is not None:
-                self._turn.done.set()
+                self._turn.finish()
             raise
 
     def _on_wake(self, _: None) -> None:
@@ -213,7 +214,7 @@ class Crew:
         if self._output is not None:
             self._output.finish()
         self._turn = self._hang = None
-        turn.done.set()
+        turn.finish()
 
     def _next_deadline(self) -> float:
         return min(
@@ -258,8 +259,21 @@ class Crew:
                 member.handle.pid = message.pid
                 message = Result(parcel=Parcel())
             self._read_rest(member)
-            if self._turn is not None:
+            if isinstance(message, Ask):
+                self._asked(Question(member, message))
+            elif self._turn is not None:
                 self._turn.answered(member, message, fds)
+
+    def _asked(self, question: Question) -> None:
+        """A debugger wants a line. What was printed before is to be seen first."""
+        if self._output is not None:
+            self._output.finish()
+        if self._turn is not None and self._turn.attended and self._turn.stage is None:
+            self._turn.questions.put(question)
+            return
+        if self._output is not None and (self._turn is None or self._turn.stage is None):
+            self._output.say(f"rank {question.member.rank} asks for input, which a cell in the background cannot have")
+        question.answer(None)
 
     def _on_stdout(self, member: Member) -> None:
         member.output.feed(self._read(member.handle.stdout))

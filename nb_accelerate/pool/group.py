@@ -89,9 +89,13 @@ class RankGroup:
         wanted = range(self.size) if ranks is None else sorted(set(ranks))
         gone = [rank for rank in self.missing if rank in wanted]
         if gone:
-            why = "; ".join(self.lost.get(rank, f"rank {rank} has ended") for rank in gone)
+            why = "; ".join(map(self.how_it_ended, gone))
             raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
         return [self.members[rank] for rank in wanted]
+
+    def how_it_ended(self, rank: int) -> str:
+        """Of a rank that has."""
+        return self.lost.get(rank, f"rank {rank} has ended")
 
     def check(self, ranks: Sequence[int]) -> None:
         """Are there such ranks?

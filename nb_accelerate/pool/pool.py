@@ -50,6 +50,7 @@ class Pool:
         self._group: RankGroup | None = None
         self._ledgers: dict[int, Ledger] = {}
         self._running: Turn | None = None
+        self._failed_rank: int | None = None
 
     # What it is.
 
@@ -81,6 +82,17 @@ class Pool:
     def describe(self) -> str:
         """One line about the ranks."""
         return self._group.plan.describe() if self._group else "no ranks"
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that have ended, and how."""
+        group = self._group
+        return {} if group is None else {rank: group.how_it_ended(rank) for rank in group.missing}
+
+    @property
+    def failed_rank(self) -> int | None:
+        """Where a cell failed last; the first of several ranks."""
+        return self._failed_rank
 
     # Start and end.
 
@@ -114,10 +126,15 @@ class Pool:
         if group is not None:
             group.close(ask=not self._is_busy)
         self._ledgers.clear()
-        self._running = None
+        self._running = self._failed_rank = None
 
-    def restart(self, rank: int | None = None) -> None:
+    def restart(self, rank: int | None = None) -> list[int]:
         """Start all ranks anew, or put a new rank in the place of one; the others keep their variables.
+
+        Ranks that have ended are replaced too: without them the others cannot meet.
+
+        Returns:
+            The ranks that are new.
 
         Raises:
             PoolError: there are no ranks.
@@ -129,17 +146,18 @@ class Pool:
             options = self._options
             self.stop()
             self.start(options)
-            return
+            return [*range(self.world_size)]
         group = self._the_group()
         group.check((rank,))
         self.wait(0)  # takes note of a cell that has ended in the background
         if self._is_busy:
             self._move("repair")  # says that it cannot be now
-        new = sorted({rank, *group.missing})  # all that are missing: with one less, nobody meets anybody
+        new = sorted({rank, *group.missing})
         for one in new:
             group.remove(one)
         self._move("repair")
         self._bring_up(new)
+        return new
 
     def lacking(self, rank: int) -> list[str]:
         """Names that cells bound on other ranks, and that this one has not."""
@@ -227,6 +245,7 @@ class Pool:
                     member.handle.channel.send(message, packed.fds if packed else ())
 
             turn = group.turn(members, send, timeout=options.timeout, say=output.say)
+            turn.attended = not tell
             self._move("run")
             self._running = turn
             for shipment in manifest.shipments:
@@ -397,6 +416,7 @@ class Pool:
         if self._running is not turn:
             return
         self._running = None
+        self._failed_rank = turn.failed_rank if turn.failed_rank is not None else self._failed_rank
         group = self._the_group()
         for rank, end in turn.ends.items():
             if not end.has_names:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.pool.questions import Questions
 from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class Turn:
         troubles: what went wrong, as it came.
         was_cut: connections were broken, so the process group is of no use any more.
         callbacks: called in the pool's thread just before it is done.
+        attended: somebody waits for it, and can be asked.
+        questions: of debuggers on ranks.
         done: everybody has answered or has ended.
     """
 
@@ -118,6 +121,8 @@ class Turn:
     troubles: list[Trouble] = field(default_factory=list)
     was_cut: bool = False
     callbacks: list[Callable[[], None]] = field(default_factory=list)
+    attended: bool = True
+    questions: Questions = field(default_factory=Questions)
     done: threading.Event = field(default_factory=threading.Event)
     stage: Stage | None = None
     _stage_ends: float = _NEVER
@@ -132,6 +137,13 @@ class Turn:
     def due(self) -> float:
         """When `act` has something to do."""
         return min(self._stage_ends, self._late_at)
+
+    @property
+    def failed_rank(self) -> int | None:
+        """Whose failure came first, if any failed; not one that only lost another rank."""
+        failed = [one for one in self.troubles if one.member is not None and one.failure is not None]
+        failed.sort(key=lambda one: (one.failure is not None and one.failure[0].peer_lost, one.when))
+        return failed[0].member.rank if failed and failed[0].member is not None else None
 
     @property
     def stacks(self) -> Mapping[int, str]:
@@ -164,6 +176,11 @@ class Turn:
         """A rank's process has ended."""
         if member.rank not in self.answers and self.stage is not Stage.KILL:
             self._trouble(Trouble(kind="died", when=time.monotonic(), member=member, tail=member.output.tail))
+
+    def finish(self) -> None:
+        """Everybody has answered, or the pool has failed: let go of who waits."""
+        self.done.set()
+        self.questions.close()
 
     def interrupt(self) -> None:
         """The user does not want to wait any longer; a second time, not for those that cannot be interrupted."""

@@ -7,7 +7,8 @@
       <----------------------------- Ready
       <----------------------------- Result or Failure
       Join, RunCell ... -------------------------->      a persistent rank
-      <----------------------------- Display ...
+      <----------------------------- Display ..., Ask
+      Answer ------------------------------------->
       <----------------------------- CellEnd
       Quit --------------------------------------->      leaves its groups, flushes, ends
 
@@ -231,5 +232,26 @@ class CellEnd:
     has_names: bool = True
 
 
-ToRank = Setup | Call | Join | RunCell | Quit
-FromRank = Ready | Result | Failure | Display | CellEnd
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A debugger in a cell wants a line from the user.
+
+    Attributes:
+        number: comes back with the `Answer`.
+        prompt: what to show.
+    """
+
+    number: int
+    prompt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The line that was asked for, without its end; None if there is nobody to ask."""
+
+    number: int
+    text: str | None
+
+
+ToRank = Setup | Call | Join | RunCell | Answer | Quit
+FromRank = Ready | Result | Failure | Display | Ask | CellEnd

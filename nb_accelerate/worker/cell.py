@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
-from nb_accelerate.worker import alarm
+from nb_accelerate.worker import alarm, interrupt
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import close_groups, named, serve_store
@@ -147,6 +147,11 @@ def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
 
 def _visible(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if not is_hidden(name)))
+    last = rest
+    while last is not None and last.tb_next is not None:
+        if last.tb_next.tb_frame.f_code.co_filename == interrupt.__file__:
+            last.tb_next = None  # where users' code was interrupted, and not our handler, is what they look for
+        last = last.tb_next
 
 
 def _make_group_of_one(context: Any) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.protocol.messages import Call, Quit, Ready
+from nb_accelerate.protocol.messages import Answer, Call, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.groups import close_groups, has_group, serve_store
@@ -87,6 +87,8 @@ def run_rank(
                 break
             if isinstance(message, Call):
                 _send(channel, *answer(functools.partial(_load, message.parcel, fds, inherited), gate))
+                continue
+            if isinstance(message, Answer):  # to a debugger that an interrupt has ended meanwhile
                 continue
             if persistent is None:
                 # Only now: IPython is nothing that a launched function needs.

@@ -20,6 +20,7 @@ from traitlets.config import Config
 from typing_extensions import override
 
 from nb_accelerate.errors import PoolError
+from nb_accelerate.worker.debugger import RankDebugger, set_breakpoint
 
 if TYPE_CHECKING:
     import types
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 
     from nb_accelerate.protocol.messages import RunCell
     from nb_accelerate.worker.displays import DisplayPort
+    from nb_accelerate.worker.keyboard import Keyboard
 
 
-def make_shell(main: types.ModuleType, port: DisplayPort) -> RankShell:
+def make_shell(main: types.ModuleType, port: DisplayPort, keyboard: Keyboard) -> RankShell:
     """The shell of this process. Its variables are the globals of `main`."""
     config = Config()
     config.HistoryManager.enabled = False  # no database, and no thread that writes to it
@@ -43,6 +45,8 @@ def make_shell(main: types.ModuleType, port: DisplayPort) -> RankShell:
     if InteractiveShell.initialized():
         InteractiveShell.clear_instance()
     builtins.input = _no_input
+    RankDebugger.keyboard = keyboard
+    sys.breakpointhook = set_breakpoint
     # IPython's advice after sys.exit(), for a terminal.
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
     shell = RankShell.instance(config=config, user_module=main)
@@ -137,6 +141,7 @@ class RankShell(InteractiveShell):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # type: ignore[no-untyped-call]
         self.loop_runner = _run_coroutine
+        self.InteractiveTB.debugger_cls = RankDebugger
         self.set_hook("show_in_pager", page.as_hook(page.display_page), 99)  # type: ignore[no-untyped-call]
 
     def run(self, cell: RunCell) -> ExecutionResult:
@@ -169,8 +174,20 @@ class RankShell(InteractiveShell):
         # What ends a cell is raised in the notebook. What a magic such as %run caught is shown by it, here.
         if options.get("running_compiled_code") or options.get("exception_only"):
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+            if sys.version_info >= (3, 12):
+                sys.last_exc = sys.last_value
             return
         super().showtraceback(*args, **options)
+
+    @override
+    def debugger(self, force: bool = False) -> None:
+        if force and getattr(sys, "last_value", None) is None:
+            print("No cell has failed on this rank.", file=sys.stderr)  # noqa: T201 - an answer to users' code
+            return
+        try:
+            super().debugger(force)  # type: ignore[no-untyped-call]
+        finally:
+            self.InteractiveTB.pdb = None  # it would keep every frame it has seen
 
     @override
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:

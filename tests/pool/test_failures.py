@@ -199,6 +199,32 @@ class TestDeath:
             assert notebook.run("%%rank 0\nprint(kept)").ok().stdout == "kept 0\n"
         replace(notebook, last(ranks))
 
+    def test_the_next_cell_asks_before_it_replaces_a_killed_rank(self, notebook: Kernel, ranks: int):
+        kill(notebook, last(ranks))
+        cell = notebook.run("%%distributed\nprint('ran')", answers=["n"])
+        (question,) = cell.questions
+        assert question.startswith(
+            f"rank {last(ranks)} was ended by SIGKILL (killed). Its variables are lost. Start a new"
+        )
+        assert (cell.error, f"%distributed restart {last(ranks)}" in cell.message) == ("PoolError", True)
+        if ranks > 1:
+            assert notebook.run("%%rank 0\nprint(kept)", answers=[]).ok().stdout == "kept 0\n"
+        cell = notebook.run("%%distributed\nprint(world_size)", answers=[""]).ok()
+        assert re.match(rf"rank {last(ranks)} is new.*\n{ranks}\n$", cell.stdout)
+        settle(notebook, last(ranks))
+
+    def test_all_that_were_killed_are_replaced_at_once(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("there are no others")
+        for rank in range(1, ranks):
+            kill(notebook, rank)
+        kill(notebook, 0)
+        began = time.monotonic()
+        assert notebook.run("%distributed restart 0").ok().stdout.startswith("ranks 0, 1")
+        assert time.monotonic() - began < 20
+        for rank in range(ranks):
+            settle(notebook, rank)
+
     def test_a_rank_that_dies_between_cells_is_reported_at_once(self, notebook: Kernel, ranks: int):
         pid = int(notebook.run(f"pool = __import__('nb_accelerate').pool\npool.status()[{last(ranks)}].pid").ok().value)
         cell = notebook.start("%%distributed\nprint('last')")
@@ -217,9 +243,23 @@ class TestDeath:
         replace(notebook, last(ranks))
 
 
+def kill(notebook: Kernel, rank: int) -> None:
+    pid = int(notebook.run(f"__import__('nb_accelerate').pool.status()[{rank}].pid").ok().value)
+    os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+    deadline = time.monotonic() + 5
+    while notebook.run(f"__import__('nb_accelerate').pool.status()[{rank}].state").ok().value != "'ended'":
+        assert time.monotonic() < deadline
+
+
 def replace(notebook: Kernel, rank: int) -> None:
     cell = notebook.run(f"%distributed restart {rank}").ok()
     assert re.match(rf"rank {rank} is new(; it lacks [\w, ]*kept)?", cell.stdout)
+    settle(notebook, rank)
+
+
+def settle(notebook: Kernel, rank: int) -> None:
+    """What a new rank needs for the tests that follow."""
     notebook.run(
         f"%%rank {rank}\nimport torch, time, os, signal\nimport torch.distributed as dist\nkept = f'kept {{rank}}'"
     ).ok()

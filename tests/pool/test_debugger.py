@@ -1,0 +1,115 @@
+"""`%debug` and `breakpoint()` on a rank, in a real kernel with somebody at the keyboard."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+
+import pytest
+from fixtures.kernels import Cell, Kernel
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.run("%load_ext nb_accelerate").ok()
+    shared_kernel.run(
+        "%%distributed\nimport torch, torch.distributed as dist\n"
+        "def step(x):\n    secret = x + rank\n    if rank: raise ValueError(secret)\n    dist.barrier()"
+    ).ok()
+    yield shared_kernel
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
+    assert shared_kernel.processes() == []
+
+
+@pytest.fixture(autouse=True)
+def _ranks_go_on(notebook: Kernel) -> Iterator[None]:
+    yield
+    cell = notebook.run("%%distributed\n_sum = torch.ones(1)\ndist.all_reduce(_sum)\nprint(_sum.item())").ok()
+    assert cell.stdout == "2.0\n"
+
+
+@pytest.fixture
+def failed(notebook: Kernel) -> Kernel:
+    assert notebook.run("%%distributed\nstep(41)").error == "ValueError"
+    return notebook
+
+
+def test_before_any_failure_there_is_nothing_to_debug(notebook: Kernel):
+    cell = notebook.run("%distributed debug")
+    assert (cell.error, "no cell has failed" in cell.message) == ("PoolError", True)
+    assert notebook.run("%%rank 0\n%debug").ok().stderr == "No cell has failed on this rank.\n"
+
+
+class TestPostMortem:
+    def test_it_begins_on_the_rank_that_failed_and_sees_its_variables(self, failed: Kernel):
+        cell = failed.run("%distributed debug", answers=["p secret", "up", "p step.__name__", "q"]).ok()
+        assert cell.questions == ["rank 1 ipdb> "] * 4
+        assert "raise ValueError(secret)" in cell.stdout
+        assert "42\n" in cell.stdout
+        assert "'step'\n" in cell.stdout
+
+    def test_a_rank_that_waited_shows_where(self, failed: Kernel):
+        cell = failed.run("%distributed debug 0", answers=["bt", "q"]).ok()
+        assert cell.questions == ["rank 0 ipdb> "] * 2
+        assert "dist.barrier()" in cell.stdout
+        assert "nb_accelerate" not in cell.stdout
+
+    def test_the_magic_of_an_ordinary_notebook_works_in_a_cell_for_one_rank(self, failed: Kernel):
+        cell = failed.run("%%rank 1\n%debug", answers=["p secret * 2", "q"]).ok()
+        assert "84\n" in cell.stdout
+
+    def test_in_auto_mode_it_is_what_it_is_in_an_ordinary_notebook(self, failed: Kernel):
+        failed.run("%distributed auto on").ok()
+        cell = failed.run("%debug", answers=["p secret", "q"]).ok()
+        failed.run("%distributed auto off").ok()
+        assert (cell.questions, "42\n" in cell.stdout) == (["rank 1 ipdb> "] * 2, True)
+
+    def test_code_can_be_stepped_through(self, notebook: Kernel):
+        notebook.run("%%distributed\ndef twice(x):\n    y = 2 * x\n    return y").ok()
+        cell = notebook.run("%%rank 0\n%debug twice(21)", answers=["s", "n", "n", "p y", "c"]).ok()
+        assert "42\n" in cell.stdout
+
+    def test_where_nobody_can_be_asked_it_says_so_and_ends(self, failed: Kernel):
+        cell = failed.run("%distributed debug").ok()
+        assert "raise ValueError(secret)" in cell.stdout
+        assert "rank 1 asks for input" in cell.stderr
+
+    def test_a_rank_is_a_number(self, failed: Kernel):
+        assert "there is no rank 7" in failed.run("%distributed debug 7").message
+        assert "%distributed debug 1" in failed.run("%distributed debug one").message
+
+    def test_an_interrupt_ends_it_and_the_cell(self, failed: Kernel):
+        cell = failed.start("%distributed debug", allow_stdin=True)
+        failed.client.get_stdin_msg(timeout=20)
+        failed.interrupt()
+        assert failed.finish(cell, 20).error == "KeyboardInterrupt"
+
+
+class TestBreakpoints:
+    def test_ranks_are_asked_about_one_after_the_other(self, notebook: Kernel):
+        cell, prompts = talk(notebook, "%%distributed\nx = rank + 10\nbreakpoint()\ny = x", ["p x", "c"])
+        assert sorted(prompts) == ["rank 0 ipdb> "] * 2 + ["rank 1 ipdb> "] * 2
+        assert prompts[0] == prompts[1]
+        assert "[rank 0] 10\n" in cell.stdout
+        assert "[rank 1] 11\n" in cell.stdout
+
+    def test_in_the_background_nobody_is_asked(self, notebook: Kernel):
+        notebook.run("%%rank 1 --background\nbreakpoint()\nx = 1").ok()
+        notebook.run("handle = _\nhandle.result(20)").ok()  # IPython shows no traceback of who left a debugger
+        assert notebook.run("handle").ok().value == "<Cell on rank 1: rank 1 failed: BdbQuit>"
+
+
+def talk(notebook: Kernel, code: str, answers: list[str]) -> tuple[Cell, list[str]]:
+    """Give every rank these answers, in whatever order the ranks ask."""
+    cell, prompts = notebook.start(code, allow_stdin=True), []
+    left: dict[str, list[str]] = {}
+    deadline = time.monotonic() + 30
+    while len(prompts) < 2 * len(answers) and time.monotonic() < deadline:
+        try:
+            prompt = notebook.client.get_stdin_msg(timeout=1)["content"]["prompt"]
+        except queue.Empty:
+            continue
+        prompts.append(prompt)
+        notebook.client.input(left.setdefault(prompt, [*answers]).pop(0))
+    return notebook.finish(cell, 20).ok(), prompts
