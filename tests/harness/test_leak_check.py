@@ -62,3 +62,19 @@ def test_a_test_that_leaves_nothing_passes(pytester: pytest.Pytester) -> None:
 def test_what_a_test_leaves_on_purpose_is_not_held_against_it(pytester: pytest.Pytester) -> None:
     result = run_inner(pytester, "os.environ['NB_STRAY'] = '1'", "@pytest.mark.may_leave('environment')")
     result.assert_outcomes(passed=1)
+
+
+def test_what_a_fixture_of_wider_scope_keeps_is_not_held_against_a_test_and_all_else_is(
+    pytester: pytest.Pytester,
+) -> None:
+    keep = (
+        "import psutil, fixtures.leaks; "
+        "kept = subprocess.Popen(['sh', '-c', 'sleep 20 & wait']); "
+        "KEPT.append(fixtures.leaks.lasting([psutil.Process(kept.pid)])); "
+        "KEPT[-1].__enter__()"
+    )
+    run_inner(pytester, keep).assert_outcomes(passed=1)
+    result = run_inner(pytester, f"{keep}; subprocess.Popen(['sleep', '21'])")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*processes:*sleep 21*"])
+    assert "sleep 20" not in result.stdout.str()
