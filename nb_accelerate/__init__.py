@@ -12,12 +12,12 @@ by an import::
      9     utils  state  data_loader  optimizer  scheduler  logging  local_sgd                      magics
      8     accelerator                                                                                pool  launchers
      7     compat                                                                                     launch
-     6     strategies                                                                                 worker
+     6     strategies                                                                                 worker  display
      5     optim  data  tracking                                                                      diagnostics
      4     precision  comm                                                                            protocol
      3     process  nested
      2                                                                          topology
-     1                                                                          config
+     1                                                                          config  board
      0                                                                          errors  version
 
 A module imports from lower levels or from its own package, nothing from the other half, and torch at import in

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.accelerator.losses import LossReport
+from nb_accelerate.board import here
 from nb_accelerate.comm import Trigger
-from nb_accelerate.compat.here import Choices, remember
+from nb_accelerate.compat.here import Choices, inherited, remember
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from nb_accelerate.board import Board
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
@@ -77,12 +80,15 @@ class Core:
         tracker: which loader is being iterated.
         loader: how loaders share out data.
         rng_types: which random numbers are in step over ranks.
+        handlers: arguments for torch.
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
         scheduler_steps: how often a schedule advances for one optimizer step.
         dynamo: how models are compiled.
         trigger: what this rank has to tell the others.
         recording: trackers, directories, profiles.
+        board: where this process says how far it is.
+        losses: puts losses there, now and then.
         prepared: what went through ``prepare``.
     """
 
@@ -94,18 +100,26 @@ class Core:
     tracker: LoaderTracker
     loader: DataLoaderConfiguration
     rng_types: tuple[RNGType, ...]
+    handlers: Handlers
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_steps: int
     dynamo: TorchDynamoPlugin
     trigger: Trigger = field(default_factory=Trigger)
     recording: Recording = field(default_factory=Recording)
+    board: Board
+    losses: LossReport
     prepared: Prepared = field(default_factory=Prepared)
 
     @property
     def choices(self) -> Choices:
         """What states show of this."""
-        return Choices(mixed_precision=self.precision.name, accumulation=self.accumulation, tracker=self.tracker)
+        return Choices(
+            mixed_precision=self.precision.name,
+            dynamo=self.dynamo,
+            accumulation=self.accumulation,
+            tracker=self.tracker,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -134,10 +148,18 @@ def build_core(
 ) -> Core:
     """Check all options, then connect the process, then choose the parts.
 
+    Precision and compilation that are not asked for are those of the newest `Accelerator` of this process, if there is
+    one: libraries make a second `Accelerator` where they want the one of the script.
+
     Raises:
         ConfigError: an option has a value that cannot be. Nothing was connected then.
     """
     environment = Environment()
+    before = inherited(environment)
+    if mixed_precision is None and before is not None:
+        mixed_precision = before.mixed_precision
+    if dynamo_backend is None and dynamo_plugin is None and before is not None:
+        dynamo_plugin = before.dynamo
     chosen_precision = resolve_precision(mixed_precision, environment)
     accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environment)
     loader = resolve_loader(split_batches, dataloader_config)
@@ -164,10 +186,13 @@ def build_core(
         tracker=tracker,
         loader=loader,
         rng_types=in_step,
+        handlers=handlers,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         scheduler_steps=repeats,
         recording=recording,
+        board=here(),
+        losses=LossReport(here(), process.kind),
         dynamo=dynamo,
     )
     remember(process, core.choices)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.board import Phase
 from nb_accelerate.compat import saving
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NotPreparedError
@@ -120,6 +121,7 @@ class RecordingSlice(Slice):
             step: at which step.
             log_kwargs: arguments for the library of a tracker, by its name.
         """
+        self.core.board.log(values)
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -138,7 +140,9 @@ class RecordingSlice(Slice):
             f: the file.
             safe_serialization: write safetensors.
         """
+        self.core.board.enter(Phase.SAVING)
         saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        self.core.board.enter(Phase.RUNNING)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import forgotten_model
+from nb_accelerate.board import Phase
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
@@ -121,7 +122,11 @@ class TrainingSlice(Slice):
         if not core.prepared.models and core.collectives.world_size > 1:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)
         steps = core.accumulation.num_steps
+        enter = core.board.enter
+        enter(Phase.BACKWARD)
         core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
+        enter(Phase.RUNNING)
+        core.losses.report(loss)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
         """Divide fp16 gradients by the loss scale, at most once per step. Clipping does it by itself.

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
+from typing_extensions import ParamSpec, override
 
+from nb_accelerate.board import Collective, here
 from nb_accelerate.comm.collectives import Collectives
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # torch 2.13 renamed it, and warns at each call of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _on_board(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Say on the board that a method waits for other ranks. If it fails, that stays there: it is where it failed."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def reported(*args: P.args, **kwargs: P.kwargs) -> T:
+            board = here()
+            before = board.wait_in(collective)
+            value = method(*args, **kwargs)
+            board.enter(before)
+            return value
+
+        return reported
+
+    return decorate
 
 
 class TorchCollectives(Collectives):
@@ -34,6 +57,7 @@ class TorchCollectives(Collectives):
         self._device_ids = device_ids
 
     @override
+    @_on_board(Collective.all_gather)
     def all_gather(self, tensor: Tensor) -> Tensor:
         here = self._carried(tensor)
         # Flat, because gloo takes the first dimension of the result for the ranks, and of the input for its own.
@@ -42,18 +66,21 @@ class TorchCollectives(Collectives):
         return gathered.view(self.world_size, *here.shape).to(tensor.device)
 
     @override
+    @_on_board(Collective.all_reduce)
     def all_reduce(self, tensor: Tensor) -> Tensor:
         here = self._carried(tensor)
         dist.all_reduce(here)
         return here.to(tensor.device)
 
     @override
+    @_on_board(Collective.broadcast)
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         here = self._carried(tensor)
         dist.broadcast(here, source)
         return here.to(tensor.device)
 
     @override
+    @_on_board(Collective.scatter)
     def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
         here = self._carried(like)
         rows = None if parts is None else list(self._carried(parts).unbind(0))
@@ -61,18 +88,21 @@ class TorchCollectives(Collectives):
         return here.to(like.device)
 
     @override
+    @_on_board(Collective.all_gather_object)
     def all_gather_object(self, item: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, item)
         return gathered
 
     @override
+    @_on_board(Collective.broadcast_object)
     def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
         received = list(items)
         dist.broadcast_object_list(received, source)
         return received
 
     @override
+    @_on_board(Collective.barrier)
     def barrier(self) -> None:
         dist.barrier(device_ids=self._device_ids)
 

@@ -20,7 +20,7 @@ _CHOICES = {
     "mixed_precision": PrecisionType.list(),
     "start_method": ("auto", "forkserver", "fork", "spawn", "inline"),
     "rdzv_backend": ("static", "c10d"),
-    "progress": ("auto", "off"),
+    "progress": ("auto", "widget", "text", "off"),
 }
 
 

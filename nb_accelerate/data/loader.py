@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from typing_extensions import override
 
+from nb_accelerate.board import Phase, here
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderTracker
@@ -143,6 +144,18 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             self._on_start()
         self._epochs.announce()
         self.begin()
+        board = here()
+        enter, step = board.enter, board.step
+        evaluates = not torch.is_grad_enabled()
+        works = Phase.EVALUATING if evaluates else Phase.FORWARD
+        around = board.begin_loop(
+            total=self._total_steps(),
+            rows=self._total_batch_size,
+            epoch=self.iteration + 1,
+            evaluates=evaluates,
+            step=self.skip_batches if self._resume_at is None else self._resume_at,
+        )
+        enter(Phase.DATA)
         try:
             source = self._begin()
             try:
@@ -159,6 +172,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             for upcoming in source:
                 position += 1
                 self.position = position
+                step(position)
+                enter(works)
                 if type(current) is LastBatch:  # of one worker of several; others go on
                     current = self._open(current)
                     yield current if late is None else late(current)
@@ -166,12 +181,23 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 else:
                     yield current if late is None else late(current)
                 current = upcoming if ahead is None else ahead(upcoming)
+                enter(Phase.DATA)
             self.end_of_dataloader = True
             self.position = 0
+            step(position + 1)
+            enter(works)
             current = self._open(current) if type(current) is LastBatch else self._mark(current)
             yield current if late is None else late(current)
         finally:
+            board.end_loop(around)
             self.end()
+
+    def _total_steps(self) -> int | None:
+        """Return how many batches an epoch has, those left out at its beginning included; None if not known."""
+        try:
+            return len(self) + self.skip_batches
+        except (TypeError, NotImplementedError):
+            return None
 
     @override
     def _source(self) -> Iterator[Any]:

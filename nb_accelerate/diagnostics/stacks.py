@@ -20,6 +20,9 @@ STOPPED = "stopped (SIGSTOP)"
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
+_SAID = {"_engine_run_backward": "backward"}
+"""What people call a function of torch."""
+
 _WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$")
 
 
@@ -51,7 +54,7 @@ def where(dump: str) -> str:
     user = next((frame for frame in frames if cell_name(frame.filename) or _is_users(frame.filename)), innermost)
     if user is innermost:
         return f"in {place(innermost)}"
-    return f"in {innermost.name}, called from {place(user)}"
+    return f"in {_SAID.get(innermost.name, innermost.name)}, called from {place(user)}"
 
 
 def _is_users(filename: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
+from nb_accelerate.board import Page
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.server import EXIT_STATUS
@@ -22,6 +23,7 @@ class RankHandle:
         local_rank: its number among those of this machine.
         mark: mark of its output frames.
         channel: messages to and from it.
+        board: where it says how far it is.
         stdout, stderr, stacks, status: read ends of its pipes; see `RankEnds`, and the server for ``status``.
         pid: its process id once it is ready.
         exitcode: once it has ended: exit code, or minus the signal's number; None also if its end went unseen.
@@ -36,6 +38,7 @@ class RankHandle:
         self.exitcode: int | None = None
         self.ended = False
         self._signal: Callable[[int], None] = lambda _: None
+        self.board = Page()
         self.channel, there = Channel.pair()
         self.stdout, stdout = os.pipe()
         self.stderr, stderr = os.pipe()
@@ -50,6 +53,7 @@ class RankHandle:
             stderr=stderr,
             interrupt=interrupt,
             stacks=stacks,
+            board=os.dup(self.board.fd),
             store=store_fd,
         )
 
@@ -83,6 +87,7 @@ class RankHandle:
 
     def close(self) -> None:
         """Close every descriptor. The rank, if it lives, sees the end of its channel."""
+        self.board.close()
         self.channel.close()
         for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
             os.close(fd)

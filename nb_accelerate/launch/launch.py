@@ -16,6 +16,7 @@ from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.incidents import summary
+from nb_accelerate.launch.panel import make_panel, outcome
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.router import Router
 from nb_accelerate.launch.starters import STARTERS
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Meeting
     from nb_accelerate.launch.servers import RankServer
@@ -60,10 +62,11 @@ class Launch:
     ``await launch`` gives the values.
     """
 
-    def __init__(self, options: LaunchOptions, plan: LaunchPlan, sink: Sink) -> None:
+    def __init__(self, options: LaunchOptions, plan: LaunchPlan, sink: Sink, front_end: FrontEnd = "off") -> None:
         self._options = options
         self._plan = plan
         self._sink = sink
+        self._front_end = front_end
         self._name = getattr(options.function, "__qualname__", type(options.function).__name__)
         self._began = time.monotonic()
         self._seconds: float | None = None
@@ -229,15 +232,26 @@ class Launch:
             )
             with self._lock:
                 self._handles, self._router, self._supervisor = handles, router, supervisor
+            panel = make_panel(
+                self._name, self._plan, [handle.rank for handle in handles], self._sink, supervisor, self._front_end
+            )
+            supervisor.panel = panel
+            if panel is not None:
+                for handle in handles:
+                    handle.board.want_rows()
+            error: BaseException | None = None
             try:
                 if self._stopping:
                     supervisor.stop()
                 return unpack_values(supervisor.run())
-            except BaseException as error:
+            except BaseException as caught:
+                error = caught
                 keep_values(error, supervisor.results())
                 raise
             finally:
                 with self._lock:
+                    if panel is not None:
+                        panel.finish(*outcome(error))
                     supervisor.close()
 
     @contextlib.contextmanager

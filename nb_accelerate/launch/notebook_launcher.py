@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.display import choose_front_end
 from nb_accelerate.launch.inline import run_inline
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
@@ -79,7 +80,8 @@ def notebook_launcher(
         devices: ``"cpu"``, or numbers of the GPUs to use, one rank each. None is all that are visible.
         timeout: seconds after which the launch is stopped. None is no limit.
         block: False returns a `Launch` at once, and the cell ends; several launches may run.
-        progress: ``"auto"`` says in one line what was chosen. ``"off"`` says nothing.
+        progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is
+            the one that can be seen here. ``"off"`` shows nothing.
         env: environment variables of the ranks, on top of those of this process.
         by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
         fold_output: show a line that all ranks print once, and put the rank in front of others.
@@ -139,7 +141,7 @@ def notebook_launcher(
     if plan.start_method == "inline":
         sink.close()
         return run_inline(options, plan)
-    launch = Launch(options, plan, sink)
+    launch = Launch(options, plan, sink, choose_front_end(options.progress))
     if block:
         return launch.run()
     launch.run_in_background()

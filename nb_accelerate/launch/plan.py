@@ -44,6 +44,11 @@ class LaunchPlan:
     mixed_precision: str
     warnings: tuple[str, ...] = ()
 
+    @property
+    def backend(self) -> str:
+        """What carries collectives."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
     def describe(self) -> str:
         """One line for the user: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
@@ -51,8 +56,7 @@ class LaunchPlan:
         method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
         parts = [f"{ranks} on {self.device.upper()}{where}", method]
         if self.num_processes * self.num_nodes > 1:
-            backend = "nccl" if self.device == "cuda" else "gloo"
-            parts.append(backend if self.num_nodes > 1 else f"{backend} on loopback")
+            parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
         if self.mixed_precision != "no":
             parts.append(self.mixed_precision)
         return ", ".join(parts)

@@ -97,7 +97,7 @@ class CellSink(Sink):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # what the cell has printed before comes before
         self.due = float("inf")
-        self._kernel = kernel
+        self.kernel = kernel
         self._parent = kernel.get_parent()
         self._pending: list[tuple[StreamName, str]] = []
         self._size = 0
@@ -165,7 +165,7 @@ class CellSink(Sink):
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         # Not through sys.stdout: that goes to the cell that runs now. The socket may be used from any thread.
-        self._kernel.session.send(self._kernel.iopub_socket, kind, content, parent=self._parent)
+        self.kernel.session.send(self.kernel.iopub_socket, kind, content, parent=self._parent)
 
 
 class _Overflow:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
+from nb_accelerate.display import Seen
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
@@ -36,6 +37,7 @@ from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from nb_accelerate.display import Panel
     from nb_accelerate.launch.handle import RankHandle
     from nb_accelerate.launch.output import RankOutput
     from nb_accelerate.launch.router import Router
@@ -131,6 +133,7 @@ class Supervisor:
         self._call = call
         self._timeout = timeout
         self._router = router
+        self.panel: Panel | None = None
         self._monitor_interval = monitor_interval
         self._monitor_at = time.monotonic() + monitor_interval
         self._ranks = [_Rank(handle, output) for handle, output in zip(handles, router.outputs, strict=True)]
@@ -169,6 +172,32 @@ class Supervisor:
     def states(self) -> list[str]:
         """By rank: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` or ``ended``."""
         return [_state(rank) for rank in self._ranks]
+
+    # For the panel.
+
+    def look(self) -> list[Seen]:
+        """The ranks as they are now."""
+        return [
+            Seen(rank=rank.handle.rank, sample=rank.handle.board.read(), state=_state(rank), pid=rank.handle.pid)
+            for rank in self._ranks
+        ]
+
+    def ask(self) -> None:
+        """Ask the ranks that run where they are. Any thread."""
+        for rank in self._ranks:
+            if rank.ready and rank.answer is None and not rank.stopped and self._stage is None:
+                rank.stacks.clear()
+                rank.handle.signal(DUMP_SIGNAL)
+
+    def stacks(self) -> dict[int, str]:
+        """What they answered."""
+        return self._whereabouts()
+
+    def log(self, rank: int) -> str:
+        """The last lines a rank printed."""
+        return next(one.output.text for one in self._ranks if one.handle.rank == rank)
+
+    # The wait.
 
     def run(self) -> dict[int, tuple[Result, tuple[int, ...]]]:
         """Wait until every rank has ended.
@@ -377,13 +406,16 @@ class Supervisor:
             self._enter(Stage(self._stage + 1))
         if now >= self._router.due:
             self._router.flush()
+        if self.panel is not None and now >= self.panel.due:
+            self.panel.refresh()
         if now >= self._monitor_at:
             self._monitor_at = now + self._monitor_interval
             self._look_for_stopped_ranks()
 
     def _next_deadline(self) -> float:
         stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends)
-        return min(stopping, self._router.due, self._monitor_at)
+        panel = self.panel.due if self.panel is not None else float("inf")
+        return min(stopping, self._router.due, self._monitor_at, panel)
 
     def _look_for_stopped_ranks(self) -> None:
         """A process that was stopped (SIGSTOP) sends no event to anyone but its parent; so we look."""

@@ -40,6 +40,7 @@ class DeviceKind:
         empty_cache: give cached memory back to the device.
         memory_allocated: bytes that tensors use on it now.
         supports_bf16: whether it computes in bfloat16.
+        pins_memory: whether copies from it to pinned memory of the host need not be waited for.
     """
 
     name: str
@@ -54,6 +55,7 @@ class DeviceKind:
     empty_cache: Callable[[], None] = _nothing
     memory_allocated: Callable[[], int] = lambda: 0
     supports_bf16: Callable[[], bool] = lambda: True
+    pins_memory: bool = False
 
     @property
     def passes_device_ids(self) -> bool:
@@ -75,6 +77,7 @@ CPU = DeviceKind(
 DEVICE_KINDS = (
     DeviceKind(
         name="cuda",
+        pins_memory=True,
         distributed_type=DistributedType.MULTI_GPU,
         backend="nccl",
         is_available=lambda: torch.cuda.is_available(),

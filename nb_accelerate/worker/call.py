@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.board import here
 from nb_accelerate.diagnostics.report import report_exception
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import pack, unpack
@@ -27,6 +28,8 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     Returns:
         The message, and the parcel that has to travel with it.
     """
+    board = here()
+    board.begin_turn()
     try:
         with gate.open():
             function, args, kwargs = load()
@@ -37,6 +40,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
         value = None
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         return fail(error)
+    board.end_turn()
     try:
         packed = pack(value, name="the returned value")
     except Exception as error:

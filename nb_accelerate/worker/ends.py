@@ -15,6 +15,7 @@ class RankEnds:
         stderr: write end of the pipe for what C code writes to descriptor 2.
         interrupt: read end of a pipe; a byte in it says that the next SIGINT is meant for this rank.
         stacks: write end of the pipe into which the stacks of all threads are dumped on request.
+        board: the page on which it says how far it is.
         store: a listening socket on which this rank serves the rendezvous store, or -1.
     """
 
@@ -23,6 +24,7 @@ class RankEnds:
     stderr: int
     interrupt: int
     stacks: int
+    board: int
     store: int = -1
 
     def as_tuple(self) -> tuple[int, ...]:

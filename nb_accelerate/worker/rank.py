@@ -23,10 +23,12 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate import board
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Answer, Call, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.groups import close_groups, has_group, serve_store
 from nb_accelerate.worker.interrupt import InterruptGate
@@ -62,6 +64,7 @@ def run_rank(
         broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
+    board.install(ends.board)
     gate = InterruptGate(ends.interrupt)
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
@@ -85,10 +88,10 @@ def run_rank(
             message, fds = channel.recv()
             if isinstance(message, Quit):
                 break
+            if isinstance(message, Answer):  # to a debugger that an interrupt has ended meanwhile
+                continue
             if isinstance(message, Call):
                 _send(channel, *answer(functools.partial(_load, message.parcel, fds, inherited), gate))
-                continue
-            if isinstance(message, Answer):  # to a debugger that an interrupt has ended meanwhile
                 continue
             if persistent is None:
                 # Only now: IPython is nothing that a launched function needs.
@@ -124,6 +127,7 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     sys.path[:] = setup.sys_path
     sys.argv[:] = setup.argv
     spawn_by_value()
+    bars_as_rows()
     importlib.invalidate_caches()  # packages may have been installed since this process' parent started
     if not is_fork:
         main = types.ModuleType("__main__")

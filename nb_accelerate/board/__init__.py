@@ -1,0 +1,17 @@
+"""The board: a page of memory in which a rank says how far it is, and that the notebook reads.
+
+::
+
+    rank: one machine word per fact, overwritten in place --> shared page --> notebook: `read`, when it likes
+
+Nothing is sent and nobody waits, so a write costs some tens of nanoseconds, and the page still says where a rank
+was after it was killed. A word is written in one piece; a reader may see words of two steps side by side, never half
+of one.
+"""
+
+from nb_accelerate.board.board import Board, here, install
+from nb_accelerate.board.layout import Collective, Phase
+from nb_accelerate.board.page import Page
+from nb_accelerate.board.sample import Bar, Sample
+
+__all__ = ["Bar", "Board", "Collective", "Page", "Phase", "Sample", "here", "install"]

@@ -1,0 +1,76 @@
+"""What lies where on a board."""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+SIZE = 4096
+"""Bytes of a board: one page."""
+
+# Words of 8 bytes, by number. Whole numbers, but for LOSS.
+TURN = 0  # calls or cells begun
+ROWS_WANTED = 1  # set by the notebook: progress bars are rows of a panel, and not text
+PHASE = 2
+STEP = 3  # batches of the current loop that were handed out
+TOTAL = 4  # of the current loop; -1 if not known
+LOOP = 5  # counts loops, so that a reader sees when another one has begun
+EVALUATES = 6  # the current loop computes no gradients
+EPOCH = 7  # of the loader that is trained with, from 1
+STEPS_BEFORE = 8  # of training loops that have ended
+ROWS = 9  # rows of all ranks together in one step; 0 if not known
+WAITS_IN = 10  # a `Collective`, while the phase is WAITING
+COLLECTIVES = 11  # how many it has begun
+MEMORY = 12  # bytes that tensors use on the device; 0 if the device does not say
+MEMORY_PEAK = 13  # the most that was seen
+LOSS = 14  # a float; NO_LOSS if there is none
+BARS_SEEN = 15  # counts changes of bars
+IN_LOOP = 16  # the current loop has not ended
+NUM_WORDS = 17
+
+NO_LOSS = -1.7976931348623157e308
+"""The least float. Not NaN: that a loss is no number is just what one wants to see."""
+
+HEADER = struct.Struct(f"={LOSS}qd{NUM_WORDS - LOSS - 1}q")
+
+# Logged values: a name of up to 24 bytes and a float, each.
+SCALARS_AT = 256
+NUM_SCALARS = 16
+SCALAR = struct.Struct("=24sd")
+
+# Progress bars: state (0 free, 1 moves, 2 ended), level, count, total (-1 unknown), `time.monotonic` at the beginning
+# and at the last change, label.
+BARS_AT = 1024
+NUM_BARS = 8
+BAR = struct.Struct("=qqdddd56s")
+
+assert HEADER.size == NUM_WORDS * 8
+assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
+assert BARS_AT + NUM_BARS * BAR.size <= SIZE
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing."""
+
+    NOTHING = 0
+    RUNNING = 1
+    DATA = 2
+    FORWARD = 3
+    BACKWARD = 4
+    STEP = 5
+    EVALUATING = 6
+    SAVING = 7
+    WAITING = 8
+    ENDED = 9
+
+
+class Collective(enum.IntEnum):
+    """What ranks wait for each other in."""
+
+    all_gather = 0
+    all_reduce = 1
+    broadcast = 2
+    scatter = 3
+    all_gather_object = 4
+    broadcast_object = 5
+    barrier = 6

@@ -1,0 +1,52 @@
+"""The memory of a board, and who owns it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from typing import TYPE_CHECKING
+
+from nb_accelerate.board import layout
+from nb_accelerate.board.sample import read
+
+if TYPE_CHECKING:
+    from nb_accelerate.board.sample import Sample
+
+
+class Page:
+    """A board's memory, in the process that reads it. `close` it.
+
+    It has no name: it is gone when the last process that holds it is.
+    """
+
+    def __init__(self) -> None:
+        self._fd = _anonymous_file()
+        os.ftruncate(self._fd, layout.SIZE)
+        self._memory = mmap.mmap(self._fd, layout.SIZE)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor for the process that writes; it gets a copy."""
+        return self._fd
+
+    def read(self) -> Sample:
+        """What stands there now."""
+        return read(self._memory)
+
+    def want_rows(self) -> None:
+        """Ask for progress bars as rows; see `nb_accelerate.board.Board.wants_rows`."""
+        start = 8 * layout.ROWS_WANTED
+        self._memory[start : start + 8] = (1).to_bytes(8, "little")
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._memory.close()
+        os.close(self._fd)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("nb_accelerate-board", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # macOS
+        return os.dup(file.fileno())

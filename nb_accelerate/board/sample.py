@@ -1,0 +1,154 @@
+"""What a board said at one moment."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from nb_accelerate.board import layout
+from nb_accelerate.board.layout import Collective, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A progress bar.
+
+    Attributes:
+        label: what is counted.
+        count: how many so far.
+        total: of how many, or None.
+        seconds: since it began.
+        ended: nothing will be added.
+        level: how many bars it stands in.
+    """
+
+    label: str
+    count: float
+    total: float | None
+    seconds: float
+    ended: bool = False
+    level: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """How far a rank is.
+
+    Attributes:
+        turn: number of the call or cell.
+        phase: what it does.
+        step: batches of the current loop so far.
+        total: batches of the current loop; None if not known.
+        loop: number of the loop.
+        evaluates: the loop computes no gradients.
+        in_loop: the loop has not ended.
+        epoch: of the loader that is trained with, from 1; 0 before the first.
+        steps_before: batches of training loops that have ended.
+        rows: rows of all ranks together in one batch; 0 if not known.
+        waits_in: the collective it waits in; None if in none of ours.
+        collectives: how many it has begun.
+        memory: bytes of the device in use; 0 if the device does not say.
+        peak: the most that was seen.
+        loss: the newest, or None.
+        scalars: what was logged last, by name.
+        bars: progress bars, outermost first.
+    """
+
+    turn: int = 0
+    phase: Phase = Phase.NOTHING
+    step: int = 0
+    total: int | None = None
+    loop: int = 0
+    evaluates: bool = False
+    in_loop: bool = False
+    epoch: int = 0
+    steps_before: int = 0
+    rows: int = 0
+    waits_in: Collective | None = None
+    collectives: int = 0
+    memory: int = 0
+    peak: int = 0
+    loss: float | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Batches trained with, over all epochs."""
+        return self.steps_before + (self.step if self.in_loop and not self.evaluates else 0)
+
+
+_T = TypeVar("_T")
+_NAMED_COLLECTIVES = tuple(Collective)
+_NAMED_PHASES = tuple(Phase)
+
+
+def read(memory: Buffer) -> Sample:
+    """Read a board; never fails, whatever state its writer was killed in."""
+    words = layout.HEADER.unpack_from(memory, 0)
+    loss = words[layout.LOSS]
+    phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
+    return Sample(
+        turn=words[layout.TURN],
+        phase=phase,
+        step=words[layout.STEP],
+        total=words[layout.TOTAL] if words[layout.TOTAL] >= 0 and words[layout.LOOP] else None,
+        loop=words[layout.LOOP],
+        evaluates=bool(words[layout.EVALUATES]),
+        in_loop=bool(words[layout.IN_LOOP]),
+        epoch=words[layout.EPOCH],
+        steps_before=words[layout.STEPS_BEFORE],
+        rows=words[layout.ROWS],
+        waits_in=_named(_NAMED_COLLECTIVES, words[layout.WAITS_IN]) if phase is Phase.WAITING else None,
+        collectives=words[layout.COLLECTIVES],
+        memory=words[layout.MEMORY],
+        peak=words[layout.MEMORY_PEAK],
+        loss=None if loss == layout.NO_LOSS else loss,
+        scalars=_scalars(memory),
+        bars=_bars(memory) if words[layout.BARS_SEEN] else (),
+    )
+
+
+def _named(names: tuple[_T, ...], number: int) -> _T | None:
+    return names[number] if 0 <= number < len(names) else None
+
+
+def _scalars(memory: Buffer) -> dict[str, float]:
+    found = {}
+    for index in range(layout.NUM_SCALARS):
+        name, value = layout.SCALAR.unpack_from(memory, layout.SCALARS_AT + index * layout.SCALAR.size)
+        if not name[0]:
+            break
+        found[_text(name)] = value
+    return found
+
+
+def _bars(memory: Buffer) -> tuple[Bar, ...]:
+    found = []
+    now = time.monotonic()
+    for index in range(layout.NUM_BARS):
+        state, level, count, total, began, changed, label = layout.BAR.unpack_from(
+            memory, layout.BARS_AT + index * layout.BAR.size
+        )
+        if state:
+            found.append(
+                Bar(
+                    label=_text(label),
+                    count=count,
+                    total=total if total >= 0 else None,
+                    seconds=(changed if state == 2 else now) - began,
+                    ended=state == 2,
+                    level=level,
+                )
+            )
+    return tuple(sorted(found, key=lambda bar: bar.level))
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode(errors="ignore")

@@ -1,0 +1,54 @@
+"""Who waits for other ranks, and who is somewhere else, from the stacks of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nb_accelerate.diagnostics.stacks import main_thread, where
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
+"""Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """What the stacks of some ranks say.
+
+    Attributes:
+        waiting: ranks inside a collective, by the place.
+        elsewhere: the others, by the place.
+    """
+
+    waiting: Mapping[str, list[int]]
+    elsewhere: Mapping[str, list[int]]
+
+    @property
+    def waits(self) -> bool:
+        """All of them wait."""
+        return bool(self.waiting) and not self.elsewhere
+
+    @property
+    def place(self) -> str:
+        """Where most of them are, in a few words."""
+        places = Counter({place: len(ranks) for place, ranks in (*self.waiting.items(), *self.elsewhere.items())})
+        return places.most_common(1)[0][0] if places else ""
+
+
+def who_waits(dumps: Mapping[int, str]) -> Waits:
+    """Sort ranks by where they are.
+
+    Args:
+        dumps: stacks of the ranks, by rank.
+    """
+    waiting: dict[str, list[int]] = {}
+    elsewhere: dict[str, list[int]] = {}
+    for rank, dump in sorted(dumps.items()):
+        frames = main_thread(dump)
+        in_collective = bool(frames) and any(part in frames[0].filename for part in _COLLECTIVES)
+        (waiting if in_collective else elsewhere).setdefault(where(dump), []).append(rank)
+    return Waits(waiting=waiting, elsewhere=elsewhere)

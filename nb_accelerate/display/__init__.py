@@ -1,0 +1,16 @@
+"""The panel: how far every rank is, live, and still readable in a saved notebook.
+
+::
+
+    boards of the ranks --> state.py: what it means, as a `View` --> html.py --> a widget while it runs, then static
+                                                                --> text.py --> lines in a log, a block in a terminal
+
+State is data, and has no process, kernel or browser in it. `panel.py` reads the boards now and then, and draws.
+"""
+
+from nb_accelerate.display.frontend import choose_front_end
+from nb_accelerate.display.panel import Panel, Watched
+from nb_accelerate.display.state import Seen
+from nb_accelerate.display.view import Facts, View
+
+__all__ = ["Facts", "Panel", "Seen", "View", "Watched", "choose_front_end"]

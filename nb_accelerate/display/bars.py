@@ -1,0 +1,67 @@
+"""Progress bars of the ranks as rows: one for all where they are alike, else one each."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from nb_accelerate.display import words
+from nb_accelerate.display.view import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.board import Bar, Sample
+
+_ALIKE = 0.02
+"""Difference, as a part of the whole, up to which bars of several ranks are one row."""
+
+_MOST_EACH = 8
+"""Ranks that get a row each for one bar."""
+
+
+def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
+    """Rows for the bars of ranks, outermost first."""
+    kinds: dict[tuple[int, int, str], dict[int, Bar]] = {}
+    for rank, sample in samples.items():
+        for index, bar in enumerate(sample.bars):
+            kinds.setdefault((bar.level, index, bar.label), {})[rank] = bar
+    rows: list[Row] = []
+    for _, bars in sorted(kinds.items(), key=lambda item: item[0][:2]):
+        if _are_alike(list(bars.values())) or len(bars) > _MOST_EACH:
+            rows.append(_row(list(bars), _middle(list(bars.values()))))
+        else:
+            rows += [_row([rank], bar) for rank, bar in bars.items()]
+    return tuple(rows)
+
+
+def _are_alike(bars: Sequence[Bar]) -> bool:
+    counts = [bar.count for bar in bars]
+    totals = {bar.total for bar in bars}
+    whole = max(*counts, *(total or 0.0 for total in totals), 1.0)
+    return len(totals) == 1 and max(counts) - min(counts) <= max(_ALIKE * whole, 1.0)
+
+
+def _middle(bars: Sequence[Bar]) -> Bar:
+    middle = median(bar.count for bar in bars)
+    return min(bars, key=lambda bar: abs(bar.count - middle))
+
+
+def _row(ranks: Sequence[int], bar: Bar) -> Row:
+    rate = bar.count / bar.seconds if bar.seconds > 0.2 and bar.count else None
+    if bar.ended:
+        left = f"took {words.duration(bar.seconds)}"
+    elif rate and bar.total:
+        left = f"{words.duration((bar.total - bar.count) / rate)} left"
+    else:
+        left = ""
+    whole = bar.count >= (bar.total or 0)
+    return Row(
+        ranks=words.ranges(ranks),
+        kind="done" if bar.ended and whole else "",
+        share=None if not bar.total else min(1.0, bar.count / bar.total),
+        step=words.count(bar.count) if bar.total is None else f"{words.count(bar.count)} / {words.count(bar.total)}",
+        rate=words.rate(rate) if rate else "",
+        now=left,
+        label=bar.label,
+    )

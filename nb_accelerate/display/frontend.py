@@ -1,0 +1,48 @@
+"""Is there somebody who can see a widget? Nobody says so; the request that runs a cell has hints."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FrontEnd = Literal["widget", "text", "off"]
+
+
+def choose_front_end(progress: str) -> FrontEnd:
+    """Where the panel of the code that runs now is drawn.
+
+    Args:
+        progress: ``"auto"``, or what the user wants.
+    """
+    if progress == "off":
+        return "off"
+    kernel = _kernel()
+    if progress == "text" or kernel is None or importlib.util.find_spec("ipywidgets") is None:
+        return "text"
+    if progress == "widget":
+        return "widget"
+    return "widget" if shows_widgets(kernel.get_parent(), os.environ) else "text"
+
+
+def shows_widgets(request: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether the front end that sent a request shows widgets.
+
+    JupyterLab, Notebook 7 and VS Code name the cell in the request; nbclient, nbconvert and papermill, which run
+    notebooks without a person, do not. Colab and Kaggle name themselves in the environment, voila too.
+    """
+    if "COLAB_RELEASE_TAG" in environ or any(name.startswith("VOILA_") for name in environ):
+        return True
+    if "KAGGLE_KERNEL_RUN_TYPE" in environ:
+        return environ["KAGGLE_KERNEL_RUN_TYPE"] == "Interactive"
+    return "cellId" in request.get("metadata", {})
+
+
+def _kernel() -> Any:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None)

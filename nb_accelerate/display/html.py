@@ -1,0 +1,134 @@
+"""A `View` as HTML: for a widget while it runs, and as it is for a saved notebook.
+
+Where styles are stripped, as on GitHub, what is left is a heading, a plain table and sentences.
+"""
+
+from __future__ import annotations
+
+import functools
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.display.view import Row, View
+
+MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "interrupted": "■"}
+
+_COLUMNS = (("step", "step"), ("epoch", "epoch"), ("rate", "it/s"), ("loss", "loss"), ("memory", "memory"))
+_CURVE = (150, 26)
+
+
+@functools.cache
+def style() -> str:
+    """The style sheet, as an element."""
+    return f"<style>{files(__package__).joinpath('style.css').read_text(encoding='utf-8')}</style>"
+
+
+def render(view: View) -> str:
+    """The panel, without its style sheet."""
+    return f'<div class="nba">{_header(view)}{_body(view)}</div>'
+
+
+def _header(view: View) -> str:
+    setup = " · ".join(view.facts.setup)
+    rest = " · ".join(view.summary or view.outlook)
+    rest = f' <span class="nba-dim">· {escape(rest)}</span>' if rest else ""
+    return (
+        f'<header><span role="img" aria-label="{view.state}">{MARKS[view.state]}</span> '
+        f"<b>{escape(view.facts.name)}</b> "
+        f'<span class="nba-dim">{escape(setup)}</span> '
+        f'<span class="nba-time">{view.elapsed}{rest}</span>{_curve(view.curve)}</header>'
+    )
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> str:
+    if len(points) < 2:
+        return ""
+    width, height = _CURVE
+    (first, _), (last, _) = points[0], points[-1]
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    across = width / ((last - first) or 1.0)
+    down = (height - 4) / ((high - low) or 1.0)
+    path = "".join(
+        f"{'L' if index else 'M'}{(step - first) * across:.1f},{2 + (high - loss) * down:.1f}"
+        for index, (step, loss) in enumerate(points)
+    )
+    label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
+    return (
+        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+        f'<title>{label}</title><path d="{path}"/></svg>'
+    )
+
+
+def _body(view: View) -> str:
+    table = _dots(view) + _table((*view.bars, *view.rows))
+    if view.state == "done" and view.rows:
+        folded = f"<details><summary>{escape(_said(view.rows))}</summary>{_table(view.rows)}</details>"
+        table = _table(view.bars) + folded if view.bars else folded
+    warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
+    return table + warnings + _failure(view)
+
+
+def _said(rows: Sequence[Row]) -> str:
+    if len(rows) == 1:
+        return "what its rank did"
+    return "what the ranks did"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    columns = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in rows)]
+    has_bars = any(row.share is not None for row in rows)
+    head = "".join(f"<th>{title}</th>" for _, title in columns)
+    bar = "<th></th>" if has_bars else ""
+    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars) for row in rows)
+    return (
+        f'<table><thead><tr><th>rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
+        f"<tbody>{lines}</tbody></table>"
+    )
+
+
+def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
+    cells = "".join(f"<td>{escape(getattr(row, name))}</td>" for name in columns)
+    kind = f' class="nba-{row.kind}"' if row.kind else ""
+    return (
+        f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
+        f'<td class="nba-now">{escape(row.said)}</td></tr>'
+    )
+
+
+def _bar(row: Row) -> str:
+    if row.share is None:
+        return '<td class="nba-bar"></td>'
+    percent = f"{100 * row.share:.1f}"
+    return (
+        f'<td class="nba-bar"><div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" '
+        f'aria-valuemax="100" aria-label="rank {row.ranks}">'
+        f'<div class="nba-fill" style="width:{percent}%"></div></div></td>'
+    )
+
+
+def _dots(view: View) -> str:
+    if not view.dots:
+        return ""
+    dots = "".join(
+        f'<div class="{" nba-".join(filter(None, ("nba-dot", dot.kind)))}" '
+        f'title="rank {dot.rank}: {100 * dot.share:.0f} %">'
+        f'<i style="height:{100 * dot.share:.0f}%"></i></div>'
+        for dot in view.dots
+    )
+    return f'<div class="nba-dots" aria-hidden="true">{dots}</div>'
+
+
+def _failure(view: View) -> str:
+    failure = view.failure
+    if failure is None:
+        return ""
+    details = ""
+    if failure.details:
+        details = f"<details><summary>{escape(failure.label)}</summary><pre>{escape(failure.details)}</pre></details>"
+    return f'<p class="nba-failed">{escape(failure.title)}</p>{details}'

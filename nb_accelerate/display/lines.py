@@ -1,0 +1,78 @@
+"""The panel where there are no widgets: a line now and then, and the whole at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from typing_extensions import override
+
+from nb_accelerate.display import html, text
+from nb_accelerate.display.panel import Drawing
+
+if TYPE_CHECKING:
+    from nb_accelerate.display.view import View
+
+_FIRST = 5.0
+_LONGEST = 60.0
+
+
+class Paper(Protocol):
+    """Where lines and displays go: a sink of a launch."""
+
+    def write(self, stream: Any, text: str) -> None:
+        """Take lines."""
+
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        """Take something rich."""
+
+
+class Lines(Drawing):
+    """For a log: a line after five seconds, ten, twenty ..., then one each minute, and whatever goes wrong at once.
+
+    Args:
+        paper: takes them.
+        is_notebook: what was shown last is kept, as a table.
+    """
+
+    every = 1.0
+
+    def __init__(self, paper: Paper, *, is_notebook: bool) -> None:
+        self._paper = paper
+        self._is_notebook = is_notebook
+        self._said: set[str] = set()
+        self._calls = 0.0
+        self._next = _FIRST
+        self._wrote = False
+
+    @override
+    def draw(self, view: View) -> None:
+        self._calls += self.every
+        for warning in view.warnings:
+            cause = warning.split(" for ")[0].split(":")[0]  # without the seconds, which change
+            if cause not in self._said:
+                self._said.add(cause)
+                self._paper.write("stderr", f"{warning}\n")
+        if not view.warnings:
+            self._said.clear()
+        if self._calls >= self._next and view.has_steps:
+            self._next = self._calls + min(self._calls, _LONGEST)
+            self._paper.write("stdout", f"{text.line(view)}\n")
+            self._wrote = True
+
+    @override
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        if not view.has_steps:
+            return
+        if self._is_notebook:
+            self._paper.display("display_data", bundle(view))
+        elif self._wrote or view.bars:
+            self._paper.write("stdout", f"{text.line(view)}\n")
+
+
+def bundle(view: View) -> dict[str, Any]:
+    """A view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
+    return {
+        "data": {"text/html": html.style() + html.render(view), "text/plain": text.table(view)},
+        "metadata": {},
+        "transient": {},
+    }

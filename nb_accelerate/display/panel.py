@@ -1,0 +1,144 @@
+"""The panel of one run: looks at the ranks now and then, and has what it saw drawn.
+
+It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
+
+    watched.look --> PanelState --> View --> a Drawing: widget.py, lines.py
+    watched.ask  (some ranks do not move) --> watched.stacks --> where they are
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+
+from nb_accelerate.display.state import PanelState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.display.state import Seen
+    from nb_accelerate.display.view import Facts, Failure, State, View
+
+_LOOK_EVERY = 0.1
+_MANY = 16
+"""Ranks from which on they are looked at half as often: nobody can watch so many one by one."""
+
+_MEMORY_EVERY = 1.0
+_ANSWER = 0.3
+"""Seconds until stacks have arrived."""
+
+_ASK_EVERY = 5.0
+DELAY = 1.0
+"""Seconds before a panel appears: what is over by then needs none."""
+
+
+class Watched(Protocol):
+    """What a panel is about. All but `look` and `stacks` are called from any thread."""
+
+    def look(self) -> Sequence[Seen]:
+        """The ranks as they are now, without their memory."""
+
+    def ask(self) -> None:
+        """Ask ranks where they are."""
+
+    def stacks(self) -> Mapping[int, str]:
+        """What they answered, by rank."""
+
+    def log(self, rank: int) -> str:
+        """The last lines a rank printed."""
+
+    def interrupt(self) -> None:
+        """As if the user had interrupted the cell."""
+
+    def stop(self) -> None:
+        """Terminate every rank."""
+
+
+class Drawing(Protocol):
+    """Where a panel is drawn. `every` is the least number of seconds between two drawings."""
+
+    every: float
+
+    def draw(self, view: View) -> None:
+        """Show how it is now."""
+
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        """Show how it ended, for good."""
+
+
+class Panel:
+    """A run, watched.
+
+    Args:
+        facts: what does not change.
+        ranks: to be seen.
+        drawing: where.
+        watched: the ranks.
+
+    Attributes:
+        due: `time.monotonic` at which `refresh` wants to be called.
+    """
+
+    def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, watched: Watched) -> None:
+        now = time.monotonic()
+        self._state = PanelState(facts, ranks, now)
+        self._drawing = drawing
+        self._watched = watched
+        self._look_every = _LOOK_EVERY * (2 if len(ranks) > _MANY else 1)
+        self._draw_at = now + DELAY
+        self._ask_at = 0.0
+        self._answers_at = float("inf")
+        self._memory_at = 0.0
+        self._memory: dict[int, int] = {}
+        self._processes: dict[int, psutil.Process] = {}
+        self._was_drawn = False
+        self.due = now + self._look_every
+
+    def refresh(self) -> None:
+        """Look at the ranks, and draw if it is time to."""
+        now = time.monotonic()
+        self.due = now + self._look_every
+        self._observe(now)
+        if self._state.stalled(now):
+            if now >= self._ask_at:
+                self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER
+                self._watched.ask()
+            elif now >= self._answers_at:
+                self._answers_at = float("inf")
+                self._state.explain(self._watched.stacks())
+        if now >= self._draw_at:
+            self._draw_at = now + self._drawing.every
+            self._drawing.draw(self._state.view(now))
+            self._was_drawn = True
+
+    def finish(self, state: State, failure: Failure | None = None) -> None:
+        """The run has ended."""
+        now = time.monotonic()
+        self.due = float("inf")
+        self._observe(now)
+        self._state.end(now, state, failure)
+        view = self._state.view(now)
+        # What was over before a panel appeared has none, but for bars: they were not printed.
+        if self._was_drawn or view.bars:
+            self._drawing.finish(view, was_drawn=self._was_drawn)
+
+    def _observe(self, now: float) -> None:
+        seen = self._watched.look()
+        if now >= self._memory_at:
+            self._memory_at = now + _MEMORY_EVERY
+            for one in seen:
+                if one.pid is not None:
+                    self._memory[one.rank] = self._resident(one.pid)
+        self._state.observe(now, [replace(one, memory=self._memory.get(one.rank, 0)) for one in seen])
+
+    def _resident(self, pid: int) -> int:
+        try:
+            process = self._processes.get(pid)
+            if process is None:
+                process = self._processes[pid] = psutil.Process(pid)
+            return int(process.memory_info().rss)
+        except psutil.Error:
+            return 0

@@ -1,0 +1,351 @@
+"""What a panel knows: samples of the ranks go in, a `View` comes out. No process, no kernel, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from nb_accelerate.board import Phase, Sample
+from nb_accelerate.diagnostics.waits import who_waits
+from nb_accelerate.display import words
+from nb_accelerate.display.bars import bar_rows
+from nb_accelerate.display.curve import Curve
+from nb_accelerate.display.stragglers import stragglers
+from nb_accelerate.display.track import WORDS, Track
+from nb_accelerate.display.view import Dot, Row, View
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.display.stragglers import Straggler
+    from nb_accelerate.display.view import Facts, Failure, Kind, State
+
+STALL = 5.0
+"""Seconds without a change after which a rank that had been moving counts as stalled."""
+
+MOST_ROWS = 12
+"""Ranks with a row each; more are folded into one, with those that stand out."""
+
+_OUTLIERS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A rank, as the notebook sees it from outside.
+
+    Attributes:
+        rank: its number.
+        sample: what its board says.
+        state: ``starting``, ``running``, ``stopped`` (SIGSTOP), ``returned``, ``failed`` or ``ended``.
+        memory: bytes of its process.
+        pid: its process; None while it starts.
+    """
+
+    rank: int
+    sample: Sample = field(default_factory=Sample)
+    state: str = "running"
+    memory: int = 0
+    pid: int | None = None
+
+
+class PanelState:
+    """Call `observe` now and then, and `end` once; `view` at any time.
+
+    Args:
+        facts: what does not change.
+        ranks: those to show.
+        now: `time.monotonic` at the beginning.
+    """
+
+    def __init__(self, facts: Facts, ranks: Sequence[int], now: float) -> None:
+        self._facts = facts
+        self._began = now
+        self._ended: float | None = None
+        self._state: State = "starting"
+        self._failure: Failure | None = None
+        self._tracks = {rank: Track(now) for rank in ranks}
+        self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
+        self._curve = Curve()
+        self._peak = 0
+        self._rows = 0
+        self._stacks: Mapping[int, str] = {}
+        self._first_step: tuple[float, int] | None = None
+        self._last_step: tuple[float, int] | None = None
+
+    def observe(self, now: float, seen: Sequence[Seen]) -> None:
+        """What the ranks look like now."""
+        for one in seen:
+            track = self._tracks[one.rank]
+            before = track.moved_at
+            track.add(now, one.sample)
+            if track.moved_at != before and one.rank in self._stacks:
+                self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
+            self._seen[one.rank] = one
+            if not one.sample.evaluates:
+                self._rows = one.sample.rows
+            self._peak = max(self._peak, one.sample.peak or one.memory)
+        if self._state == "starting" and any(one.state != "starting" for one in seen):
+            self._state = "running"
+        self._note_steps(now)
+        self._curve.add(self._sampled())
+
+    def stalled(self, now: float) -> list[int]:
+        """Ranks that were moving, and have not for a while."""
+        return [rank for rank, track in self._tracks.items() if self._is_stalled(rank, track, now)]
+
+    def explain(self, stacks: Mapping[int, str]) -> None:
+        """Where the ranks are, asked because some were stalled: dumps of their stacks, by rank."""
+        self._stacks = {rank: dump for rank, dump in stacks.items() if dump}
+
+    def end(self, now: float, state: State, failure: Failure | None = None) -> None:
+        """It has ended."""
+        self._ended, self._state, self._failure = now, state, failure
+
+    def view(self, now: float) -> View:
+        """The panel at this moment."""
+        now = self._ended if self._ended is not None else now
+        slow = stragglers(self._tracks) if self._ended is None else {}
+        stalled = set(self.stalled(now)) if self._ended is None else set()
+        kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
+        rows = {rank: self._row(rank, kinds[rank], now, slow.get(rank)) for rank in self._tracks}
+        many = len(rows) > MOST_ROWS
+        return View(
+            state=self._state,
+            facts=self._facts,
+            elapsed=words.duration(now - self._began),
+            outlook=self._outlook(now) if self._ended is None else (),
+            summary=self._summary() if self._ended is not None else (),
+            bars=bar_rows({rank: track.sample for rank, track in self._tracks.items()}),
+            rows=self._folded(rows, kinds) if many else tuple(rows.values()),
+            dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
+            if many
+            else (),
+            curve=self._curve.points,
+            warnings=(*self._stall_words(stalled, now), *(() if many else _slow_words(slow)))
+            if self._ended is None
+            else (),
+            failure=self._failure,
+        )
+
+    # Rows.
+
+    def _kind(self, rank: int, stalled: bool, slow: Straggler | None) -> Kind:
+        state = self._seen[rank].state
+        loss = self._loss(self._tracks[rank].sample)
+        if state == "failed" or (state == "ended" and self._state == "failed"):
+            return "bad"
+        if loss is not None and not math.isfinite(loss):
+            return "bad"
+        if self._ended is not None or state == "returned":
+            return "done" if self._state not in ("failed", "interrupted") else ""
+        if state == "stopped" or slow is not None:
+            return "late"
+        return "late" if stalled and not self._waits(rank) else ""
+
+    def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None) -> Row:
+        track, seen = self._tracks[rank], self._seen[rank]
+        sample = track.sample
+        loss = self._loss(sample)
+        rate = track.rate
+        if self._ended is not None and sample.steps:
+            step = words.count(sample.steps)
+            share = 1.0 if kind == "done" or not sample.total else min(1.0, sample.step / sample.total)
+        elif sample.loop == 0:
+            step, share = "", 1.0 if kind == "done" else None
+        elif sample.total is None:
+            step, share = words.count(sample.step), 1.0 if kind == "done" else None
+        else:
+            step = f"{words.count(sample.step)} / {words.count(sample.total)}"
+            share = min(1.0, sample.step / sample.total) if sample.total else 1.0
+        if self._ended is not None and self._first_step is not None and self._last_step is not None:
+            rate = self._mean_rate()
+        memory = sample.memory or seen.memory
+        return Row(
+            ranks=str(rank),
+            kind=kind,
+            share=share,
+            step=step,
+            epoch=str(sample.epoch) if sample.epoch else "",
+            rate=words.rate(rate) if rate is not None and sample.loop else "",
+            loss="" if loss is None else words.measured(loss),
+            memory=words.size(self._peak if self._ended and not memory else memory) if memory else "",
+            now=self._now(rank, now, slow),
+        )
+
+    def _now(self, rank: int, now: float, slow: Straggler | None) -> str:
+        track, seen = self._tracks[rank], self._seen[rank]
+        if seen.state == "stopped":
+            return f"stopped (SIGSTOP, pid {seen.pid})"
+        if seen.state in ("starting", "returned"):
+            return "starting" if seen.state == "starting" else "done"
+        if self._ended is not None and self._state == "done":
+            return "done"
+        if seen.state == "failed":
+            return "failed"
+        doing = WORDS[track.sample.phase if self._ended is not None else track.phase]
+        if track.sample.waits_in is not None and track.sample.phase is Phase.WAITING:
+            doing = f"waits in {track.sample.waits_in.name}"
+        if self._ended is not None:
+            return f"stopped: {doing}"
+        if self._is_stalled(rank, track, now):
+            where = who_waits({rank: self._stacks[rank]}).place if rank in self._stacks else doing
+            return f"{where}, for {words.brief(now - track.moved_at)}"
+        return slow.words if slow is not None else doing
+
+    def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind]) -> tuple[Row, ...]:
+        apart = [rank for rank, kind in kinds.items() if kind in ("late", "bad")]
+        apart.sort(key=lambda rank: (kinds[rank] != "bad", rows[rank].share or 0.0))
+        others = [rank for rank in rows if rank not in apart] or list(rows)
+        middle = sorted(others, key=lambda rank: rows[rank].share or 0.0)[len(others) // 2]
+        doing = Counter(rows[rank].now for rank in others).most_common(1)[0]
+        memory = max((self._tracks[rank].sample.memory or self._seen[rank].memory for rank in others), default=0)
+        whole = Row(
+            ranks=words.ranges(list(rows)),
+            kind="done" if all(kinds[rank] == "done" for rank in others) else "",
+            share=rows[middle].share,
+            step=rows[middle].step,
+            epoch=rows[middle].epoch,
+            rate=rows[middle].rate,
+            loss=rows[middle].loss,
+            memory=words.size(memory) if memory else "",
+            now=f"{words.plural(len(others), 'rank')}: {doing[0]}" if apart else doing[0],
+        )
+        return (whole, *(rows[rank] for rank in apart[:_OUTLIERS]))
+
+    def _loss(self, sample: Sample) -> float | None:
+        for name, value in sample.scalars.items():
+            if name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss"):
+                return value
+        return sample.loss
+
+    # Stalls.
+
+    def _is_stalled(self, rank: int, track: Track, now: float) -> bool:
+        if self._seen[rank].state not in ("running", "stopped"):
+            return False
+        sample = track.sample
+        began = sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
+        return began and now - track.moved_at > STALL
+
+    def _waits(self, rank: int) -> bool:
+        if rank in self._stacks:
+            return who_waits({rank: self._stacks[rank]}).waits
+        return self._tracks[rank].sample.phase in (Phase.WAITING, Phase.BACKWARD)
+
+    def _stall_words(self, stalled: set[int], now: float) -> tuple[str, ...]:
+        stopped = [rank for rank, seen in self._seen.items() if seen.state == "stopped"]
+        sentences = [
+            f"Rank {rank} is stopped (SIGSTOP). To let it go on: kill -CONT {self._seen[rank].pid}" for rank in stopped
+        ]
+        waiting = [rank for rank in stalled if self._waits(rank)]
+        elsewhere = sorted(stalled - set(waiting) - set(stopped))
+        returned = [rank for rank, seen in self._seen.items() if seen.state == "returned"]
+        waited_in = self._place(waiting)
+        if elsewhere and (waiting or len(elsewhere) < len(self._tracks)):
+            since = now - min(self._tracks[rank].moved_at for rank in elsewhere)
+            verb = "has" if len(elsewhere) == 1 else "have"
+            text = f"{_capital(words.named(elsewhere))} {verb} not moved for {words.brief(since)}"
+            text += self._place(elsewhere, ": ")
+            if waiting:
+                text += f"; {words.named(waiting)} {_waits_verb(waiting)} for {_it(elsewhere)}{waited_in}"
+            sentences.append(text + ".")
+        elif waiting and returned:
+            sentences.append(
+                f"{_capital(words.named(waiting))} {_waits_verb(waiting)}{waited_in} for {words.named(returned)}, "
+                f"which {'has' if len(returned) == 1 else 'have'} returned."
+            )
+        elif waiting and stopped:
+            sentences[-1] += f". {_capital(words.named(waiting))} {_waits_verb(waiting)} for {_it(stopped)}{waited_in}."
+        return tuple(sentences)
+
+    def _place(self, ranks: Sequence[int], before: str = " ") -> str:
+        dumps = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
+        if dumps:
+            return before + who_waits(dumps).place
+        inside = {self._tracks[rank].sample.waits_in for rank in ranks} - {None}
+        return f"{before}in {next(iter(inside)).name}" if len(inside) == 1 else ""  # type: ignore[union-attr]
+
+    # The whole.
+
+    def _sampled(self) -> tuple[int, list[float]] | None:
+        samples = [track.sample for track in self._tracks.values()]
+        losses = [loss for sample in samples if (loss := self._loss(sample)) is not None and math.isfinite(loss)]
+        return (max(sample.steps for sample in samples), losses) if losses else None
+
+    def _note_steps(self, now: float) -> None:
+        steps = int(median(track.sample.steps for track in self._tracks.values()))
+        if steps and self._first_step is None:
+            self._first_step = (now, steps)
+        if steps and (self._last_step is None or steps > self._last_step[1]):
+            self._last_step = (now, steps)
+
+    def _mean_rate(self) -> float | None:
+        if self._first_step is None or self._last_step is None:
+            return None
+        seconds = self._last_step[0] - self._first_step[0]
+        return (self._last_step[1] - self._first_step[1]) / seconds if seconds > 0.4 else None
+
+    def _outlook(self, now: float) -> tuple[str, ...]:
+        quiet = now - max(track.moved_at for track in self._tracks.values())
+        in_loop = any(track.sample.in_loop for track in self._tracks.values())
+        if in_loop and quiet > STALL:
+            return (f"no step for {words.brief(quiet)}",)
+        parts = []
+        left = self._remaining()
+        if left is not None:
+            parts.append(left)
+        rates = [track.rate for track in self._tracks.values() if track.rate is not None]
+        rows = max(track.sample.rows for track in self._tracks.values())
+        if rates and rows and median(rates) > 0 and in_loop:
+            parts.append(f"{words.rate(median(rates) * rows)} samples/s")
+        return tuple(parts)
+
+    def _remaining(self) -> str | None:
+        """How long it will take: by the outermost bar, else by the loop that is on, said to be no more than that."""
+        slowest = min(self._tracks.values(), key=lambda track: track.sample.steps)
+        sample, rate = slowest.sample, slowest.rate
+        inner = sample.step / sample.total if sample.total and sample.in_loop else 0.0
+        for bar in sample.bars:
+            if not bar.ended and bar.total and bar.level == 0:
+                done = min(1.0, (bar.count + inner) / bar.total)
+                if done > 0.01 and bar.seconds > 1:
+                    return f"about {words.duration(bar.seconds * (1 - done) / done)} left"
+                return None
+        if sample.total and sample.in_loop and rate:
+            which = "evaluation" if sample.evaluates else "epoch"
+            return f"{words.duration((sample.total - sample.step) / rate)} left of this {which}"
+        return None
+
+    def _summary(self) -> tuple[str, ...]:
+        steps = int(median(track.sample.steps for track in self._tracks.values()))
+        parts = []
+        if steps:
+            parts.append(words.plural(steps, "step"))
+        rate = self._mean_rate()
+        if rate and self._rows:
+            parts.append(f"{words.rate(rate * self._rows)} samples/s")
+        losses = [loss for track in self._tracks.values() if (loss := self._loss(track.sample)) is not None]
+        if losses:
+            parts.append(f"loss {words.measured(sum(losses) / len(losses))}")
+        if self._peak:
+            parts.append(f"peak {words.size(self._peak)}")
+        return tuple(parts)
+
+
+def _slow_words(slow: Mapping[int, Straggler]) -> list[str]:
+    return [f"Rank {rank} is {one.factor:.1f}x slower than the median: {one.why}." for rank, one in slow.items()]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _waits_verb(ranks: Sequence[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"

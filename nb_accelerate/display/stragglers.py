@@ -1,0 +1,71 @@
+"""Ranks that are slower than the others, by how much, and what they spend their time on.
+
+Ranks that train together take their steps at the same rate, that of the slowest. It is the one that works while the
+others wait for it: so what is compared is the part of the time that a rank works by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from nb_accelerate.board import Phase
+from nb_accelerate.display.track import WORDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.display.track import Track
+
+_FACTOR = 1.3
+_DIFFERENCE = 0.15
+"""Of the whole time: a tenth of a step more or less is nothing to act upon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A slow rank.
+
+    Attributes:
+        factor: how much more time it needs than the median.
+        why: what it does in that time.
+    """
+
+    factor: float
+    why: str
+
+    @property
+    def words(self) -> str:
+        """For a row."""
+        return f"{self.factor:.1f}x slower: {self.why}"
+
+
+def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
+    """Slow ranks, by rank. Empty if there are none, or if it is too early to say."""
+    own = {rank: share for rank, track in tracks.items() if (share := track.own_share()) is not None}
+    if len(own) < 2:
+        return {}
+    found = {}
+    rates = {rank: rate for rank, track in tracks.items() if (rate := track.rate)}
+    middle_rate = median(rates.values()) if rates else 0.0
+    for rank, share in own.items():
+        others = median(value for other, value in own.items() if other != rank)
+        factor = share / others if others > 0 and share - others > _DIFFERENCE else 1.0
+        if rates.get(rank):  # those that do not wait for each other
+            factor = max(factor, middle_rate / rates[rank])
+        if factor > _FACTOR:
+            found[rank] = Straggler(factor=min(factor, 99.0), why=_why(tracks[rank]))
+    return found if len(found) <= len(own) // 2 else {}
+
+
+def _why(track: Track) -> str:
+    shares = track.shares()
+    own = {phase: share for phase, share in shares.items() if phase not in (Phase.BACKWARD, Phase.WAITING)}
+    if not own:
+        return "at work"
+    phase, share = max(own.items(), key=lambda item: item[1])
+    return f"{100 * share:.0f} % {'in ' if phase is Phase.RUNNING else ''}{_NAMES.get(phase, WORDS[phase])}"
+
+
+_NAMES = {Phase.RUNNING: "your code", Phase.FORWARD: "before backward", Phase.STEP: "optimizer steps"}

@@ -1,0 +1,87 @@
+"""A `View` as text: a line for a log, a table for a terminal and for readers without HTML."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.display.html import MARKS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.display.view import Row, View
+
+_COLUMNS = (
+    ("ranks", "rank"),
+    ("step", "step"),
+    ("epoch", "epoch"),
+    ("rate", "it/s"),
+    ("loss", "loss"),
+    ("memory", "memory"),
+    ("said", "now"),
+)
+_WIDTH = 12
+"""Of a bar in a terminal."""
+
+
+def line(view: View) -> str:
+    """Everything worth a line of a log."""
+    if view.state not in ("starting", "running"):
+        return ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
+    parts = [f"{view.facts.name}: {view.elapsed}"]
+    middle = _middle(view.rows)
+    if middle is not None and middle.step:
+        share = "" if middle.share is None else f" ({100 * middle.share:.0f} %)"
+        epoch = f" of epoch {middle.epoch}" if middle.epoch else ""
+        parts.append(f"step {middle.step.replace(' ', '')}{share}{epoch}")
+        parts += [f"{middle.rate} it/s"] if middle.rate else []
+        parts += [f"loss {middle.loss}"] if middle.loss else []
+    for bar in view.bars[:2]:
+        parts.append(f"{bar.label} {bar.step.replace(' ', '')}".lstrip())
+    return ", ".join([*parts, *view.outlook])
+
+
+def table(view: View, *, bars: bool = False) -> str:
+    """The whole panel, in lines.
+
+    Args:
+        view: what to show.
+        bars: draw bars, for somebody who watches.
+    """
+    head = f"{MARKS[view.state]} {view.facts.name} · {' · '.join(view.facts.setup)}"
+    time = " · ".join((view.elapsed, *(view.summary or view.outlook)))
+    rows = (*view.bars, *view.rows)
+    cells = [[getattr(row, name) for name, _ in _COLUMNS] for row in rows]
+    used = [index for index in range(len(_COLUMNS)) if any(line[index] for line in cells)]
+    titles = [title for _, title in _COLUMNS]
+    if bars and any(row.share is not None for row in rows):
+        titles.insert(1, "")
+        for row, line in zip(rows, cells, strict=True):
+            line.insert(1, _bar(row))
+        used = [0, 1, *(index + 1 for index in used if index)]
+    lines = [f"{head} · {time}", *_aligned([titles, *cells], used)]
+    if view.failure is not None:
+        lines.append(view.failure.title)
+    return "\n".join([*lines, *view.warnings])
+
+
+def _bar(row: Row) -> str:
+    full = round(_WIDTH * (row.share or 0.0))
+    return "━" * full + "╌" * (_WIDTH - full) if row.share is not None else ""
+
+
+def _aligned(cells: Sequence[Sequence[str]], used: Sequence[int]) -> list[str]:
+    if len(cells) < 2:
+        return []
+    widths = {index: max(len(line[index]) for line in cells) for index in used}
+    last = used[-1]
+    return [
+        "  ".join(line[index] if index == last else line[index].rjust(widths[index]) for index in used).rstrip()
+        for line in cells
+    ]
+
+
+def _middle(rows: Sequence[Row]) -> Row | None:
+    """The row that stands for all: the slowest of those that are well."""
+    well = [row for row in rows if row.kind != "bad"] or list(rows)
+    return min(well, key=lambda row: row.share or 0.0) if well else None

@@ -1,0 +1,112 @@
+"""What the samples of one rank, one after the other, say about it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from nb_accelerate.board import Phase, Sample
+
+_WINDOW = 4.0
+"""Seconds over which a rate is taken."""
+
+_LONG = 10.0
+"""Seconds over which it is seen what a rank spends its time on."""
+
+_RECENT = 1.5
+"""Seconds over which the phase that is shown was the most frequent: what changes faster is no news, but flicker."""
+
+WORDS = {
+    Phase.NOTHING: "starting",
+    Phase.RUNNING: "running",
+    Phase.DATA: "loading data",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.STEP: "optimizer step",
+    Phase.EVALUATING: "evaluating",
+    Phase.SAVING: "saving",
+    Phase.WAITING: "waits",
+    Phase.ENDED: "done",
+}
+
+_WITH_OTHERS = (Phase.BACKWARD, Phase.WAITING)
+"""Phases in which a rank may be waiting for the slowest."""
+
+
+@dataclass(frozen=True)
+class _Moment:
+    time: float
+    loop: int
+    step: int
+    phase: Phase
+
+
+class Track:
+    """The recent past of a rank.
+
+    Attributes:
+        sample: the newest.
+        moved_at: when something last changed.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.sample = Sample()
+        self.moved_at = now
+        self._moments: deque[_Moment] = deque()
+
+    def add(self, now: float, sample: Sample) -> None:
+        """The board of the rank says this now."""
+        if _progress(sample) != _progress(self.sample):
+            self.moved_at = now
+        self.sample = sample
+        self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
+        while self._moments[0].time < now - _LONG:
+            self._moments.popleft()
+
+    @property
+    def rate(self) -> float | None:
+        """Steps of the current loop in a second, lately; None if it is too early to say."""
+        newest = self._moments[-1] if self._moments else None
+        if newest is None:
+            return None
+        oldest = newest
+        for moment in reversed(self._moments):
+            if moment.loop != newest.loop or moment.time < newest.time - _WINDOW:
+                break
+            oldest = moment
+        seconds = newest.time - oldest.time
+        return (newest.step - oldest.step) / seconds if seconds > 0.4 else None
+
+    @property
+    def phase(self) -> Phase:
+        """What it has mostly been doing for a moment."""
+        if not self._moments:
+            return Phase.NOTHING
+        newest = self._moments[-1]
+        if newest.phase in (Phase.ENDED, Phase.NOTHING):
+            return newest.phase
+        recent = Counter(moment.phase for moment in self._moments if moment.time > newest.time - _RECENT)
+        return recent.most_common(1)[0][0]
+
+    def shares(self) -> dict[Phase, float]:
+        """Which part of its time it has lately spent in each phase. Empty if it is too early to say."""
+        inside = [moment for moment in self._moments if moment.loop == self.sample.loop]
+        if len(inside) < 20:
+            return {}
+        return {phase: number / len(inside) for phase, number in Counter(one.phase for one in inside).items()}
+
+    def own_share(self) -> float | None:
+        """Which part of its time it works by itself, and does not possibly wait for others."""
+        shares = self.shares()
+        return 1 - sum(shares.get(phase, 0.0) for phase in _WITH_OTHERS) if shares else None
+
+
+def _progress(sample: Sample) -> tuple[object, ...]:
+    return (
+        sample.turn,
+        sample.loop,
+        sample.step,
+        sample.phase,
+        sample.collectives,
+        tuple((bar.count, bar.ended) for bar in sample.bars),
+    )

@@ -1,0 +1,116 @@
+"""What a panel shows, as data. Two renderings of it are in `html` and `text`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["starting", "running", "done", "failed", "interrupted"]
+Kind = Literal["", "late", "bad", "done"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What does not change while it runs.
+
+    Attributes:
+        name: of the function, or of the cell.
+        setup: number of ranks, device, backend and precision in a few words each.
+    """
+
+    name: str
+    setup: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line: a rank, several that are alike, or a progress bar of theirs.
+
+    Attributes:
+        ranks: whose.
+        kind: how it is.
+        share: how much of it is done, from 0 to 1; None if nobody knows.
+        step: how far it is.
+        epoch: in which.
+        rate: how many in a second.
+        loss: the newest.
+        memory: in use.
+        now: what it does, in words.
+        label: of a bar.
+    """
+
+    ranks: str
+    kind: Kind = ""
+    share: float | None = None
+    step: str = ""
+    epoch: str = ""
+    rate: str = ""
+    loss: str = ""
+    memory: str = ""
+    now: str = ""
+    label: str = ""
+
+    @property
+    def said(self) -> str:
+        """What a bar is about, and what it does."""
+        return " · ".join(part for part in (self.label, self.now) if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dot:
+    """A rank among many."""
+
+    rank: int
+    share: float
+    kind: Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why it ended.
+
+    Attributes:
+        title: who failed first, and how.
+        label: what `details` is.
+        details: several lines, a traceback say; may be empty.
+    """
+
+    title: str
+    label: str = ""
+    details: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A panel at one moment.
+
+    Attributes:
+        state: of the whole.
+        facts: what does not change.
+        elapsed: since it began.
+        outlook: what else is known about the whole: how long it will take, samples a second.
+        summary: of a run that has ended, in one line.
+        bars: progress bars.
+        rows: the ranks, or those of many that stand out.
+        dots: all ranks, if they are too many for a row each.
+        curve: (step, loss), in order.
+        warnings: sentences about what is wrong.
+        failure: why it ended, if it failed.
+    """
+
+    state: State
+    facts: Facts
+    elapsed: str
+    outlook: tuple[str, ...] = ()
+    summary: tuple[str, ...] = ()
+    bars: tuple[Row, ...] = ()
+    rows: tuple[Row, ...] = ()
+    dots: tuple[Dot, ...] = ()
+    curve: tuple[tuple[float, float], ...] = ()
+    warnings: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+    @property
+    def has_steps(self) -> bool:
+        """Somebody has said how far it is."""
+        return bool(self.bars) or any(row.step for row in self.rows)

@@ -1,0 +1,164 @@
+"""The panel as a widget of a notebook; at the end it becomes HTML that needs no kernel.
+
+The widget is made in a thread of its own, in an empty context: its buttons then belong to no cell, so that newer
+kernels answer them while the cell that shows them still runs. Older ones answer after it; the kernel's own
+interrupt always works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.display import html
+from nb_accelerate.display.lines import bundle
+from nb_accelerate.display.panel import Drawing
+from nb_accelerate.display.words import named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.display.lines import Paper
+    from nb_accelerate.display.panel import Watched
+    from nb_accelerate.display.view import View
+
+_WAIT = 10.0
+
+
+class Widget(Drawing):
+    """A panel in a cell.
+
+    Args:
+        paper: the cell.
+        kernel: it runs in.
+        ranks: for the choice of a log.
+        watched: what the buttons are about.
+        where: says in a few words where a rank is, from a dump of its stacks.
+    """
+
+    every = 0.3
+
+    def __init__(
+        self, paper: Paper, kernel: Any, ranks: Sequence[int], watched: Watched, where: Callable[[str], str]
+    ) -> None:
+        self._paper = paper
+        self._kernel = kernel
+        self._ranks = ranks
+        self._watched = watched
+        self._where = where
+        self._id = uuid.uuid4().hex
+        self._box: Any = None
+        self._panel: Any = None
+        self._aside: Any = None
+        self._shown: Callable[[], str] | None = None
+        self._last = ""
+        self._thread: threading.Thread | None = None
+
+    @override
+    def draw(self, view: View) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._make, name="nb_accelerate-panel", daemon=True)
+            self._thread.start()
+        if self._thread.is_alive():
+            return
+        now = html.render(view)
+        if self._panel is None:
+            return
+        if now != self._last:
+            self._last = self._panel.value = now
+        if self._shown is not None:
+            said = self._shown()
+            if said != self._aside.value:
+                self._aside.value = said
+        if not self._box.layout.display:
+            return
+        self._box.layout.display = None
+        data = {
+            "application/vnd.jupyter.widget-view+json": {
+                "version_major": 2,
+                "version_minor": 0,
+                "model_id": self._box.model_id,
+            },
+            "text/plain": view.facts.name,
+        }
+        content = {"data": data, "metadata": {}, "transient": {"display_id": self._id}}
+        self._paper.display("display_data", content)
+
+    @override
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        if self._thread is not None:
+            self._thread.join(_WAIT)
+        content = bundle(view)
+        if self._box is not None and not self._box.layout.display:
+            content["transient"] = {"display_id": self._id}
+            self._paper.display("update_display_data", content)
+        else:
+            self._paper.display("display_data", content)
+        if self._box is not None:
+            self._close()
+
+    def _make(self) -> None:
+        parent = getattr(self._kernel, "_shell_parent", None)
+        if parent is not None:
+            parent.set({})  # this thread's context only
+        import ipywidgets
+
+        style = ipywidgets.HTML(html.style())
+        style.layout.display = "none"
+        self._panel = ipywidgets.HTML()
+        self._aside = ipywidgets.HTML()
+        buttons = [
+            self._button("Interrupt", "raise KeyboardInterrupt in every rank", self._watched.interrupt),
+            self._button("Stop", "end every rank now", self._watched.stop),
+            self._button("Stacks", "show where every rank is", self._show_stacks),
+        ]
+        logs = ipywidgets.Dropdown(
+            options=[("log of ...", None), *((f"log of rank {rank}", rank) for rank in self._ranks)],
+            layout={"width": "auto"},
+        )
+        logs.observe(lambda change: self._show_log(change["new"]), "value")
+        controls = ipywidgets.HBox([*buttons, logs])
+        self._box = ipywidgets.VBox([style, self._panel, controls, self._aside])
+        self._box.layout.display = "none"  # until there is something in it
+
+    def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
+        import ipywidgets
+
+        button = ipywidgets.Button(description=title, tooltip=hint, layout={"width": "auto"})
+        button.on_click(lambda _: action())
+        return button
+
+    def _show_stacks(self) -> None:
+        if self._shown == self._stacks:
+            self._shown, self._aside.value = None, ""
+            return
+        self._watched.ask()
+        self._shown = self._stacks
+
+    def _stacks(self) -> str:
+        found = self._watched.stacks()
+        lines = [f"{named([rank])} {self._where(dump)}\n\n{dump}" for rank, dump in sorted(found.items()) if dump]
+        return _pre("\n".join(lines) or "no answer yet")
+
+    def _show_log(self, rank: int | None) -> None:
+        if rank is None:
+            self._shown, self._aside.value = None, ""
+            return
+        self._shown = lambda: _pre("".join(self._watched.log(rank).splitlines(keepends=True)[-40:]) or "nothing yet")
+
+    def _close(self) -> None:
+        def all_of(widget: Any) -> list[Any]:
+            return [widget, *(one for child in getattr(widget, "children", ()) for one in all_of(child))]
+
+        for widget in all_of(self._box):
+            with contextlib.suppress(Exception):  # the front end may be gone
+                widget.close()
+
+
+def _pre(text: str) -> str:
+    return f'<div class="nba"><pre style="max-height:24em;overflow:auto">{escape(text)}</pre></div>'

@@ -1,0 +1,78 @@
+"""Numbers as people write them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MINUTE = 60
+_HOUR = 3600
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``0:42``, ``12:07`` or ``3:05:12``."""
+    whole = max(0, int(seconds))
+    hours, rest = divmod(whole, _HOUR)
+    minutes, left = divmod(rest, _MINUTE)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def brief(seconds: float) -> str:
+    """Seconds in a sentence: ``12 s``, ``3 min``."""
+    return f"{seconds:.0f} s" if seconds < 2 * _MINUTE else f"{seconds / _MINUTE:.0f} min"
+
+
+def count(number: float) -> str:
+    """``1,800``; a part of one keeps two digits."""
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.2f}"
+
+
+def rate(per_second: float) -> str:
+    """So many in a second, with three digits."""
+    if per_second >= 100 or per_second == 0:
+        return f"{per_second:,.0f}"
+    return f"{per_second:.1f}" if per_second >= 10 else f"{per_second:.2f}"
+
+
+def measured(value: float) -> str:
+    """A loss: four digits that mean something."""
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as ``840 MB`` or ``11.2 GB``."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+def plural(number: int, thing: str) -> str:
+    """``1 rank``, ``4 ranks``."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ranks as short as can be: ``0-2, 5``."""
+    parts: list[str] = []
+    ordered = sorted(ranks)
+    start = 0
+    for index in range(1, len(ordered) + 1):
+        if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
+            first, last = ordered[start], ordered[index - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}" if last > first + 1 else f"{first}, {last}")
+            start = index
+    return ", ".join(parts)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-62``."""
+    text = ranges(ranks)
+    head, comma, last = text.rpartition(", ")
+    return ("rank " if len(ranks) == 1 else "ranks ") + (f"{head} and {last}" if comma else text)

@@ -1,0 +1,79 @@
+"""The panel of a launch, and where it is drawn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.display import Facts, Panel, choose_front_end
+from nb_accelerate.display.lines import Lines
+from nb_accelerate.display.view import Failure
+from nb_accelerate.display.widget import Widget
+from nb_accelerate.launch.incidents import RankTraceback, summary
+from nb_accelerate.launch.sinks import CellSink
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.display import Watched
+    from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.display.view import State
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.sinks import Sink
+
+
+def make_panel(
+    name: str, plan: LaunchPlan, ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd
+) -> Panel | None:
+    """A panel for some ranks, or None if nobody wants one.
+
+    Args:
+        name: of what runs.
+        plan: how.
+        ranks: to be shown.
+        sink: the cell or stream it belongs to.
+        watched: the ranks.
+        front_end: see `choose_front_end`.
+    """
+    if front_end == "off":
+        return None
+    drawing: Widget | Lines
+    if front_end == "widget" and isinstance(sink, CellSink):
+        drawing = Widget(sink, sink.kernel, ranks, watched, where)
+    else:
+        drawing = Lines(sink, is_notebook=isinstance(sink, CellSink))
+    return Panel(Facts(name=name, setup=_setup(plan)), ranks, drawing, watched)
+
+
+def _setup(plan: LaunchPlan) -> tuple[str, ...]:
+    number = plan.num_processes * plan.num_nodes
+    parts = ["1 rank" if number == 1 else f"{number} ranks"]
+    parts += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
+    parts.append(plan.device.upper())
+    parts += [plan.backend] if number > 1 else []
+    parts += [plan.mixed_precision] if plan.mixed_precision != "no" else []
+    return tuple(parts)
+
+
+def outcome(error: BaseException | None) -> tuple[State, Failure | None]:
+    """How a panel says that a run has ended.
+
+    Args:
+        error: why it failed; None if it did not.
+    """
+    if error is None:
+        return "done", None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", None
+    cause = error.__cause__
+    details = cause.args[0] if isinstance(cause, RankTraceback) else ""
+    text = summary(error)
+    rank = getattr(error, "_nb_rank", None)
+    return "failed", Failure(
+        title=text[:1].upper() + text[1:],
+        label=f"traceback of rank {rank}",
+        details=details if rank is not None else "",
+    )
+
+
+__all__ = ["choose_front_end", "make_panel", "outcome"]
