@@ -19,6 +19,9 @@ _OURS = ("%%distributed", "%%rank", "%%local")
 
 _HERE = ("%distributed", "%load_ext", "%unload_ext", "%reload_ext")
 
+_ONCE = ("%pip", "%conda", "%mamba", "%micromamba", "%uv", "!pip", "!conda", "!mamba", "!micromamba", "!uv")
+"""Installing a package, which ranks would do at the same time, in the same place."""
+
 
 class AutoMode:
     """An input transformer; `register` it, `switch` it, `unregister` it."""
@@ -27,6 +30,11 @@ class AutoMode:
         self._shell = shell
         self._is_on = False
         self._is_paused = False
+
+    @property
+    def is_on(self) -> bool:
+        """Are plain cells the ranks'?"""
+        return self._is_on
 
     def register(self) -> None:
         """Look at every cell from now on."""
@@ -75,6 +83,8 @@ def route(lines: list[str], *, everything: bool) -> list[str]:
         return ["#\n", *lines[1:]]  # an ordinary cell, with the same line numbers
     if everything and "".join(lines).strip() == "%debug":
         return ["%distributed debug\n"]  # one debugger, not as many as there are ranks
+    if all(line.lstrip().startswith((*_ONCE, "#")) or not line.strip() for line in lines):
+        return lines
     if not everything or not word or word in _HERE or (word.startswith("%%") and word not in _ON_RANKS):
         return lines
     return ["%%distributed --inserted\n", *lines]

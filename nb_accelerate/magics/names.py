@@ -10,15 +10,23 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nb_accelerate.magics.auto import AutoMode
+
 _PATIENCE = 0.2
 """Seconds. A late answer is worse than none while somebody types."""
 
 
 class RankNames:
-    """Adds itself to a shell's completer and inspector; `register`, `unregister`."""
+    """Adds itself to a shell's completer and inspector; `register`, `unregister`.
 
-    def __init__(self, shell: InteractiveShell) -> None:
+    Args:
+        shell: of the kernel.
+        auto: while it is on, every cell is one for the ranks.
+    """
+
+    def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         self._shell = shell
+        self._auto = auto
         self._inspect: Callable[..., Any] | None = None
         self._matcher: Any = None
 
@@ -26,7 +34,7 @@ class RankNames:
         """Answer from now on."""
         completer = getattr(self._shell, "Completer", None)
         if completer is not None:
-            self._matcher = _make_matcher(self._shell)
+            self._matcher = _make_matcher(self._shell, self._auto)
             completer.custom_matchers.append(self._matcher)
         self._inspect = self._shell.object_inspect_mime
         self._shell.object_inspect_mime = self._inspect_here_or_there  # type: ignore[method-assign]
@@ -53,7 +61,7 @@ class RankNames:
             return bundle
 
 
-def _make_matcher(shell: InteractiveShell) -> Any:
+def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:
     from IPython.core.completer import SimpleCompletion, context_matcher
 
     @context_matcher()  # type: ignore[untyped-decorator]
@@ -63,7 +71,8 @@ def _make_matcher(shell: InteractiveShell) -> Any:
 
         nothing: dict[str, Any] = {"completions": []}
         text = context.full_text
-        if not text.startswith(("%%distributed", "%%rank")) or context.token.split(".")[0] in shell.user_ns:
+        is_theirs = auto.is_on or text.startswith(("%%distributed", "%%rank"))
+        if not is_theirs or context.token.split(".")[0] in shell.user_ns:
             return nothing
         lines = text.split("\n")
         cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position

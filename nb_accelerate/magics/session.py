@@ -21,7 +21,7 @@ class Session:
         self._shell = shell
         self._defaults: dict[str, Any] = {}
         self._auto = AutoMode(shell)
-        self._names = RankNames(shell)
+        self._names = RankNames(shell, self._auto)
 
     def register(self) -> None:
         """Add the magics; take the place of those that are there."""

@@ -302,6 +302,9 @@ class TestNotebook:
     def test_auto_mode_runs_plain_cells_on_the_ranks(self, notebook: Kernel):
         notebook.run("%distributed auto on").ok()
         assert notebook.run("there = rank\nprint(there)").ok().stdout == "[rank 0] 0\n[rank 1] 1\n"
+        notebook.run("class Net:\n    def forward(self): pass\nthere_too = Net()").ok()
+        reply = notebook.client.complete("there_too.for", reply=True, timeout=20)
+        assert reply["content"]["matches"] == ["there_too.forward"]
         cell = notebook.run("1\n1 / 0")
         assert re.search(r"Cell In\[\d+\], line 2", plain(cell.traceback))
         assert notebook.run("%%local\n'there' in globals()").ok().value == "False"

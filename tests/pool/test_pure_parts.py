@@ -268,6 +268,9 @@ class TestAutoMode:
             ("%%bash\nls\n", "%%bash\nls\n"),
             ("%%time\nf()\n", "%%distributed --inserted\n%%time\nf()\n"),
             ("%%rank 1\nx\n", "%%rank 1\nx\n"),
+            ("%debug\n", "%distributed debug\n"),
+            ("# first\n%pip install x\n!pip install y\n", "# first\n%pip install x\n!pip install y\n"),
+            ("!pip list\nimport x\n", "%%distributed --inserted\n!pip list\nimport x\n"),
         ],
     )
     def test_every_cell_is_for_the_ranks_unless_it_says_otherwise(self, cell: str, goes: str):
