@@ -8,6 +8,7 @@ from nb_accelerate.accelerator.communication import CommunicationSlice
 from nb_accelerate.accelerator.core import build_core
 from nb_accelerate.accelerator.identity import IdentitySlice
 from nb_accelerate.accelerator.loaders import LoadersSlice
+from nb_accelerate.accelerator.options import OptionsSlice
 from nb_accelerate.accelerator.preparing import PreparingSlice
 from nb_accelerate.accelerator.recording import RecordingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
@@ -55,7 +56,9 @@ _ARGUMENTS = (
 )
 
 
-class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice, PreparingSlice, RecordingSlice):
+class Accelerator(
+    IdentitySlice, OptionsSlice, TrainingSlice, CommunicationSlice, LoadersSlice, PreparingSlice, RecordingSlice
+):
     """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.
 
     Example::
@@ -141,26 +144,6 @@ class Accelerator(IdentitySlice, TrainingSlice, CommunicationSlice, LoadersSlice
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
         )
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether the batch size of a loader is that of all processes together."""
-        return self.core.loader.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all processes get equal batches at the end of the data."""
-        return self.core.loader.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether loaders shuffle by a seed and the epoch."""
-        return self.core.loader.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device asynchronously."""
-        return self.core.loader.non_blocking
 
     def __repr__(self) -> str:
         place = f"process {self.process_index} of {self.num_processes} on {self.device}"

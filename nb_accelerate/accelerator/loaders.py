@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 class LoadersSlice(Slice):
     """What is done with whole loaders."""
 
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads the data of all processes."""
-        return self.core.loader.dispatch_batches
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders can save their position."""
-        return self.core.loader.use_stateful_dataloader
-
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
         """Return a loader that leaves out the first batches of every epoch; use it for the one that is resumed.
 

@@ -139,12 +139,12 @@ class PreparingSlice(Slice):
                 core.prepared.optimizers.append(optimizer)
             return optimizer
         place = core.device_placement if device_placement is None else device_placement
-        if place and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # which moves it to where the parameters are
         prepared = AcceleratedOptimizer(
             optimizer,
-            core.accumulation,
-            core.precision.bind(optimizer),
+            place,
+            core.precision.scaler,
+            accumulation=core.accumulation,
+            step=core.precision.bind(optimizer),
             before_first_step=partial(
                 check_first_step, models=core.prepared.models, world_size=core.collectives.world_size
             ),
@@ -199,9 +199,10 @@ class PreparingSlice(Slice):
         prepared = AcceleratedScheduler(
             scheduler,
             matching or core.prepared.optimizers,
-            core.accumulation,
+            core.step_scheduler_with_optimizer,
+            core.loader.split_batches,
+            accumulation=core.accumulation,
             repeats=core.scheduler_steps,
-            step_with_optimizer=core.step_scheduler_with_optimizer,
         )
         core.prepared.schedulers.append(prepared)
         if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.config.dynamo import resolve_dynamo
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.data.tracker import LoaderTracker
 from nb_accelerate.optim.accumulation import AccumulationState
 from nb_accelerate.process import context
@@ -13,7 +16,10 @@ from nb_accelerate.process.setup import setup_process
 from nb_accelerate.strategies import select_collectives
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.process.context import ProcessContext
 
 
@@ -23,20 +29,43 @@ class Choices:
 
     Attributes:
         mixed_precision: the name of the precision.
+        dynamo: how models are compiled.
         accumulation: where in its window the loop is.
         tracker: which loader is being iterated.
+        said: what the environment said about precision and compilation when they were chosen.
     """
 
     mixed_precision: str
+    dynamo: TorchDynamoPlugin
     accumulation: AccumulationState
     tracker: LoaderTracker
+    said: Mapping[str, str] = field(default_factory=lambda: _said(Environment()))
 
     @classmethod
-    def make(cls, mixed_precision: str, plugin: GradientAccumulationPlugin | None = None) -> Choices:
+    def make(cls, mixed_precision: str | None = None, plugin: GradientAccumulationPlugin | None = None) -> Choices:
         """Return the choices of a process in which nothing is trained yet."""
+        environment = Environment()
         tracker = LoaderTracker()
-        accumulation = AccumulationState(plugin or GradientAccumulationPlugin(), tracker)
-        return cls(mixed_precision=mixed_precision, accumulation=accumulation, tracker=tracker)
+        return cls(
+            mixed_precision=str(resolve_precision(mixed_precision, environment)),
+            dynamo=resolve_dynamo(None, None, environment),
+            accumulation=AccumulationState(plugin or GradientAccumulationPlugin(), tracker),
+            tracker=tracker,
+        )
+
+
+def inherited(environment: Environment) -> Choices | None:
+    """Return the choices that a further `Accelerator` takes over where it is not told otherwise, or None.
+
+    Not those that were made when the environment said something else: it was changed to have an effect.
+    """
+    known = newest_choices()
+    return known if known is not None and known.said == _said(environment) else None
+
+
+def _said(environment: Environment) -> dict[str, str]:
+    names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
+    return {name: value for name, value in environment.variables.items() if name.startswith(names)}
 
 
 def process_here() -> ProcessContext:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.data.tracker import LoaderTracker, Tracked
     from nb_accelerate.process.context import ProcessContext
 
@@ -156,7 +157,7 @@ class AcceleratorState(_ProcessView):
         self._fixed: tuple[ProcessContext, Choices] | None = None
         known = newest_choices()
         if known is None:
-            remember(process_here(), Choices.make(str(resolve_precision(mixed_precision, Environment()))))
+            remember(process_here(), Choices.make(mixed_precision))
         elif mixed_precision is not None and str(resolve_precision(mixed_precision, Environment())) != (
             known.mixed_precision
         ):
@@ -182,6 +183,11 @@ class AcceleratorState(_ProcessView):
         """The precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
         choices = self._fixed[1] if self._fixed else newest_choices()
         return choices.mixed_precision if choices else str(resolve_precision(None, Environment()))
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled."""
+        return (self._fixed[1] if self._fixed else newest_choices() or Choices.make()).dynamo
 
     @property
     def initialized(self) -> bool:
@@ -229,8 +235,7 @@ class GradientState:
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self._fixed: Choices | None = None
         if gradient_accumulation_plugin is not None and newest_choices() is None:
-            precision = str(resolve_precision(None, Environment()))
-            remember(process_here(), Choices.make(precision, gradient_accumulation_plugin))
+            remember(process_here(), Choices.make(plugin=gradient_accumulation_plugin))
 
     @classmethod
     def of(cls, choices: Choices) -> Self:
@@ -241,7 +246,7 @@ class GradientState:
 
     @property
     def _choices(self) -> Choices:
-        return self._fixed or newest_choices() or Choices.make("no")
+        return self._fixed or newest_choices() or Choices.make()
 
     @property
     def initialized(self) -> bool:

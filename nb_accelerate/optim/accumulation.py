@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.process import context
+
 if TYPE_CHECKING:
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 
@@ -66,3 +69,19 @@ class AccumulationState:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
         return self.sync_gradients or self.sync_each_batch
+
+
+def newest_accumulation(asked_by: str) -> AccumulationState:
+    """Return where the loop of the newest `Accelerator` of this process is, for wrappers that users make by hand.
+
+    Raises:
+        NotPreparedError: there is none yet.
+    """
+    known = context.current()
+    if known is None or known.newest.value is None:
+        raise NotPreparedError(
+            f"{asked_by} was made before any Accelerator, so it cannot know when an accumulation window closes. Write "
+            "accelerator = Accelerator() first; accelerator.prepare makes it for you."
+        )
+    state: AccumulationState = known.newest.value.accumulation
+    return state

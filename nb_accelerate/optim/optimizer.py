@@ -6,21 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nb_accelerate.board import Phase, here
+from nb_accelerate.optim.accumulation import newest_accumulation
+from nb_accelerate.precision import GivenScalerStep, OptimizerStep
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.optim.accumulation import AccumulationState
-    from nb_accelerate.precision import OptimizerStep
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """A user's optimizer, prepared. Made by ``prepare``.
+    """A user's optimizer, prepared. Made by ``prepare``; made by hand it follows the newest `Accelerator`.
 
     Inside an accumulation window `step` and `zero_grad` do nothing; when it closes they do what they say. State,
     parameter groups and hooks are those of the optimizer inside.
 
     Args:
         optimizer: the user's.
+        device_placement: move the state it may have to where its parameters are.
+        scaler: scales the loss, for a loop that calls ``scaler.scale(loss).backward()`` itself.
         accumulation: knows whether the window closes.
         step: how the precision takes a step.
         before_first_step: called once with this, when all has been prepared that will be.
@@ -28,21 +33,32 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: the one inside.
         accelerated_step: how it steps; clipping asks it to unscale gradients.
+
+    Raises:
+        NotPreparedError: it was made by hand, and there is no `Accelerator` yet.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        accumulation: AccumulationState,
-        step: OptimizerStep,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
         *,
+        accumulation: AccumulationState | None = None,
+        step: OptimizerStep | None = None,
         before_first_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         # Optimizer.__init__ would make parameter groups of our own; ours are those of the optimizer inside.
         self.optimizer = optimizer
+        self.device_placement = device_placement
+        self.scaler = scaler
+        if step is None:
+            step = OptimizerStep(optimizer) if scaler is None else GivenScalerStep(optimizer, scaler)
         self.accelerated_step = step
-        self._accumulation = accumulation
+        self._accumulation = accumulation or newest_accumulation("AcceleratedOptimizer")
         self._before_first_step = before_first_step
+        if device_placement and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # which moves it to where the parameters are
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step if the accumulation window closes.
@@ -57,7 +73,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if self._before_first_step is not None:
                 self._before_first_step(self.optimizer)
                 self._before_first_step = None
-            return self.accelerated_step(closure)
+            enter = here().enter
+            enter(Phase.STEP)
+            taken = self.accelerated_step(closure)
+            enter(Phase.RUNNING)
+            return taken
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from nb_accelerate.optim.accumulation import newest_accumulation
+from nb_accelerate.optim.optimizer import AcceleratedOptimizer
+from nb_accelerate.process.context import topology_here
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.optim.lr_scheduler import LRScheduler
 
     from nb_accelerate.optim.accumulation import AccumulationState
-    from nb_accelerate.optim.optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:
-    """A user's scheduler, prepared. Made by ``prepare``.
+    """A user's scheduler, prepared. Made by ``prepare``; made by hand it follows the newest `Accelerator`.
 
     Schedules are usually written for the number of batches one process would see. With n ranks there are n times
     fewer optimizer steps, so each advances the schedule n times; `ReduceLROnPlateau`, which counts evaluations
@@ -24,26 +27,34 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: the user's.
-        optimizers: those it is about; if one skipped its step, the schedule waits.
-        accumulation: knows whether an optimizer step was due.
-        repeats: how often the schedule advances for one optimizer step.
+        optimizers: those it is about, or the one; if one skipped its step, the schedule waits.
         step_with_optimizer: False advances it at every call instead, as often as it is called.
+        split_batches: the batch size is that of all processes together, so the schedule advances once.
+        accumulation: knows whether an optimizer step was due.
+        repeats: how often the schedule advances for one optimizer step, if ``split_batches`` does not say it.
+
+    Raises:
+        NotPreparedError: it was made by hand, and there is no `Accelerator` yet.
     """
 
     def __init__(
         self,
         scheduler: LRScheduler,
-        optimizers: Sequence[AcceleratedOptimizer],
-        accumulation: AccumulationState,
-        *,
-        repeats: int = 1,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
         step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        accumulation: AccumulationState | None = None,
+        repeats: int | None = None,
     ) -> None:
+        if repeats is None:
+            repeats = 1 if split_batches else topology_here().world_size
         self.scheduler = scheduler
-        self.optimizers = list(optimizers)
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else list(optimizers)
         self.repeats = 1 if isinstance(scheduler, ReduceLROnPlateau) else repeats
         self.step_with_optimizer = step_with_optimizer
-        self._accumulation = accumulation
+        self.split_batches = split_batches
+        self._accumulation = accumulation or newest_accumulation("AcceleratedScheduler")
         # OneCycleLR raises when it is stepped past its end, which rounding up to whole steps of n does.
         self._last: int | None = getattr(scheduler, "total_steps", None)
 

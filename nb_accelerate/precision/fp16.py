@@ -42,11 +42,7 @@ class ScaledStep(OptimizerStep):
 
     @override
     def __call__(self, closure: Callable[[], float] | None = None) -> Any:
-        if closure is not None:
-            raise ConfigError(
-                "optimizer.step was given a closure, which cannot work with mixed_precision='fp16': the closure's "
-                "gradients would never be unscaled. Use mixed_precision='bf16' or 'no' for optimizers such as LBFGS."
-            )
+        _refuse(closure)
         self.unscale()
         # The sum that GradScaler.step looks at, read here because step does not say what it decided. Optimizers that
         # decide on the device (fused Adam) do not show it otherwise.
@@ -71,6 +67,50 @@ class ScaledStep(OptimizerStep):
             self._precision.wants_update = True  # torch's scaler, too, forgets only when it is updated
 
 
+class GivenScalerStep(OptimizerStep):
+    """The steps of one optimizer with a scaler of the user's, who scales the loss: update the scale after each.
+
+    Args:
+        optimizer: the user's.
+        scaler: used for no other optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(optimizer)
+        self._scaler = scaler
+        self._unscaled = False
+
+    @override
+    def __call__(self, closure: Callable[[], float] | None = None) -> Any:
+        _refuse(closure)
+        before = self._scaler.get_scale()
+        result = self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self._unscaled = False
+        self.skipped = self._scaler.get_scale() < before  # it shrinks where gradients were infinite, and only there
+        return result
+
+    @override
+    def unscale(self) -> None:
+        if not self._unscaled:
+            self._scaler.unscale_(self.optimizer)
+            self._unscaled = True
+
+    @override
+    def discard(self) -> None:
+        if self._unscaled:
+            self._scaler.update()
+            self._unscaled = False
+
+
+def _refuse(closure: Callable[[], float] | None) -> None:
+    if closure is not None:
+        raise ConfigError(
+            "optimizer.step was given a closure, which cannot work with mixed_precision='fp16': the closure's "
+            "gradients would never be unscaled. Use mixed_precision='bf16' or 'no' for optimizers such as LBFGS."
+        )
+
+
 class FP16Precision(AutocastPrecision):
     """Compute in float16 under autocast, with a scaler for the loss.
 
@@ -80,6 +120,7 @@ class FP16Precision(AutocastPrecision):
     """
 
     name = "fp16"
+    scaler: torch.amp.GradScaler
 
     def __init__(self, device_type: str, options: AutocastKwargs, scaler_options: GradScalerKwargs) -> None:
         super().__init__(device_type, torch.float16, options)

@@ -42,9 +42,11 @@ class Precision:
 
     Attributes:
         name: what users call it.
+        scaler: what multiplies losses; None where nothing has to.
     """
 
     name = "no"
+    scaler: torch.amp.GradScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""

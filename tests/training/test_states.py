@@ -95,10 +95,34 @@ def test_gradient_state_follows_the_loop():
 
 def test_each_accelerator_shows_its_own_state_and_the_bare_states_the_newest():
     first = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
-    second = Accelerator(cpu=True)
+    second = Accelerator(cpu=True, mixed_precision="no")
     assert (first.state.mixed_precision, first.gradient_state.num_steps) == ("bf16", 3)
     assert (second.state.mixed_precision, second.gradient_state.num_steps) == ("no", 1)
     assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("no", 1)
+
+
+def test_a_second_accelerator_takes_over_what_it_is_not_told():
+    Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3, dynamo_backend="eager")
+    second = Accelerator()
+    assert second.mixed_precision == AcceleratorState().mixed_precision == "bf16"
+    assert second.state.dynamo_plugin.backend == AcceleratorState().dynamo_plugin.backend == "EAGER"
+    assert second.gradient_accumulation_steps == 1  # each loop has windows of its own, as in accelerate
+    assert Accelerator(mixed_precision="no").mixed_precision == Accelerator().mixed_precision == "no"
+
+
+def test_an_environment_that_was_changed_counts_more_than_an_accelerator_before(monkeypatch):
+    Accelerator(cpu=True, mixed_precision="fp16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as a launcher does for what it runs
+    assert Accelerator().mixed_precision == "bf16"
+    Accelerator(mixed_precision="fp16")
+    assert Accelerator().mixed_precision == "fp16"
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    assert Accelerator().mixed_precision == "no"
+
+
+def test_an_accelerator_takes_over_the_precision_of_a_state():
+    AcceleratorState(mixed_precision="bf16", cpu=True)
+    assert Accelerator().mixed_precision == "bf16"
 
 
 def test_a_state_refuses_a_precision_that_the_accelerator_did_not_choose():

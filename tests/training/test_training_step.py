@@ -160,7 +160,7 @@ def test_closures_are_refused_with_a_scaler_and_work_without():
     _, _, optimizer = small(mixed_precision="fp16")
     with pytest.raises(ConfigError, match="closure"):
         optimizer.step(lambda: 0.0)
-    accelerator, model, _ = small()
+    accelerator, model, _ = small(mixed_precision="no")
     optimizer = accelerator.prepare(torch.optim.LBFGS(model.parameters()))
 
     def closure():
