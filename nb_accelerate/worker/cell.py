@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.board import here
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
@@ -21,6 +22,7 @@ from nb_accelerate.worker import alarm, interrupt
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import close_groups, named, serve_store
+from nb_accelerate.worker.keyboard import Keyboard
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.revive import models_of_default_group, revive
 from nb_accelerate.worker.shell import make_shell
@@ -52,7 +54,7 @@ class PersistentRank:
     def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
         self._gate = gate
         main = sys.modules["__main__"]
-        self._shell = make_shell(main, DisplayPort(channel, mark))
+        self._shell = make_shell(main, DisplayPort(channel, mark), Keyboard(channel))
         self._names: dict[str, Any] = main.__dict__
         self._store: object = None
 
@@ -85,6 +87,8 @@ class PersistentRank:
         return str(context.device)
 
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
+        board = here()
+        board.begin_turn()
         before = dict(self._names)
         has_names = cell.names is None
         outcome: Result | Failure
@@ -101,6 +105,7 @@ class PersistentRank:
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
             error = caught
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            board.end_turn()
             outcome, packed = self._value(result.result if cell.wants_value else None)
         else:
             outcome, packed = _cell_failed(error)
@@ -142,16 +147,16 @@ def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
     rest = traceback
     while rest is not None and any(part in rest.tb_frame.f_code.co_filename for part in _MACHINERY):
         rest = rest.tb_next
-    return rest or traceback
-
-
-def _visible(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(name for name in names if not is_hidden(name)))
     last = rest
     while last is not None and last.tb_next is not None:
         if last.tb_next.tb_frame.f_code.co_filename == interrupt.__file__:
             last.tb_next = None  # where users' code was interrupted, and not our handler, is what they look for
         last = last.tb_next
+    return rest or traceback
+
+
+def _visible(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in names if not is_hidden(name)))
 
 
 def _make_group_of_one(context: Any) -> None:
