@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,10 @@ class Page:
         """What stands there now."""
         return read(self._memory)
 
-    def want_rows(self) -> None:
-        """Ask for progress bars as rows; see `nb_accelerate.board.Board.wants_rows`."""
+    def want_rows(self, wanted: bool) -> None:
+        """Ask for progress bars as rows, or as text; see `nb_accelerate.board.Board.wants_rows`."""
         start = 8 * layout.ROWS_WANTED
-        self._memory[start : start + 8] = (1).to_bytes(8, "little")
+        self._memory[start : start + 8] = int(wanted).to_bytes(8, sys.byteorder)
 
     def close(self) -> None:
         """Let go of it."""

@@ -92,6 +92,8 @@ _NAMED_PHASES = tuple(Phase)
 def read(memory: Buffer) -> Sample:
     """Read a board; never fails, whatever state its writer was killed in."""
     words = layout.HEADER.unpack_from(memory, 0)
+    if not words[layout.TURN]:
+        return Sample()
     loss = words[layout.LOSS]
     phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(

@@ -16,11 +16,13 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PROGRESS = ("auto", "widget", "text", "off")
+
 _CHOICES = {
     "mixed_precision": PrecisionType.list(),
     "start_method": ("auto", "forkserver", "fork", "spawn", "inline"),
     "rdzv_backend": ("static", "c10d"),
-    "progress": ("auto", "widget", "text", "off"),
+    "progress": PROGRESS,
 }
 
 

@@ -9,8 +9,8 @@ State is data, and has no process, kernel or browser in it. `panel.py` reads the
 """
 
 from nb_accelerate.display.frontend import choose_front_end
-from nb_accelerate.display.panel import Panel, Watched
+from nb_accelerate.display.panel import Action, Panel, Watched
 from nb_accelerate.display.state import Seen
 from nb_accelerate.display.view import Facts, View
 
-__all__ = ["Facts", "Panel", "Seen", "View", "Watched", "choose_front_end"]
+__all__ = ["Action", "Facts", "Panel", "Seen", "View", "Watched", "choose_front_end"]

@@ -19,6 +19,7 @@ MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "i
 
 _COLUMNS = (("step", "step"), ("epoch", "epoch"), ("rate", "it/s"), ("loss", "loss"), ("memory", "memory"))
 _CURVE = (150, 26)
+_NARROW = ' class="nba-narrow"'
 
 
 @functools.cache
@@ -59,23 +60,17 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
     label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
     return (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        f'<title>{label}</title><path d="{path}"/></svg>'
+        f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/></svg>'
     )
 
 
 def _body(view: View) -> str:
     table = _dots(view) + _table((*view.bars, *view.rows))
     if view.state == "done" and view.rows:
-        folded = f"<details><summary>{escape(_said(view.rows))}</summary>{_table(view.rows)}</details>"
+        folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{_table(view.rows)}</details>"
         table = _table(view.bars) + folded if view.bars else folded
     warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
     return table + warnings + _failure(view)
-
-
-def _said(rows: Sequence[Row]) -> str:
-    if len(rows) == 1:
-        return "what its rank did"
-    return "what the ranks did"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -87,7 +82,8 @@ def _table(rows: Sequence[Row]) -> str:
     bar = "<th></th>" if has_bars else ""
     lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars) for row in rows)
     return (
-        f'<table><thead><tr><th>rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
+        f"<table{'' if has_bars else _NARROW}><thead>"
+        f'<tr><th>rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
 

@@ -8,8 +8,9 @@ It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -17,7 +18,7 @@ import psutil
 from nb_accelerate.display.state import PanelState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nb_accelerate.display.state import Seen
     from nb_accelerate.display.view import Facts, Failure, State, View
@@ -26,13 +27,28 @@ _LOOK_EVERY = 0.1
 _MANY = 16
 """Ranks from which on they are looked at half as often: nobody can watch so many one by one."""
 
-_MEMORY_EVERY = 1.0
+_INSPECT_EVERY = 1.0
 _ANSWER = 0.3
 """Seconds until stacks have arrived."""
 
 _ASK_EVERY = 5.0
 DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """A button.
+
+    Attributes:
+        title: what stands on it.
+        hint: what it does.
+        do: does it. Called in any thread.
+    """
+
+    title: str
+    hint: str
+    do: Callable[[], object]
 
 
 class Watched(Protocol):
@@ -50,11 +66,8 @@ class Watched(Protocol):
     def log(self, rank: int) -> str:
         """The last lines a rank printed."""
 
-    def interrupt(self) -> None:
-        """As if the user had interrupted the cell."""
-
-    def stop(self) -> None:
-        """Terminate every rank."""
+    def actions(self) -> Sequence[Action]:
+        """What the user can do, by a button each."""
 
 
 class Drawing(Protocol):
@@ -91,8 +104,9 @@ class Panel:
         self._draw_at = now + DELAY
         self._ask_at = 0.0
         self._answers_at = float("inf")
-        self._memory_at = 0.0
+        self._inspect_at = 0.0
         self._memory: dict[int, int] = {}
+        self._stopped: set[int] = set()
         self._processes: dict[int, psutil.Process] = {}
         self._was_drawn = False
         self.due = now + self._look_every
@@ -127,18 +141,22 @@ class Panel:
 
     def _observe(self, now: float) -> None:
         seen = self._watched.look()
-        if now >= self._memory_at:
-            self._memory_at = now + _MEMORY_EVERY
+        if now >= self._inspect_at:
+            self._inspect_at = now + _INSPECT_EVERY
             for one in seen:
                 if one.pid is not None:
-                    self._memory[one.rank] = self._resident(one.pid)
-        self._state.observe(now, [replace(one, memory=self._memory.get(one.rank, 0)) for one in seen])
+                    self._inspect(one.rank, one.pid)
+        self._state.observe(now, [self._with_process(one) for one in seen])
 
-    def _resident(self, pid: int) -> int:
-        try:
+    def _with_process(self, seen: Seen) -> Seen:
+        state = "stopped" if seen.rank in self._stopped and seen.state == "running" else seen.state
+        return replace(seen, state=state, memory=self._memory.get(seen.rank, 0))
+
+    def _inspect(self, rank: int, pid: int) -> None:
+        """Look at the process: its memory, and whether somebody has stopped it, which sends no event to anyone."""
+        with contextlib.suppress(psutil.Error):  # it has just ended
             process = self._processes.get(pid)
             if process is None:
                 process = self._processes[pid] = psutil.Process(pid)
-            return int(process.memory_info().rss)
-        except psutil.Error:
-            return 0
+            self._memory[rank] = int(process.memory_info().rss)
+            (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)

@@ -13,7 +13,7 @@ from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.curve import Curve
-from nb_accelerate.display.stragglers import stragglers
+from nb_accelerate.display.stragglers import slowest_of_all, stragglers
 from nb_accelerate.display.track import WORDS, Track
 from nb_accelerate.display.view import Dot, Row, View
 
@@ -111,6 +111,9 @@ class PanelState:
         stalled = set(self.stalled(now)) if self._ended is None else set()
         kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
         rows = {rank: self._row(rank, kinds[rank], now, slow.get(rank)) for rank in self._tracks}
+        bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
+        if bars and not any(row.step or row.kind in ("late", "bad") for row in rows.values()):
+            rows = {}  # the bars say it all
         many = len(rows) > MOST_ROWS
         return View(
             state=self._state,
@@ -118,7 +121,8 @@ class PanelState:
             elapsed=words.duration(now - self._began),
             outlook=self._outlook(now) if self._ended is None else (),
             summary=self._summary() if self._ended is not None else (),
-            bars=bar_rows({rank: track.sample for rank, track in self._tracks.items()}),
+            remarks=self._remarks() if self._ended is not None else (),
+            bars=bars,
             rows=self._folded(rows, kinds) if many else tuple(rows.values()),
             dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
             if many
@@ -135,7 +139,9 @@ class PanelState:
     def _kind(self, rank: int, stalled: bool, slow: Straggler | None) -> Kind:
         state = self._seen[rank].state
         loss = self._loss(self._tracks[rank].sample)
-        if state == "failed" or (state == "ended" and self._state == "failed"):
+        if self._failure is not None and self._failure.rank is not None:
+            return "bad" if rank == self._failure.rank else ""
+        if state == "failed":
             return "bad"
         if loss is not None and not math.isfinite(loss):
             return "bad"
@@ -146,13 +152,14 @@ class PanelState:
         return "late" if stalled and not self._waits(rank) else ""
 
     def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None) -> Row:
+        share: float | None
         track, seen = self._tracks[rank], self._seen[rank]
         sample = track.sample
         loss = self._loss(sample)
         rate = track.rate
-        if self._ended is not None and sample.steps:
+        if self._state == "done" and sample.steps:
             step = words.count(sample.steps)
-            share = 1.0 if kind == "done" or not sample.total else min(1.0, sample.step / sample.total)
+            share = 1.0
         elif sample.loop == 0:
             step, share = "", 1.0 if kind == "done" else None
         elif sample.total is None:
@@ -172,10 +179,10 @@ class PanelState:
             rate=words.rate(rate) if rate is not None and sample.loop else "",
             loss="" if loss is None else words.measured(loss),
             memory=words.size(self._peak if self._ended and not memory else memory) if memory else "",
-            now=self._now(rank, now, slow),
+            now=self._now(rank, kind, now, slow),
         )
 
-    def _now(self, rank: int, now: float, slow: Straggler | None) -> str:
+    def _now(self, rank: int, kind: Kind, now: float, slow: Straggler | None) -> str:
         track, seen = self._tracks[rank], self._seen[rank]
         if seen.state == "stopped":
             return f"stopped (SIGSTOP, pid {seen.pid})"
@@ -183,7 +190,7 @@ class PanelState:
             return "starting" if seen.state == "starting" else "done"
         if self._ended is not None and self._state == "done":
             return "done"
-        if seen.state == "failed":
+        if kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
             return "failed"
         doing = WORDS[track.sample.phase if self._ended is not None else track.phase]
         if track.sample.waits_in is not None and track.sample.phase is Phase.WAITING:
@@ -193,7 +200,7 @@ class PanelState:
         if self._is_stalled(rank, track, now):
             where = who_waits({rank: self._stacks[rank]}).place if rank in self._stacks else doing
             return f"{where}, for {words.brief(now - track.moved_at)}"
-        return slow.words if slow is not None else doing
+        return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
 
     def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind]) -> tuple[Row, ...]:
         apart = [rank for rank, kind in kinds.items() if kind in ("late", "bad")]
@@ -330,6 +337,14 @@ class PanelState:
         losses = [loss for track in self._tracks.values() if (loss := self._loss(track.sample)) is not None]
         if losses:
             parts.append(f"loss {words.measured(sum(losses) / len(losses))}")
+        return tuple(parts)
+
+    def _remarks(self) -> tuple[str, ...]:
+        parts = [words.plural(len(self._tracks), "rank")]
+        slowest = slowest_of_all(self._tracks)
+        if slowest is not None:
+            rank, more = slowest
+            parts.append(f"slowest rank {rank} (+{100 * more:.0f} %)")
         if self._peak:
             parts.append(f"peak {words.size(self._peak)}")
         return tuple(parts)

@@ -22,6 +22,8 @@ _FACTOR = 1.3
 _DIFFERENCE = 0.15
 """Of the whole time: a tenth of a step more or less is nothing to act upon."""
 
+_WORTH_SAYING = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
@@ -59,13 +61,25 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
     return found if len(found) <= len(own) // 2 else {}
 
 
+def slowest_of_all(tracks: Mapping[int, Track]) -> tuple[int, float] | None:
+    """The rank that worked longest by itself, and how much longer than the median as a part of that; None if none."""
+    own = {rank: share for rank, track in tracks.items() if (share := track.own_share_of_all()) is not None}
+    if len(own) < 2:
+        return None
+    rank = max(own, key=lambda rank: own[rank])
+    others = median(share for other, share in own.items() if other != rank)
+    more = own[rank] / others - 1 if others > 0 else 0.0
+    return (rank, more) if more > _WORTH_SAYING else None
+
+
 def _why(track: Track) -> str:
     shares = track.shares()
     own = {phase: share for phase, share in shares.items() if phase not in (Phase.BACKWARD, Phase.WAITING)}
     if not own:
         return "at work"
     phase, share = max(own.items(), key=lambda item: item[1])
-    return f"{100 * share:.0f} % {'in ' if phase is Phase.RUNNING else ''}{_NAMES.get(phase, WORDS[phase])}"
+    return f"{100 * share:.0f} % {'in ' if phase in _IN else ''}{_NAMES.get(phase, WORDS[phase])}"
 
 
-_NAMES = {Phase.RUNNING: "your code", Phase.FORWARD: "before backward", Phase.STEP: "optimizer steps"}
+_NAMES = {Phase.RUNNING: "your code"}
+_IN = (Phase.RUNNING, Phase.FORWARD)

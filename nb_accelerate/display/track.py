@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nb_accelerate.board import Phase, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _WINDOW = 4.0
 """Seconds over which a rate is taken."""
@@ -28,6 +32,9 @@ WORDS = {
     Phase.WAITING: "waits",
     Phase.ENDED: "done",
 }
+
+_ENOUGH = 20
+"""Looks at a rank before something is said about its time."""
 
 _WITH_OTHERS = (Phase.BACKWARD, Phase.WAITING)
 """Phases in which a rank may be waiting for the slowest."""
@@ -53,6 +60,7 @@ class Track:
         self.sample = Sample()
         self.moved_at = now
         self._moments: deque[_Moment] = deque()
+        self._in_loops: Counter[Phase] = Counter()
 
     def add(self, now: float, sample: Sample) -> None:
         """The board of the rank says this now."""
@@ -60,6 +68,8 @@ class Track:
             self.moved_at = now
         self.sample = sample
         self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
+        if sample.in_loop:
+            self._in_loops[sample.phase] += 1
         while self._moments[0].time < now - _LONG:
             self._moments.popleft()
 
@@ -91,14 +101,22 @@ class Track:
     def shares(self) -> dict[Phase, float]:
         """Which part of its time it has lately spent in each phase. Empty if it is too early to say."""
         inside = [moment for moment in self._moments if moment.loop == self.sample.loop]
-        if len(inside) < 20:
+        if len(inside) < _ENOUGH:
             return {}
         return {phase: number / len(inside) for phase, number in Counter(one.phase for one in inside).items()}
 
     def own_share(self) -> float | None:
-        """Which part of its time it works by itself, and does not possibly wait for others."""
-        shares = self.shares()
-        return 1 - sum(shares.get(phase, 0.0) for phase in _WITH_OTHERS) if shares else None
+        """Which part of its time it has lately worked by itself, and not possibly waited for others."""
+        return _own(self.shares())
+
+    def own_share_of_all(self) -> float | None:
+        """The same for all of its loops."""
+        number = self._in_loops.total()
+        return _own({phase: one / number for phase, one in self._in_loops.items()}) if number >= _ENOUGH else None
+
+
+def _own(shares: Mapping[Phase, float]) -> float | None:
+    return 1 - sum(shares.get(phase, 0.0) for phase in _WITH_OTHERS) if shares else None
 
 
 def _progress(sample: Sample) -> tuple[object, ...]:

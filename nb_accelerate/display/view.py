@@ -71,11 +71,13 @@ class Failure:
 
     Attributes:
         title: who failed first, and how.
+        rank: whose failure it was; None if no rank's.
         label: what `details` is.
         details: several lines, a traceback say; may be empty.
     """
 
     title: str
+    rank: int | None = None
     label: str = ""
     details: str = ""
 
@@ -90,6 +92,7 @@ class View:
         elapsed: since it began.
         outlook: what else is known about the whole: how long it will take, samples a second.
         summary: of a run that has ended, in one line.
+        remarks: about its ranks.
         bars: progress bars.
         rows: the ranks, or those of many that stand out.
         dots: all ranks, if they are too many for a row each.
@@ -103,6 +106,7 @@ class View:
     elapsed: str
     outlook: tuple[str, ...] = ()
     summary: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     bars: tuple[Row, ...] = ()
     rows: tuple[Row, ...] = ()
     dots: tuple[Dot, ...] = ()

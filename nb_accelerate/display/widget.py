@@ -113,8 +113,7 @@ class Widget(Drawing):
         self._panel = ipywidgets.HTML()
         self._aside = ipywidgets.HTML()
         buttons = [
-            self._button("Interrupt", "raise KeyboardInterrupt in every rank", self._watched.interrupt),
-            self._button("Stop", "end every rank now", self._watched.stop),
+            *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
             self._button("Stacks", "show where every rank is", self._show_stacks),
         ]
         logs = ipywidgets.Dropdown(

@@ -236,9 +236,8 @@ class Launch:
                 self._name, self._plan, [handle.rank for handle in handles], self._sink, supervisor, self._front_end
             )
             supervisor.panel = panel
-            if panel is not None:
-                for handle in handles:
-                    handle.board.want_rows()
+            for handle in handles:
+                handle.board.want_rows(panel is not None)
             error: BaseException | None = None
             try:
                 if self._stopping:

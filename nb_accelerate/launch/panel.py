@@ -71,6 +71,7 @@ def outcome(error: BaseException | None) -> tuple[State, Failure | None]:
     rank = getattr(error, "_nb_rank", None)
     return "failed", Failure(
         title=text[:1].upper() + text[1:],
+        rank=rank if rank is not None else getattr(error, "rank", None),
         label=f"traceback of rank {rank}",
         details=details if rank is not None else "",
     )

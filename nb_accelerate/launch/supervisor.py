@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
-from nb_accelerate.display import Seen
+from nb_accelerate.display import Action, Seen
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
@@ -196,6 +196,13 @@ class Supervisor:
     def log(self, rank: int) -> str:
         """The last lines a rank printed."""
         return next(one.output.text for one in self._ranks if one.handle.rank == rank)
+
+    def actions(self) -> tuple[Action, ...]:
+        """What the user can do."""
+        return (
+            Action("Interrupt", "raise KeyboardInterrupt in every rank", self.interrupt),
+            Action("Stop", "end every rank now", self.stop),
+        )
 
     # The wait.
 

@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.hang import HangWatch
 from nb_accelerate.pool.member import Member
+from nb_accelerate.pool.panel import outcome
 from nb_accelerate.pool.questions import Question
 from nb_accelerate.protocol.messages import Ask, Display, Parcel, Ready, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nb_accelerate.display import Panel
     from nb_accelerate.launch.handle import RankHandle
     from nb_accelerate.pool.output import CellOutput
     from nb_accelerate.pool.turn import Turn
@@ -59,6 +61,7 @@ class Crew:
         self._on_loss = on_loss
         self._turn: Turn | None = None
         self._hang: HangWatch | None = None
+        self._panel: Panel | None = None
         self._output: CellOutput | None = None
         self._on_ends: list[Callable[[], None]] = []
         self._requests: deque[Callable[[], None]] = deque()
@@ -83,15 +86,23 @@ class Crew:
         """Forget a rank that has ended."""
         self._do(lambda: self._remove(member))
 
-    def begin(self, turn: Turn, output: CellOutput | None = None, *, watch_for_hangs: bool = False) -> None:
+    def begin(
+        self,
+        turn: Turn,
+        output: CellOutput | None = None,
+        *,
+        watch_for_hangs: bool = False,
+        panel: Panel | None = None,
+    ) -> None:
         """Ask ranks to do something. One turn at a time: the one before is done.
 
         Args:
             turn: what to ask.
             output: where their output goes from now on, also after the turn.
             watch_for_hangs: say who waits for whom when nothing moves.
+            panel: shows how far the ranks are.
         """
-        self._post(lambda: self._begin(turn, output, watch_for_hangs=watch_for_hangs))
+        self._post(lambda: self._begin(turn, output, panel, watch_for_hangs=watch_for_hangs))
 
     def interrupt(self, turn: Turn) -> None:
         """End a turn early. Any thread, also a signal handler."""
@@ -190,13 +201,13 @@ class Crew:
             del self.members[member.rank]
         member.close()
 
-    def _begin(self, turn: Turn, output: CellOutput | None, *, watch_for_hangs: bool) -> None:
+    def _begin(self, turn: Turn, output: CellOutput | None, panel: Panel | None, *, watch_for_hangs: bool) -> None:
         assert self._turn is None
         if output is not None and output is not self._output:
             if self._output is not None:
                 self._output.close()
             self._output = output
-        self._turn = turn
+        self._turn, self._panel = turn, panel
         if watch_for_hangs:
             self._hang = HangWatch(turn)
         for member in turn.members:
@@ -213,7 +224,9 @@ class Crew:
             callback()
         if self._output is not None:
             self._output.finish()
-        self._turn = self._hang = None
+        if self._panel is not None:
+            self._panel.finish(*outcome(turn))
+        self._turn = self._hang = self._panel = None
         turn.finish()
 
     def _next_deadline(self) -> float:
@@ -221,6 +234,7 @@ class Crew:
             self._turn.due if self._turn else _NEVER,
             self._hang.due if self._hang else _NEVER,
             self._output.due if self._output else _NEVER,
+            self._panel.due if self._panel else _NEVER,
         )
 
     def _act_on_deadlines(self) -> None:
@@ -231,6 +245,8 @@ class Crew:
             self._hang.act()
         if self._output is not None and self._output.due <= now:
             self._output.flush()
+        if self._panel is not None and self._panel.due <= now:
+            self._panel.refresh()
 
     # What ranks do.
 

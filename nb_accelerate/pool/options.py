@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import check_choice
-from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.config.launch import PROGRESS, LaunchOptions
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class CellOptions:
         timeout: seconds, or None.
         style: how output of several ranks is shown, see `nb_accelerate.pool.output.CellOutput`.
         quiet: show no output.
+        progress: where its panel is drawn, see `nb_accelerate.launch.notebook_launcher`.
         wants_values: bring back the value of the last expression.
     """
 
@@ -79,9 +80,11 @@ class CellOptions:
     style: str = "fold"
     quiet: bool = False
     wants_values: bool = False
+    progress: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("style", self.style, STYLES)
+        check_choice("progress", self.progress, PROGRESS)
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout!r} is not a number of seconds above 0. Leave it out for no limit")
         if self.ranks is not None and not self.ranks:

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import TooLargeError
 from nb_accelerate.launch.sinks import sink_here
 from nb_accelerate.pool.group import RankGroup
@@ -19,6 +20,7 @@ from nb_accelerate.pool.names import names_in
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.outcome import death, error_of, out_of_step, values_of
 from nb_accelerate.pool.output import CellOutput
+from nb_accelerate.pool.panel import cell_panel
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.pool.starting import plan_pool
 from nb_accelerate.pool.waiting import wait_for
@@ -255,7 +257,9 @@ class Pool:
             turn.callbacks.append(manifest.close)
             if tell:
                 turn.callbacks.append(lambda: _tell_failure(turn, output))
-            group.crew.begin(turn, output, watch_for_hangs=True)
+            front_end = "off" if options.quiet else choose_front_end(options.progress)
+            panel = cell_panel(turn, source.filename, group.plan, sink, lambda: group.crew.interrupt(turn), front_end)
+            group.crew.begin(turn, output, watch_for_hangs=True, panel=panel)
         except BaseException:
             manifest.close()
             raise

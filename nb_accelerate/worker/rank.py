@@ -23,7 +23,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nb_accelerate import board
+from nb_accelerate.board import install
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Answer, Call, Quit, Ready
@@ -64,7 +64,7 @@ def run_rank(
         broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
-    board.install(ends.board)
+    install(ends.board)
     gate = InterruptGate(ends.interrupt)
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
