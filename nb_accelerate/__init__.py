@@ -13,7 +13,7 @@ by an import::
      8     accelerator                                                                                pool  launchers
      7     compat                                                                                     launch
      6     strategies                                                                                 worker  display
-     5     optim  data  tracking                                                                      diagnostics
+     5     optim  data  tracking  bigmodel                                                            diagnostics
      4     precision  comm                                                                            protocol
      3     process  nested
      2                                                                          topology

@@ -29,6 +29,10 @@ import signal
 from typing import Any
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor, which has rows of many lengths, was left as it is by ``pad_across_processes``."""
+
+
 class NbAccelerateError(Exception):
     """Base of every error this package defines.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from nb_accelerate.comm.packing import packed
 from nb_accelerate.config.checks import check_choice
+from nb_accelerate.errors import CannotPadNestedTensorWarning
 from nb_accelerate.nested import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -103,6 +105,30 @@ def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any
     return _put_back(data, packed(tensors, carry))
 
 
+def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
+    """Return, on every rank, the tensor that one of them has. The others need not know its form.
+
+    Args:
+        collectives: how.
+        tensor: the tensor on one rank, None on all others.
+
+    Raises:
+        ValueError: no rank has it, or several have.
+    """
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"copy_tensor_to_devices was given a {type(tensor).__name__}. Give it a tensor, or None.")
+    looks = collectives.all_gather_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+    owners = [rank for rank, look in enumerate(looks) if look is not None]
+    if len(owners) != 1:
+        who = f"ranks {', '.join(map(str, owners))} have" if owners else "no rank has"
+        raise ValueError(
+            f"copy_tensor_to_devices copies the tensor of one rank to all, and {who} one. Give None on all others."
+        )
+    shape, dtype = looks[owners[0]]
+    sent = torch.empty(shape, dtype=dtype, device=collectives.device) if tensor is None else tensor.detach()
+    return packed([sent.to(collectives.device)], lambda flat: collectives.broadcast(flat, owners[0]))[0]
+
+
 def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
     """Return the items of all ranks in one list, in rank order.
 
@@ -141,7 +167,7 @@ def pad_across_processes(
     Args:
         collectives: how.
         data: a tensor, or a structure of tensors, alike on all ranks except in the size of ``dim``. Tensors
-            without that dimension are left as they are.
+            without that dimension are left as they are, and so are nested tensors, with a warning.
         dim: which dimension; negative counts from the last.
         pad_index: what to pad with.
         pad_first: pad at the beginning.
@@ -150,6 +176,26 @@ def pad_across_processes(
         TypeError: something in ``data`` is not a tensor.
     """
     tensors = tensors_in(data, strict=True)
+    nested = [tensor.is_nested for tensor in tensors]
+    if any(nested):
+        warnings.warn(
+            "pad_across_processes was given a nested tensor, which has no one size to pad, and left it as it is. Pad "
+            "it to a plain tensor first: tensor.to_padded_tensor(0).",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+        if collectives.world_size > 1:
+            kept = pad_across_processes(
+                collectives,
+                [t for t, is_nested in zip(tensors, nested, strict=True) if not is_nested],
+                dim,
+                pad_index,
+                pad_first,
+            )
+            rest = iter(kept)
+            return _put_back(
+                data, [t if is_nested else next(rest) for t, is_nested in zip(tensors, nested, strict=True)]
+            )
     if collectives.world_size == 1 or not tensors:
         return data
     collectives.verify("pad_across_processes", data, tensors, shapes=False)

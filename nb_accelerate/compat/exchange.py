@@ -39,6 +39,15 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return operations.broadcast(collectives_here(), tensor, from_process)
 
 
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """Return, on every process, the tensor that one of them has; the others give None and need not know its form.
+
+    Raises:
+        ValueError: no process has it, or several have.
+    """
+    return operations.copy_from_owner(collectives_here(), tensor)
+
+
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of a list by those of one process, in place, and return the list."""
     return operations.broadcast_object_list(collectives_here(), object_list, from_process)

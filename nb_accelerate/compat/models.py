@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Return whether a model was made by `torch.compile`."""
-    return hasattr(module, "_orig_mod")  # a test for the type would import the compiler, which takes a second
+    compiler = sys.modules.get("torch._dynamo")  # imported by the first compilation, and takes a second
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
@@ -40,7 +42,7 @@ def extract_model_from_parallel(
         keep_torch_compile: False also takes it out of `torch.compile`.
         recursive: also unwrap the parts of the model.
     """
-    outside: Any = model if is_compiled_module(model) else None
+    outside: Any = model if hasattr(model, "_orig_mod") else None  # also one with compiled regions
     inner: Any = model._orig_mod if outside is not None else model  # noqa: SLF001 - torch.compile's name for it
     wrapped = isinstance(inner, _WRAPPERS)
     while isinstance(inner, _WRAPPERS):

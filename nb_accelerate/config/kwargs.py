@@ -19,6 +19,8 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch.nn.parallel import DistributedDataParallel
+
 
 @dataclass(frozen=True, kw_only=True)
 class KwargsHandler:
@@ -108,6 +110,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ignore_keys: names to leave out.
         """
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Make a wrapped model send its gradients as ``comm_hook`` says. ``prepare`` does it for models it wraps.
+
+        Args:
+            model: wrapped in DistributedDataParallel by you.
+        """
+        if self.comm_hook is not DDPCommunicationHookType.NO:
+            from nb_accelerate.config.ddp_hooks import register_hook
+
+            register_hook(model, self)
 
     def to_ddp(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel's constructor that differ from their defaults."""

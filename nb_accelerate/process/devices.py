@@ -23,6 +23,15 @@ def _nothing(*_: object) -> None:
     """Do nothing, for rows that have nothing to do."""
 
 
+def _pci_address(properties: Any) -> str | None:
+    """Return an address as the system writes it, from properties in which torch tells it in numbers."""
+    try:
+        domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    except AttributeError:  # torch of before 2.8
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
     """One row of the table.
@@ -40,6 +49,7 @@ class DeviceKind:
         empty_cache: give cached memory back to the device.
         memory_allocated: bytes that tensors use on it now.
         supports_bf16: whether it computes in bfloat16.
+        pci_address: where the device with a number is on the PCI bus; None if that is not known.
         pins_memory: whether copies from it to pinned memory of the host need not be waited for.
     """
 
@@ -55,6 +65,7 @@ class DeviceKind:
     empty_cache: Callable[[], None] = _nothing
     memory_allocated: Callable[[], int] = lambda: 0
     supports_bf16: Callable[[], bool] = lambda: True
+    pci_address: Callable[[int], str | None] = lambda _: None
     pins_memory: bool = False
 
     @property
@@ -89,6 +100,7 @@ DEVICE_KINDS = (
         empty_cache=lambda: torch.cuda.empty_cache(),
         memory_allocated=lambda: torch.cuda.memory_allocated(),
         supports_bf16=lambda: torch.cuda.is_bf16_supported(),
+        pci_address=lambda index: _pci_address(torch.cuda.get_device_properties(index)),
     ),
     DeviceKind(
         name="xpu",

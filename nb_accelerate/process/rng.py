@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class RNGType(str, Enum):
     CUDA = "cuda"
     XPU = "xpu"
     MPS = "mps"
+    XLA = "xla"
     GENERATOR = "generator"
 
     def __str__(self) -> str:
@@ -50,6 +52,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     for kind in DEVICE_KINDS:
         if kind.is_available():
             kind.seed(seed)
+    if (xla := _xla_model()) is not None:
+        xla.set_rng_state(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -82,9 +86,22 @@ def synchronize(
         if rng_type is RNGType.GENERATOR:
             if generator is not None:
                 generator.set_state(broadcast(generator.get_state()))
+        elif rng_type is RNGType.XLA:
+            _synchronize_xla(broadcast)
         elif rng_type is RNGType.TORCH:
             torch.set_rng_state(broadcast(torch.get_rng_state()))
         else:
             kind = device_kind(rng_type.value)
             if kind.get_rng_state is not None and kind.is_available():
                 kind.set_rng_state(broadcast(kind.get_rng_state()))
+
+
+def _synchronize_xla(broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    xla = _xla_model()
+    if xla is not None:
+        xla.set_rng_state(int(broadcast(torch.tensor(xla.get_rng_state())).item()))
+
+
+def _xla_model() -> Any:
+    """Return torch_xla's module with random numbers, or None where it is not in use: importing it takes seconds."""
+    return sys.modules.get("torch_xla.core.xla_model")

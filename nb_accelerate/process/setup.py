@@ -18,6 +18,7 @@ from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, group
+from nb_accelerate.process.affinity import set_numa_affinity
 from nb_accelerate.process.context import ProcessContext
 from nb_accelerate.process.devices import CPU, choose_device
 from nb_accelerate.topology import Topology, read_topology
@@ -61,6 +62,8 @@ def setup_process(
         topology = _topology_of_group(topology)
         use_cpu = use_cpu or dist.get_backend() == "gloo"
     kind, device = choose_device(topology, cpu=use_cpu)
+    if environment.flag("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(topology.local_rank)
     if topology.world_size > 1:
         _select(kind, device)
         if adopted is None:

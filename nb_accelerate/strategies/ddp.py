@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from nb_accelerate.errors import NotPreparedError
-from nb_accelerate.strategies.ddp_hooks import register_hook
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class DDPStrategy(Strategy):
             output_device=self._device_ids and self.device,
             **self._options.to_ddp(),
         )
-        register_hook(wrapped, self._options)
+        self._options.register_comm_hook(wrapped)
         return wrapped
 
     @override

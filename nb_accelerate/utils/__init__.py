@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from nb_accelerate.utils.dataclasses import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.environment import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.imports import *  # noqa: F403 - the names are those of the table
+    from nb_accelerate.utils.launch import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.memory import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.modeling import *  # noqa: F403 - the names are those of the table
+    from nb_accelerate.utils.offload import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.operations import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.other import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.random import *  # noqa: F403 - the names are those of the table
+    from nb_accelerate.utils.torch_xla import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.versions import *  # noqa: F403 - the names are those of the table
 
 _HOME = {
     "AutocastKwargs": "config.kwargs",
+    "CannotPadNestedTensorWarning": "errors",
     "ComputeEnvironment": "config.project",
-    "CustomDtype": "compat.sizes",
+    "CustomDtype": "bigmodel.sizes",
     "DDPCommunicationHookType": "config.kwargs",
     "DataLoaderConfiguration": "config.loader",
     "DistributedDataParallelKwargs": "config.kwargs",
@@ -36,6 +40,7 @@ _HOME = {
     "KwargsHandler": "config.kwargs",
     "LoggerType": "config.project",
     "PrecisionType": "config.precision",
+    "PrepareForLaunch": "compat.launching",
     "ProfileKwargs": "config.profiling",
     "ProjectConfiguration": "config.project",
     "RNGType": "process.rng",
@@ -44,24 +49,32 @@ _HOME = {
     "are_libraries_initialized": "compat.packages",
     "broadcast": "compat.exchange",
     "broadcast_object_list": "compat.exchange",
+    "calculate_maximum_sizes": "bigmodel.sizes",
     "check_cuda_fp8_capability": "compat.capabilities",
     "check_cuda_p2p_ib_support": "compat.capabilities",
     "check_os_kernel": "compat.capabilities",
+    "check_tied_parameters_in_config": "bigmodel.ties",
+    "check_tied_parameters_on_same_device": "bigmodel.ties",
     "clean_state_dict_for_safetensors": "compat.saving",
     "clear_device_cache": "process.memory",
     "clear_environment": "compat.environ",
     "compare_versions": "compat.versions",
+    "compile_regions": "compat.regions",
+    "compute_module_sizes": "bigmodel.sizes",
     "concatenate": "nested.structures",
     "convert_bytes": "compat.sizes",
     "convert_dict_to_env_variables": "compat.environ",
     "convert_file_size_to_int": "compat.saving",
     "convert_outputs_to_fp32": "compat.models",
     "convert_to_fp32": "compat.models",
-    "dtype_byte_size": "compat.sizes",
+    "copy_tensor_to_devices": "compat.exchange",
+    "dtype_byte_size": "bigmodel.sizes",
     "extract_model_from_parallel": "compat.models",
+    "extract_submodules_state_dict": "bigmodel.ties",
     "find_batch_size": "nested.structures",
     "find_device": "nested.structures",
     "find_executable_batch_size": "process.memory",
+    "find_tied_parameters": "bigmodel.ties",
     "gather": "compat.exchange",
     "gather_object": "compat.exchange",
     "get_cpu_distributed_information": "compat.capabilities",
@@ -70,6 +83,7 @@ _HOME = {
     "get_gpu_info": "compat.capabilities",
     "get_grad_scaler": "compat.numbers",
     "get_int_from_env": "compat.environ",
+    "get_max_layer_size": "bigmodel.sizes",
     "get_mixed_precision_context_manager": "compat.numbers",
     "get_pretty_name": "compat.models",
     "has_compiled_regions": "compat.models",
@@ -77,6 +91,7 @@ _HOME = {
     "id_tensor_storage": "compat.saving",
     "ignorant_find_batch_size": "nested.structures",
     "initialize_tensors": "nested.structures",
+    "install_xla": "compat.xla",
     "is_4bit_bnb_available": "compat.packages",
     "is_8bit_bnb_available": "compat.packages",
     "is_aim_available": "compat.packages",
@@ -154,8 +169,10 @@ _HOME = {
     "recursively_apply": "nested.structures",
     "reduce": "compat.exchange",
     "release_memory": "process.memory",
+    "retie_parameters": "bigmodel.ties",
     "save": "compat.saving",
     "send_to_device": "nested.structures",
+    "set_numa_affinity": "process.affinity",
     "set_seed": "process.rng",
     "should_reduce_batch_size": "process.memory",
     "slice_tensors": "nested.structures",

@@ -1,6 +1,6 @@
 """Options and their words, under the names of ``accelerate.utils.dataclasses``."""
 
-from nb_accelerate.compat.sizes import CustomDtype
+from nb_accelerate.bigmodel.sizes import CustomDtype
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin

@@ -18,6 +18,7 @@ from nb_accelerate.compat.environ import (
     str_to_bool,
 )
 from nb_accelerate.compat.packages import are_libraries_initialized
+from nb_accelerate.process.affinity import set_numa_affinity
 
 __all__ = [
     "are_libraries_initialized",
@@ -33,5 +34,6 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
+    "set_numa_affinity",
     "str_to_bool",
 ]

@@ -3,13 +3,14 @@
 from nb_accelerate.compat.exchange import (
     broadcast,
     broadcast_object_list,
+    copy_tensor_to_devices,
     gather,
     gather_object,
     pad_across_processes,
     reduce,
 )
 from nb_accelerate.compat.models import convert_outputs_to_fp32, convert_to_fp32
-from nb_accelerate.errors import DistributedOperationException
+from nb_accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException
 from nb_accelerate.nested.structures import (
     concatenate,
     find_batch_size,
@@ -28,12 +29,14 @@ from nb_accelerate.nested.structures import (
 )
 
 __all__ = [
+    "CannotPadNestedTensorWarning",
     "DistributedOperationException",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
     "gather",

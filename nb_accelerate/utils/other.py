@@ -12,12 +12,14 @@ from nb_accelerate.compat.models import (
     recursive_getattr,
 )
 from nb_accelerate.compat.progress import tqdm
+from nb_accelerate.compat.regions import compile_regions
 from nb_accelerate.compat.saving import clean_state_dict_for_safetensors, load, save
 from nb_accelerate.compat.sizes import convert_bytes
 
 __all__ = [
     "check_os_kernel",
     "clean_state_dict_for_safetensors",
+    "compile_regions",
     "convert_bytes",
     "extract_model_from_parallel",
     "get_pretty_name",

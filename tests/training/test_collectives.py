@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,14 @@ import torch
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.comm import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
-from nb_accelerate.errors import CollectiveMismatchError, ConfigError, DistributedOperationException
+from nb_accelerate.errors import (
+    CannotPadNestedTensorWarning,
+    CollectiveMismatchError,
+    ConfigError,
+    DistributedOperationException,
+)
 from nb_accelerate.nested import find_batch_size, map_tensors, paths_of_tensors, send_to_device, tensors_in
+from nb_accelerate.utils import copy_tensor_to_devices
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -232,3 +239,34 @@ def test_checks_are_chosen_by_the_environment(run_ranks):
 
     for text in run_ranks(send, env={"ACCELERATE_DEBUG_MODE": "1"}):
         assert text.startswith("broadcast was given a tensor of shape (2,)")
+
+
+def test_the_tensor_of_one_rank_is_copied_to_all_that_do_not_know_it(run_ranks):
+    def copy():
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        mine = torch.arange(6, dtype=torch.int16).reshape(2, 3).T if rank == 1 else None
+        found = copy_tensor_to_devices(mine)
+        with pytest.raises(ValueError, match=r"ranks 0, 1 have one. Give None on all others"):
+            copy_tensor_to_devices(torch.ones(1))
+        with pytest.raises(ValueError, match="no rank has one"):
+            copy_tensor_to_devices()
+        return found
+
+    for found in run_ranks(copy):
+        assert torch.equal(found, torch.arange(6, dtype=torch.int16).reshape(2, 3).T)
+
+
+def test_nested_tensors_are_left_as_they_are_with_a_warning(run_ranks):
+    def pad():
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls nested tensors a prototype
+            nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+        with pytest.warns(CannotPadNestedTensorWarning, match=r"to_padded_tensor\(0\)"):
+            found = accelerator.pad_across_processes({"a": torch.ones(rank + 1), "b": nested, "c": torch.ones(3)})
+        return found["a"].tolist(), found["b"] is nested, found["c"].tolist()
+
+    assert run_ranks(pad) == [([1, 0], True, [1, 1, 1]), ([1, 1], True, [1, 1, 1])]
+    assert run_ranks(pad, world_size=1) == [([1], True, [1, 1, 1])]

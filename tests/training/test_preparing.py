@@ -187,6 +187,23 @@ def test_gradients_that_travel_compressed_stay_close_to_those_of_one_process(run
         assert not torch.equal(first, model.weight.grad)  # it did travel in 16 bits
 
 
+def test_a_model_wrapped_by_hand_can_be_given_the_hook(run_ranks):
+    def gradient():
+        accelerator = Accelerator(cpu=True)
+        found = []
+        for hook in ("no", "bf16"):
+            torch.manual_seed(0)
+            model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+            DistributedDataParallelKwargs(comm_hook=hook).register_comm_hook(model)
+            model(torch.linspace(-1, 1, 8) + accelerator.process_index).square().mean().backward()
+            found.append(model.module.weight.grad)
+        return found
+
+    for exact, rounded in run_ranks(gradient):
+        torch.testing.assert_close(rounded, exact, rtol=0, atol=2e-2)
+        assert not torch.equal(rounded, exact)
+
+
 def test_one_backward_may_send_the_gradients_of_several_forwards(run_ranks):
     def train():
         accelerator = Accelerator(cpu=True)

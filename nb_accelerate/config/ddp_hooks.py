@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
-    """Make a wrapped model send its gradients as ``options`` say; by default torch's own way stays."""
-    if options.comm_hook is DDPCommunicationHookType.NO:
-        return
+    """Make a wrapped model send its gradients by the hook that ``options`` names."""
     # Imported when used: torch compiles a part of PowerSGD when it is imported.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

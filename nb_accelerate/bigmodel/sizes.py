@@ -1,0 +1,117 @@
+"""How many bytes a model and its parts take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+
+class CustomDtype(str, Enum):
+    """Number formats of weights for which torch has no dtype of its own."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
+_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+    """Return the bytes of one number; an eighth for booleans, as sizes of models are estimated."""
+    if isinstance(dtype, CustomDtype):
+        return _BYTES[dtype]
+    return 0.125 if dtype is torch.bool else dtype.itemsize
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: torch.dtype | CustomDtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, float]:
+    """Return the bytes of each part of a model by its name; ``""`` is the whole. Weights with two names count once.
+
+    Args:
+        model: on any device, also on ``meta``.
+        dtype: count floating point numbers as if they were of this one, where that makes them smaller.
+        special_dtypes: count these weights, by name, as if they were of another.
+        buffers_only: leave out parameters.
+
+    Raises:
+        ConfigError: a dtype is given by a name that torch does not know.
+    """
+    wanted = None if dtype is None else dtype_byte_size(_as_dtype(dtype))
+    special = {name: dtype_byte_size(_as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
+    sizes: dict[str, float] = defaultdict(int)
+    tensors = [] if buffers_only else list(model.named_parameters())
+    for name, tensor in [*tensors, *model.named_buffers()]:
+        each = dtype_byte_size(tensor.dtype)
+        if name in special:
+            each = special[name]
+        elif wanted is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            each = min(each, wanted)
+        parts = name.split(".")
+        for depth in range(len(parts) + 1):
+            sizes[".".join(parts[:depth])] += tensor.numel() * each
+    return sizes
+
+
+def get_max_layer_size(
+    modules: Iterable[tuple[str, nn.Module | torch.Tensor]],
+    module_sizes: Mapping[str, float],
+    no_split_module_classes: Collection[str],
+) -> tuple[float, list[str]]:
+    """Return the bytes of the largest layer, and the names of all layers of that size.
+
+    A layer is what is not taken apart: a module without modules inside, or of one of the classes named.
+
+    Args:
+        modules: names and modules, or single weights.
+        module_sizes: what `compute_module_sizes` returned.
+        no_split_module_classes: names of classes.
+    """
+    layers = [name for start, module in modules for name in _layers(start, module, no_split_module_classes)]
+    greatest = max((module_sizes[name] for name in layers), default=0)
+    return greatest, [name for name in layers if greatest and module_sizes[name] == greatest]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:
+    """Return the bytes of a model, and those of its largest layer with the names of layers of that size.
+
+    Blocks that a model of transformers wants to keep in one piece are layers.
+    """
+    sizes = compute_module_sizes(model)
+    whole: list[tuple[str, Any]] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    return sizes[""], get_max_layer_size(whole, sizes, getattr(model, "_no_split_modules", None) or ())
+
+
+def _layers(name: str, module: nn.Module | torch.Tensor, whole: Collection[str]) -> Iterable[str]:
+    children = list(module.named_children()) if isinstance(module, nn.Module) else []
+    if not children or type(module).__name__ in whole:
+        yield name
+        return
+    for child, part in children:
+        yield from _layers(f"{name}.{child}", part, whole)
+
+
+def _as_dtype(given: torch.dtype | CustomDtype | str) -> torch.dtype | CustomDtype:
+    if not isinstance(given, str) or isinstance(given, CustomDtype):
+        return given
+    found = getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={given!r} is not a number format of torch. Write 'float16' or torch.float16, say.")
+    return found

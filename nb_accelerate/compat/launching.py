@@ -1,0 +1,66 @@
+"""What other launchers wrap a function in, so that it finds out which rank it is."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from nb_accelerate.compat.environ import patch_environment
+from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing.spawn` and its like, which call it with the number of the process.
+
+    `nb_accelerate.notebook_launcher` does all this by itself, and more.
+
+    Args:
+        launcher: what to run. What it returns is returned.
+        distributed_type: as what; ``"NO"`` sets no ranks.
+        debug: meet at the file ``ACCELERATE_DEBUG_RDV_FILE`` instead of at a port, ``WORLD_SIZE`` processes.
+
+    Raises:
+        ConfigError: there is no such ``distributed_type``.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: DistributedType | str = "NO", debug: bool = False
+    ) -> None:
+        try:
+            self.distributed_type = DistributedType(str(distributed_type))
+        except ValueError:
+            known = ", ".join(member.value for member in DistributedType)
+            raise ConfigError(f"distributed_type={distributed_type!r} is none of: {known}.") from None
+        self.launcher = launcher
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        """Run the function as process ``index`` of this machine.
+
+        Raises:
+            ConfigError: ``debug``, and the environment does not say where and how many.
+        """
+        variables = {"FORK_LAUNCHED": "1"}
+        if self.debug:
+            self._meet(index)
+        elif self.distributed_type is not DistributedType.NO:
+            per_node, node = (int(os.environ.get(name, default)) for name, default in (("NPROC", 1), ("NODE_RANK", 0)))
+            variables |= {"LOCAL_RANK": str(index), "RANK": str(per_node * node + index)}
+        with patch_environment(**variables):
+            return self.launcher(*args)
+
+    @staticmethod
+    def _meet(index: int) -> None:
+        file, size = os.environ.get("ACCELERATE_DEBUG_RDV_FILE"), os.environ.get("WORLD_SIZE")
+        if file is None or size is None:
+            raise ConfigError(
+                "PrepareForLaunch(debug=True) needs the environment variables ACCELERATE_DEBUG_RDV_FILE, a path, and "
+                "WORLD_SIZE. debug_launcher sets up processes for debugging without any."
+            )
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=index, world_size=int(size))

@@ -1,0 +1,7 @@
+"""Under the names of ``accelerate.utils.launch``."""
+
+from nb_accelerate.compat.launching import PrepareForLaunch
+
+__all__ = [
+    "PrepareForLaunch",
+]
