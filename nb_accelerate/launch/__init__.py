@@ -1,13 +1,26 @@
-"""Starting ranks from a notebook, watching over them, and ending them."""
+"""Starting ranks from a notebook, watching over them, and ending them.
 
-from nb_accelerate.launch.launch import Launch, RankStatus
-from nb_accelerate.launch.notebook_launcher import notebook_launcher
-from nb_accelerate.launch.servers import WarmStatus, warm_server, warm_status
-from nb_accelerate.launch.servers import close_warm_server as close
+Names are imported when they are first used: `warm_up`, which loading the extension calls, needs little of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nb_accelerate.launch.launch import Launch, RankStatus
+    from nb_accelerate.launch.launcher import notebook_launcher
+    from nb_accelerate.launch.servers import WarmStatus, close, warm_status, warm_up
 
 __all__ = ["Launch", "RankStatus", "WarmStatus", "close", "notebook_launcher", "warm_status", "warm_up"]
 
+_HOME = {"Launch": "launch", "RankStatus": "launch", "notebook_launcher": "launcher"}
 
-def warm_up() -> None:
-    """Start the process that ranks are forked from, in the background: the first launch then need not wait for it."""
-    warm_server()
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'servers')}"), name)
+    globals()[name] = value  # found without this function from now on
+    return value

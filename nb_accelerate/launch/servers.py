@@ -252,6 +252,15 @@ def close_warm_server() -> None:
             _warm = None
 
 
+close = close_warm_server
+"""Its public name, in the package."""
+
+
+def warm_up() -> None:
+    """Start the process that ranks are forked from, in the background: the first launch then need not wait for it."""
+    warm_server()
+
+
 @dataclass(frozen=True, kw_only=True)
 class WarmStatus:
     """What stays between launches.
