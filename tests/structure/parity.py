@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "nb_accelerate" / "compat" / "parity.md"
@@ -32,61 +32,57 @@ MODULES = (
     "accelerate.local_sgd",
 )
 
-# The first that matches a name, or Class.member, or name(parameter), is its reason.
+OUT_OF_SCOPE = (
+    "Out of scope: hardware nobody here can test on, engines that replace the training loop, and compilers that torch "
+    "no longer has (`dynamo_backend` takes other compilers' names as text)."
+)
+
+# The first that matches a name, or Class.member, or name(parameter), says why it is not here. All but the first two
+# groups of words are features that bring their names along.
 REASONS = (
     (
         r"megatron|sagemaker|sagemager|msamp|habana|gaudi|hpu|mlu|musa|sdaa|npu(_|$)|neuron|lomo|pippy|TrainStep"
         r"|MULTI_NPU|\bNPU|nvprims|avg_losses_across|pad_input_tensors",
-        "Vendors and engines that are out of scope: hardware nobody here can test on, and engines that replace the "
-        "training loop.",
+        OUT_OF_SCOPE,
     ),
-    (r"register_comm_hook", "`prepare` registers the hook that `DistributedDataParallelKwargs(comm_hook=...)` names."),
-    (r"deepspeed|GatheredParameters|ulysses", "DeepSpeed: not supported yet."),
-    (r"fsdp|FullySharded|get_module_children_bottom_up|ensure_weights_retied", "FSDP: not supported yet."),
+    (r"AOT_TS|NVPRIMS|NVFUSER|OFI|FX2TRT|TVM|_BACKEND|TORCHXLA|ONNXRT", OUT_OF_SCOPE),
+    (r"deepspeed|GatheredParameters|ulysses", "Comes with DeepSpeed"),
+    (r"fsdp|FullySharded|get_module_children_bottom_up|ensure_weights_retied", "Comes with FSDP"),
     (
         r"ParallelismConfig|parallelism|TensorParallel|ContextParallel|context_parallel|tensor_parallel"
         r"|data_parallel|pipeline_parallel|device_mesh|get_model_tp_size|tp_plugin",
-        "Device meshes (tensor, context and pipeline parallelism): not supported yet.",
+        "Comes with device meshes (tensor, context and pipeline parallelism)",
     ),
     (
         r"fp8|FP8|AORecipe|TERecipe|torchao|convert_model$|has_ao|has_transformer_engine|filter_first_and_last|opt_level",
-        "8-bit training: not supported yet.",
+        "Comes with 8-bit training",
     ),
-    (r"bnb|Bnb|load_and_quantize", "Quantised weights (bitsandbytes): not supported yet."),
+    (r"bnb|Bnb|load_and_quantize", "Comes with quantised weights (bitsandbytes)"),
     (
         r"accelerate\.hooks|[oO]ffload|dispatch_model|device_map|init_empty|init_on_device|checkpoint_(and|in)"
-        r"|align_module_device|module_sizes|max_layer_size|maximum_sizes|balanced_memory|max_memory|tied|retie"
-        r"|PrefixedDataset|set_module_tensor|extract_submodules",
-        "Models larger than a device (empty weights, device maps, offloading, hooks): not supported yet.",
+        r"|align_module_device|balanced_memory|max_memory|PrefixedDataset|set_module_tensor",
+        "Comes with models larger than a device (empty weights, device maps, offloading, hooks)",
     ),
     (
-        r"save_state|load_state|save_model|should_save_model|register_|get_state_dict|load_state_dict|state_dict"
-        r"|adjust_state",
-        "Checkpoints: not supported yet. Loaders made with use_stateful_dataloader=True have `state_dict` and "
-        "`load_state_dict` already.",
+        r"save_state|load_state|save_model|should_save_model|register_(for|load|save)|get_state_dict|load_state_dict",
+        "Comes with checkpoints",
     ),
-    (
-        r"prepare_\w+_env|prepare_tpu|install_xla|write_basic_config|PrepareForLaunch|set_numa_affinity",
-        "The insides of accelerate's command line and launchers. `nb-accelerate` and `notebook_launcher` are ours.",
-    ),
-    (r"compile_regions", "`TorchDynamoPlugin(use_regional_compilation=True)` compiles block by block."),
-    (
-        r"DataLoaderAdapter|DataLoaderStateMixin|DataLoader\w*\.(begin|end|reset|get_sampler|set_sampler)"
-        r"|patch_optimizer_step|copy_tensor_to_devices|ThreadLocal|AcceleratedOptimizer\(|AcceleratedScheduler\("
-        r"|DataLoader(Shard|Dispatcher)\(|SkipBatchSampler\(|SkipDataLoader\(",
-        "How accelerate is built inside: wrappers here are made by `prepare`, and take what they need from it.",
-    ),
-    (r"CannotPadNestedTensorWarning", "A nested tensor cannot be padded, and here that is an error of torch."),
-    (r"XLA|xla", "TPUs: not supported yet."),
-    (
-        r"AOT_TS|NVPRIMS|NVFUSER|OFI|FX2TRT|TVM|_BACKEND|TORCHXLA|ONNXRT",
-        "Compilers that torch no longer has, or that are other packages; `dynamo_backend` takes their names as text.",
-    ),
+    (r"prepare_\w+_env|write_basic_config|prepare_tpu", "Comes with the command line (`config`, `launch`, TPU pods)"),
 )
+NO_EXCUSE = "Missing without a reason"
 
 
 def missing() -> Iterator[str]:
     """Yield ``module: name``, ``module: Class.member`` and ``module: name(parameter)`` of what is not here."""
+    return _entries(_lacking)
+
+
+def listed() -> Iterator[str]:
+    """Yield the same of all that accelerate has; of names that are not here, not what is inside of them."""
+    return _entries(lambda theirs, _: ["", *_lacking(theirs, None)])
+
+
+def _entries(inside: Callable[[Any, Any], Iterable[str]]) -> Iterator[str]:
     for path in MODULES:
         module = importlib.import_module(path)
         for name in sorted(_public(module)):
@@ -94,7 +90,7 @@ def missing() -> Iterator[str]:
             if ours is None:
                 yield f"{path}: {name}"
             else:
-                yield from (f"{path}: {name}{what}" for what in sorted(_lacking(theirs, ours)))
+                yield from (f"{path}: {name}{what}" for what in sorted(inside(theirs, ours)))
 
 
 def _public(module: ModuleType) -> Iterator[str]:
@@ -116,8 +112,9 @@ def _ours(path: str, name: str) -> Any:
 
 
 def _lacking(theirs: Any, ours: Any) -> Iterator[str]:
+    """Yield members and parameters that ours has not: all of them, if there is none."""
     if isinstance(theirs, type) and issubclass(theirs, enum.Enum):
-        yield from (f".{member}" for member in theirs.__members__ if member not in ours.__members__)
+        yield from (f".{member}" for member in theirs.__members__ if member not in getattr(ours, "__members__", ()))
         return
     yield from (f"({parameter})" for parameter in _parameters(theirs, ours))
     if not isinstance(theirs, type):
@@ -130,33 +127,48 @@ def _lacking(theirs: Any, ours: Any) -> Iterator[str]:
                 continue
             if not hasattr(ours, member):
                 yield f".{member}"
-            elif inspect.isfunction(value):
-                yield from (f".{member}({parameter})" for parameter in _parameters(value, getattr(ours, member)))
+            if inspect.isfunction(value):
+                mine = getattr(ours, member, None)
+                yield from (f".{member}({parameter})" for parameter in _parameters(value, mine))
 
 
 def _parameters(theirs: Any, ours: Any) -> list[str]:
     try:
-        wanted, have = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
+        wanted = inspect.signature(theirs).parameters
+        have = inspect.signature(ours).parameters if ours is not None else {}
     except (TypeError, ValueError):
         return []
     if any(one.kind is one.VAR_KEYWORD for one in have.values()):
         return []
     starred = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [n for n, one in wanted.items() if one.kind not in starred and not n.startswith("_") and n not in have]
+    names = [n for n, one in wanted.items() if one.kind not in starred and not n.startswith("_") and n != "self"]
+    return [name for name in names if name not in have]
 
 
-def reason(entry: str) -> str | None:
-    return next((text for pattern, text in REASONS if re.search(pattern, entry, re.IGNORECASE)), None)
+def reason(entry: str) -> str:
+    """Return why an entry of accelerate is not here, or would not be."""
+    return next((text for pattern, text in REASONS if re.search(pattern, entry, re.IGNORECASE)), NO_EXCUSE)
+
+
+def counted() -> list[str]:
+    """Count names, members and parameters that are here: without what later features bring, and with it."""
+    lacks = dict.fromkeys(missing())
+    scope = [entry for entry in dict.fromkeys([*listed(), *lacks]) if reason(entry) != OUT_OF_SCOPE]
+    half = [entry for entry in scope if entry not in lacks or reason(entry) == NO_EXCUSE]
+    lines = []
+    for what, entries in (("names of this half", half), ("names of all features", scope)):
+        here = sum(entry not in lacks for entry in entries)
+        lines.append(f"{what}: {here} of {len(entries)}, {100 * here / len(entries):.1f} %, members and parameters too")
+    return lines
 
 
 def page() -> str:
-    """The page. Raises LookupError for what has no reason."""
-    found: dict[str, list[str]] = {text: [] for _, text in REASONS}
-    for entry in dict.fromkeys(missing()):
-        text = reason(entry)
-        if text is None:
-            raise LookupError(f"{entry} is missing, and tests/structure/parity.py has no reason for it")
-        found[text].append(entry)
+    """The page."""
+    found: dict[str, list[str]] = {text: [] for _, text in REASONS} | {NO_EXCUSE: []}
+    lacks = dict.fromkeys(missing())
+    for entry in lacks:
+        if "(" not in entry or entry.split("(")[0] not in lacks:  # a missing method lacks its parameters, of course
+            found[reason(entry)].append(entry)
     lines = [
         "# What accelerate has and nb_accelerate has not",
         "",
@@ -165,9 +177,12 @@ def page() -> str:
         "",
         "What is there behaves as accelerate's documents say, except for this:",
         "",
-        "- Two `Accelerator`s may differ. The second does not take over the mixed precision of the first.",
+        "- A second `Accelerator` takes over precision and compilation from the first. It may be told otherwise, which",
+        "  accelerate refuses.",
         "- An unknown or missing tracker is an error, not a line in a log.",
         "- `gather_for_metrics` raises where it cannot know which rows are copies, and never guesses.",
+        "",
+        *(f"- {line}" for line in counted()),
     ]
     for text, entries in found.items():
         if not entries:
@@ -185,3 +200,4 @@ if __name__ == "__main__":
     if "--check" in sys.argv:
         sys.exit(page() != PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(page(), encoding="utf-8")
+    print("\n".join(counted()))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from structure.parity import PAGE, ROOT, reason
+from structure.parity import NO_EXCUSE, OUT_OF_SCOPE, PAGE, ROOT, reason
 
 import nb_accelerate.utils
 
@@ -72,8 +72,13 @@ def _ours(module: str) -> str:
 
 
 def test_a_name_without_a_reason_is_noticed():
-    assert reason("accelerate.utils: gather_for_breakfast") is None
-    assert reason("accelerate.utils: fsdp2_prepare_model") == "FSDP: not supported yet."
+    assert reason("accelerate.utils: gather_for_breakfast") == NO_EXCUSE
+    assert reason("accelerate.utils: fsdp2_prepare_model") == "Comes with FSDP"
+    assert reason("accelerate: DistributedType.MULTI_NPU") == OUT_OF_SCOPE
+
+
+def test_nothing_is_missing_without_a_reason():
+    assert NO_EXCUSE not in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
