@@ -37,7 +37,13 @@ class Board:
         self.enter: Callable[[int], None] = functools.partial(self._words.__setitem__, layout.PHASE)
         self.step: Callable[[int], None] = functools.partial(self._words.__setitem__, layout.STEP)
         self._scalars: dict[str, int] = {}
+        self._loops: list[Loop] = []
         self._reals[layout.LOSS] = layout.NO_LOSS
+
+    @property
+    def turn(self) -> int:
+        """Number of the call or cell."""
+        return self._words[layout.TURN]
 
     def begin_turn(self) -> None:
         """A call or a cell begins: what was said about the one before is wiped."""
@@ -47,6 +53,7 @@ class Board:
             words[index] = 0
         self._memory[layout.SCALARS_AT :] = bytes(layout.SIZE - layout.SCALARS_AT)
         self._scalars.clear()
+        self._loops.clear()
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
         words[layout.PHASE] = Phase.RUNNING
@@ -69,8 +76,10 @@ class Board:
             step: batches that are left out at its beginning.
         """
         words = self._words
-        outer = Loop(tuple(words[index] for index in _LOOP_WORDS))
-        words[layout.STEPS_BEFORE] += outer.trained
+        if self._loops:
+            outer = self._loops[-1]
+            outer.words = tuple(words[index] for index in _LOOP_WORDS)
+            words[layout.STEPS_BEFORE] += outer.trained
         words[layout.STEP] = step
         words[layout.TOTAL] = -1 if total is None else total
         words[layout.ROWS] = rows or 0
@@ -79,15 +88,28 @@ class Board:
         if not evaluates:
             words[layout.EPOCH] = epoch
         words[layout.LOOP] += 1
-        return outer
+        loop = Loop()
+        self._loops.append(loop)
+        return loop
 
-    def end_loop(self, outer: Loop) -> None:
-        """The loop has ended, or was left. The one around it goes on; if there is none, this one stays on show."""
-        words = self._words
-        inner = Loop(tuple(words[index] for index in _LOOP_WORDS))
-        words[layout.STEPS_BEFORE] += inner.trained - outer.trained
+    def end_loop(self, loop: Loop) -> None:
+        """The loop has ended, or was left. The one around it goes on; if there is none, this one stays on show.
+
+        Loops that are zipped end in the order in which they began, so one may end before another inside it. One that
+        is left over from a call or cell before means nothing now.
+        """
+        if loop not in self._loops:
+            return
+        words, is_innermost = self._words, loop is self._loops[-1]
+        self._loops.remove(loop)
+        if not is_innermost:
+            return
+        loop.words = tuple(words[index] for index in _LOOP_WORDS)
+        words[layout.STEPS_BEFORE] += loop.trained
         words[layout.IN_LOOP] = 0
-        if outer.is_on:
+        if self._loops:
+            outer = self._loops[-1]
+            words[layout.STEPS_BEFORE] -= outer.trained
             for index, value in zip(_LOOP_WORDS, outer.words, strict=True):
                 words[index] = value
             words[layout.LOOP] += 1
@@ -108,7 +130,7 @@ class Board:
     def log(self, values: Mapping[str, object]) -> None:
         """Numbers that were logged, by name; the first sixteen names are kept, and of others nothing."""
         for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if not name or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             index = self._scalars.get(name)
             if index is None:
@@ -117,7 +139,7 @@ class Board:
                     continue
                 self._scalars[name] = index
             at = layout.SCALARS_AT + index * layout.SCALAR.size
-            layout.SCALAR.pack_into(self._memory, at, _cut(name, 24), value)
+            layout.SCALAR.pack_into(self._memory, at, _cut(str(name), 24), value)
 
     # Waiting.
 
@@ -166,34 +188,29 @@ class Board:
 
 
 class Loop:
-    """What stood on the board about a loop before another began inside it.
+    """A loop that has begun.
 
-    Args:
-        words: those of `_LOOP_WORDS`.
+    Attributes:
+        words: what stood on the board about it, those of `_LOOP_WORDS`, when another began inside it.
     """
 
     __slots__ = ("words",)
 
-    def __init__(self, words: tuple[int, ...]) -> None:
-        self.words = words
-
-    @property
-    def is_on(self) -> bool:
-        """It had begun, and not ended."""
-        return bool(self.words[3])
+    def __init__(self) -> None:
+        self.words: tuple[int, ...] = ()
 
     @property
     def trained(self) -> int:
-        """Steps of it that train and are not yet in the sum of loops that have ended."""
-        return self.words[0] if self.is_on and not self.words[4] else 0
+        """Steps of it that train."""
+        return self.words[0] if not self.words[-1] else 0
 
 
 _LOOP_WORDS = (layout.STEP, layout.TOTAL, layout.ROWS, layout.IN_LOOP, layout.EVALUATES)
 
 
 def _cut(text: str, size: int) -> bytes:
-    """Text as at most `size` - 1 bytes, so that a zero ends it. Names are cut in the middle of no letter."""
-    return text.encode()[: size - 1]
+    """Text as at most `size` - 1 bytes, so that a zero ends it. If that is inside a letter, a reader drops the rest."""
+    return text.encode(errors="replace")[: size - 1]
 
 
 _board = Board()

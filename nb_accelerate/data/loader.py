@@ -148,7 +148,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         enter, step = board.enter, board.step
         evaluates = not torch.is_grad_enabled()
         works = Phase.EVALUATING if evaluates else Phase.FORWARD
-        around = board.begin_loop(
+        loop = board.begin_loop(
             total=self._total_steps(),
             rows=self._total_batch_size,
             epoch=self.iteration + 1,
@@ -189,7 +189,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             current = self._open(current) if type(current) is LastBatch else self._mark(current)
             yield current if late is None else late(current)
         finally:
-            board.end_loop(around)
+            board.end_loop(loop)
             self.end()
 
     def _total_steps(self) -> int | None:

@@ -64,11 +64,13 @@ def _clear(wipe: Callable[..., None]) -> Callable[..., None]:
 
 def _close(finish: Callable[[Any], None]) -> Callable[[Any], None]:
     def close(self: Any) -> None:
-        place = getattr(self, _PLACE)
-        if place is None or getattr(self, "disable", True) or not _is_row(self):
+        if getattr(self, "disable", True) or not _is_row(self):
             finish(self)
             return
-        if self.leave or (self.leave is None and self.pos == 0):
+        place = _place(self)
+        if place is None:
+            pass  # there was no room for it, or it is left over from a cell before
+        elif self.leave or (self.leave is None and self.pos == 0):
             _write(self, ended=True)
         else:
             here().drop_bar(place)
@@ -84,14 +86,20 @@ def _is_row(bar: Any) -> bool:
     return here().wants_rows and getattr(stream, "_wrapped", stream) in (sys.stdout, sys.stderr)
 
 
+def _place(bar: Any) -> int | None:
+    """Where on the board it is. A bar that a cell left open has lost its place when the next cell begins."""
+    turn, place = getattr(bar, _PLACE) or (None, None)
+    return place if turn == here().turn else None
+
+
 def _write(bar: Any, *, ended: bool) -> None:
     board = here()
-    place = getattr(bar, _PLACE)
+    place = _place(bar)
     if place is None:
         place = board.new_bar()
         if place is None:
             return
-        setattr(bar, _PLACE, place)
+        setattr(bar, _PLACE, (board.turn, place))
     board.bar(
         place,
         label=(bar.desc or "").rstrip(": "),
