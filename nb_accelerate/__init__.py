@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from nb_accelerate.launchers import debug_launcher
     from nb_accelerate.magics import load_ipython_extension, unload_ipython_extension
     from nb_accelerate.process.memory import find_executable_batch_size
+    from nb_accelerate.process.progress import progress
     from nb_accelerate.process.rng import set_seed
 
 _HOME = {
@@ -97,6 +98,7 @@ _HOME = {
     "is_rich_available": "compat.packages",
     "load_ipython_extension": "magics",
     "notebook_launcher": "launch",
+    "progress": "process.progress",
     "set_seed": "process.rng",
     "skip_first_batches": "data",
     "synchronize_rng_states": "compat.exchange",
@@ -133,6 +135,7 @@ __all__ = [
     "is_rich_available",
     "load_ipython_extension",
     "notebook_launcher",
+    "progress",
     "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",

@@ -19,6 +19,11 @@ _ALIKE = 0.02
 _MOST_EACH = 8
 """Ranks that get a row each for one bar."""
 
+_FEW = 20
+"""Counts up to which nothing is foretold: each is long, an epoch say, and how far the one is that is on matters."""
+
+_SLOW = 0.1
+
 
 def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
     """Rows for the bars of ranks, outermost first."""
@@ -51,7 +56,7 @@ def _row(ranks: Sequence[int], bar: Bar) -> Row:
     rate = bar.count / bar.seconds if bar.seconds > 0.2 and bar.count else None
     if bar.ended:
         left = f"took {words.duration(bar.seconds)}"
-    elif rate and bar.total:
+    elif rate and bar.total and bar.total > _FEW:
         left = f"{words.duration((bar.total - bar.count) / rate)} left"
     else:
         left = ""
@@ -61,7 +66,7 @@ def _row(ranks: Sequence[int], bar: Bar) -> Row:
         kind="done" if bar.ended and whole else "",
         share=None if not bar.total else min(1.0, bar.count / bar.total),
         step=words.count(bar.count) if bar.total is None else f"{words.count(bar.count)} / {words.count(bar.total)}",
-        rate=words.rate(rate) if rate else "",
+        rate=words.rate(rate) if rate and rate > _SLOW else "",
         now=left,
         label=bar.label,
     )

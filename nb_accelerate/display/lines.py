@@ -29,6 +29,8 @@ class Paper(Protocol):
 class Lines(Drawing):
     """For a log: a line after five seconds, ten, twenty ..., then one each minute, and whatever goes wrong at once.
 
+    What was shorter leaves nothing but its bars, since those were not printed.
+
     Args:
         paper: takes them.
         is_notebook: what was shown last is kept, as a table.
@@ -46,6 +48,8 @@ class Lines(Drawing):
 
     @override
     def draw(self, view: View) -> None:
+        if view.state == "starting":
+            return
         self._calls += self.every
         for warning in view.warnings:
             cause = warning.split(" for ")[0].split(":")[0]  # without the seconds, which change
@@ -61,11 +65,11 @@ class Lines(Drawing):
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
-        if not view.has_steps:
+        if not (self._wrote or view.bars):
             return
         if self._is_notebook:
             self._paper.display("display_data", bundle(view))
-        elif self._wrote or view.bars:
+        else:
             self._paper.write("stdout", f"{text.line(view)}\n")
 
 
