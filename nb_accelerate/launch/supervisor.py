@@ -369,6 +369,10 @@ class Supervisor:
         if self._stage is None:
             self._enter(Stage.ASK)
 
+    def _nobody_is_left_to_ask(self) -> bool:
+        """Every rank has answered or ended, so that no earlier cause and no stacks can come any more."""
+        return self._stage is Stage.ASK and all(rank.answer or rank.handle.ended for rank in self._ranks)
+
     def _signals_were_sent(self) -> bool:
         """From then on what ranks report, and how they end, is our doing and no cause."""
         return self._stage is not None and self._stage >= Stage.INTERRUPT
@@ -409,7 +413,7 @@ class Supervisor:
             # They have answered; what they do on leaving is not worth an error, only an end.
             self._quit_ends = float("inf")
             self._enter(Stage.TERMINATE)
-        if now >= self._stage_ends and self._stage is not None:
+        if self._stage is not None and (now >= self._stage_ends or self._nobody_is_left_to_ask()):
             self._enter(Stage(self._stage + 1))
         if now >= self._router.due:
             self._router.flush()

@@ -6,6 +6,7 @@ Each ends within its deadline, with the right error, and leaves nothing; afterwa
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from fixtures.leaks import is_warm
 from fixtures.ranks import RunRanks
 
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
+from nb_accelerate.launch.supervisor import Patience
 
 
 def my_rank() -> int:
@@ -206,13 +208,15 @@ def enumerate_others(error: Any) -> list[tuple[int, int]]:
 
 
 def table() -> list[Any]:
+    """Every way on two ranks is in the fast suite, and a few of each kind for what else there is."""
     rows = []
     for way in WAYS:
         for method in ("forkserver", "fork", "spawn"):
             for world_size in (1, 2, 4):
-                slow = method == "spawn" or world_size == 4 or way in (hangs_in_c, hangs_in_a_collective)
+                fast = (method, world_size) == ("forkserver", 2) and way not in (hangs_in_c, hangs_in_a_collective)
+                fast |= (method, world_size) in (("forkserver", 1), ("fork", 2)) and way in (raises, exits, is_killed)
                 name = f"{way.__name__}-{method}-{world_size}"
-                rows.append(pytest.param(way, method, world_size, id=name, marks=[pytest.mark.slow] * slow))
+                rows.append(pytest.param(way, method, world_size, id=name, marks=[pytest.mark.slow] * (not fast)))
     return rows
 
 
@@ -256,6 +260,19 @@ def test_the_first_cause_wins_over_its_consequences(run_ranks: RunRanks) -> None
     for _ in range(5):
         with pytest.raises(RankDiedError, match="rank 1 ended with exit code 5"):
             run_ranks(one_dies_and_the_other_notices)
+
+
+def test_an_error_is_not_held_back_once_every_rank_has_answered(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_raise() -> None:
+        raise Odd(1, 2)
+
+    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=55.0))
+    began = time.monotonic()
+    with pytest.raises(Odd):
+        run_ranks(all_raise)
+    assert time.monotonic() - began < 40.0
 
 
 def test_a_late_abort_after_the_answer_is_no_failure(run_ranks: RunRanks) -> None:
