@@ -26,19 +26,13 @@ LEAKS = {
 }
 
 
-def run_inner(pytester: pytest.Pytester, line: str, marker: str = "") -> pytest.RunResult:
-    pytester.makepyfile(
-        f"""
-        import os, socket, subprocess, tempfile, threading, time, pytest
-        KEPT = []
-
-        {marker}
-        def test_inner():
-            {line}
-        """
-    )
+def run_inner(pytester: pytest.Pytester, *lines: str, marker: str = "", settle: float = 0.2) -> pytest.RunResult:
+    """Run tests of one line each; what they leave is given `settle` seconds."""
+    tests = (f"{marker}\ndef test_{number}():\n    {line}\n" for number, line in enumerate(lines))
+    imports = "import os, socket, subprocess, tempfile, threading, time, pytest\nKEPT = []\n"
+    pytester.makepyfile("\n".join((imports, *tests)))
     plugins = ["-p", "fixtures.leaks", "-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}"]
-    return pytester.runpytest_subprocess(*plugins, "-o", "markers=may_leave")
+    return pytester.runpytest_subprocess(*plugins, "-o", "markers=may_leave", "-o", f"leak_settle={settle}")
 
 
 @pytest.fixture(autouse=True)
@@ -47,20 +41,22 @@ def _sweep() -> None:
     Path("/dev/shm/nb_accelerate_stray").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("kind", LEAKS)
-def test_a_test_that_leaves_something_behind_fails_and_names_it(pytester: pytest.Pytester, kind: str) -> None:
-    line, named = LEAKS[kind]
-    result = run_inner(pytester, line)
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines([f"*{named}*"])
+def test_a_test_that_leaves_something_behind_fails_and_names_it(pytester: pytest.Pytester) -> None:
+    result = run_inner(pytester, *(line for line, _ in LEAKS.values()))
+    result.assert_outcomes(passed=len(LEAKS), errors=len(LEAKS))
+    _, *reports = result.stdout.str().split("ERROR at teardown of test_")
+    for kind, report in zip(LEAKS, reports, strict=True):
+        assert LEAKS[kind][1] in report, kind
 
 
 def test_a_test_that_leaves_nothing_passes(pytester: pytest.Pytester) -> None:
-    run_inner(pytester, "subprocess.run(['true'], check=True)").assert_outcomes(passed=1)
+    nothing = "subprocess.run(['true'], check=True)"
+    soon_gone = "threading.Timer(0.1, int).start()"
+    run_inner(pytester, nothing, soon_gone, settle=20.0).assert_outcomes(passed=2)
 
 
 def test_what_a_test_leaves_on_purpose_is_not_held_against_it(pytester: pytest.Pytester) -> None:
-    result = run_inner(pytester, "os.environ['NB_STRAY'] = '1'", "@pytest.mark.may_leave('environment')")
+    result = run_inner(pytester, "os.environ['NB_STRAY'] = '1'", marker="@pytest.mark.may_leave('environment')")
     result.assert_outcomes(passed=1)
 
 

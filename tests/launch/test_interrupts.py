@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -66,8 +67,19 @@ def deaf():
 
 
 @pytest.fixture(scope="module")
-def notebook(shared_kernel: Kernel) -> Kernel:
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the kernel, and what is forked from it, writes its stacks when SIGUSR1 comes."""
+    return tmp_path_factory.mktemp("stacks") / "of-all"
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel, stacks: Path) -> Kernel:
+    shared_kernel.warm_up()
     shared_kernel.run(SETUP).ok()
+    shared_kernel.run(
+        f"import faulthandler; stacks = open({str(stacks)!r}, 'w')\n"
+        "faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)"
+    ).ok()
     shared_kernel.run("launch(rank, (), 2)").ok()
     return shared_kernel
 
@@ -81,11 +93,30 @@ def start_two(notebook: Kernel, function: str, options: str = "") -> str:
     return cell
 
 
+def show_stacks(notebook: Kernel, stacks: Path) -> None:
+    """Print where the kernel and every process forked from it is."""
+    kernel = psutil.Process(notebook.pid)
+    for process in (kernel, *notebook.processes()):
+        if process.cmdline() != kernel.cmdline():
+            continue  # not forked from it, so without its handler: the signal would end it
+        print(f"--- {process.pid} {process.name()}, {process.status()}")
+        begin, deadline = stacks.stat().st_size, time.monotonic() + 1.0
+        process.send_signal(signal.SIGUSR1)
+        while stacks.stat().st_size == begin and time.monotonic() < deadline:
+            time.sleep(0.02)  # there is no event for what another process writes into a file
+        print(stacks.read_bytes()[begin:].decode() or "no answer")
+
+
 @pytest.fixture
-def _clean(notebook: Kernel) -> Iterator[None]:
+def _clean(notebook: Kernel, stacks: Path) -> Iterator[None]:
     before = notebook.counts()
     yield
-    assert notebook.settles_at(before), (before, notebook.counts(), notebook.processes())
+    if not notebook.settles_at(before):
+        left = before, notebook.counts(), notebook.processes()
+        show_stacks(notebook, stacks)
+        for _ in range(2):  # or the tests after this one would wait for its cell
+            notebook.interrupt()
+        pytest.fail(f"before, after, processes: {left}")
     assert notebook.run("launch(rank, (), 2)").ok().displays[0]["text/plain"] == "[0, 1]"
 
 
@@ -166,8 +197,17 @@ def test_a_launch_in_the_background_is_not_hit_by_the_interrupt_of_another_cell(
     assert notebook.run("open(flag, 'w').close(); print(background.result()); os.remove(flag)").stdout == "[0, 1]\n"
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["in_c", "in_a_loader"])
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [
+        ("in_c", "forkserver"),
+        ("in_a_loader", "fork"),
+        pytest.param("in_a_loader", "forkserver", marks=pytest.mark.slow),
+        pytest.param("in_c", "fork", marks=pytest.mark.slow),
+        pytest.param("in_c", "spawn", marks=pytest.mark.slow),
+        pytest.param("in_a_loader", "spawn", marks=pytest.mark.slow),
+    ],
+)
 def test_no_rank_outlives_a_kernel_that_was_killed(kernel: Kernel, way: str, method: str) -> None:
     kernel.run(SETUP).ok()
     start_two(kernel, way, f", start_method={method!r}")

@@ -41,6 +41,7 @@ def train(settings, factor=1):
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.warm_up()
     shared_kernel.run(SETUP).ok()
     shared_kernel.run("launch(rank, (), 2)").ok()  # the warm server is there from here on
     # A fork of a kernel that did this would hang in its first matmul.

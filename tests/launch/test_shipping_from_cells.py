@@ -39,6 +39,7 @@ def helper(index):
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.warm_up()
     shared_kernel.run(SETUP).ok()
     shared_kernel.run("launch(rank)").ok()
     return shared_kernel
