@@ -92,6 +92,11 @@ class Notebook:
     def click(self, selector: str, timeout: float = 10.0) -> None:
         self._chromium.wait_for(self._page.locator(selector).first.click(), timeout)
 
+    def press_button(self, cell: int, title: str, timeout: float = 10.0) -> None:
+        """Press a button under a cell."""
+        area = self._page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
+        self._chromium.wait_for(area.get_by_role("button", name=title).click(), timeout)
+
     def press(self, key: str) -> None:
         self._chromium.wait_for(self._page.keyboard.press(key))
 
@@ -137,6 +142,7 @@ class Notebook:
         if cell is None:
             size = self._page.set_viewport_size({"width": _WIDTH, "height": height})
             self._chromium.wait_for(size)
+            self.evaluate("() => { document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0; }")
             self._chromium.wait_for(self._page.screenshot(path=path))
         else:
             area = self._page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
