@@ -104,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_one_process_on_the_same_global_batches(run_ranks, case, world_size):
     by_hand = train_by_hand(**case)
