@@ -124,6 +124,7 @@ class TrainingSlice(Slice):
         steps = core.accumulation.num_steps
         enter = core.board.enter
         enter(Phase.BACKWARD)
+        core.board.trains()
         core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
         enter(Phase.RUNNING)
         core.losses.report(loss)

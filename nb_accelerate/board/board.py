@@ -28,6 +28,7 @@ class Board:
     Attributes:
         enter: takes the `Phase` that begins. A bound method of C code, since loops call it several times a step.
         step: takes the number of batches that the current loop has handed out.
+        trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
     """
 
     def __init__(self, memory: Buffer | None = None) -> None:
@@ -36,6 +37,7 @@ class Board:
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
         self.enter: Callable[[int], None] = functools.partial(self._words.__setitem__, layout.PHASE)
         self.step: Callable[[int], None] = functools.partial(self._words.__setitem__, layout.STEP)
+        self.trains: Callable[[], None] = functools.partial(self._words.__setitem__, layout.TRAINS, 1)
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._reals[layout.LOSS] = layout.NO_LOSS
@@ -72,21 +74,21 @@ class Board:
             total: batches of this rank.
             rows: rows of all ranks together in one batch.
             epoch: which of the loader, from 1.
-            evaluates: no gradients are computed in it.
+            evaluates: no gradients are computed where it begins.
             step: batches that are left out at its beginning.
         """
         words = self._words
         if self._loops:
             outer = self._loops[-1]
             outer.words = tuple(words[index] for index in _LOOP_WORDS)
-            words[layout.STEPS_BEFORE] += outer.trained
+            self._count(outer)
         words[layout.STEP] = step
         words[layout.TOTAL] = -1 if total is None else total
         words[layout.ROWS] = rows or 0
         words[layout.EVALUATES] = evaluates
         words[layout.IN_LOOP] = 1
-        if not evaluates:
-            words[layout.EPOCH] = epoch
+        words[layout.TRAINS] = 0
+        words[layout.EPOCH] = epoch
         words[layout.LOOP] += 1
         loop = Loop()
         self._loops.append(loop)
@@ -105,7 +107,7 @@ class Board:
         if not is_innermost:
             return
         loop.words = tuple(words[index] for index in _LOOP_WORDS)
-        words[layout.STEPS_BEFORE] += loop.trained
+        self._count(loop)
         words[layout.IN_LOOP] = 0
         if self._loops:
             outer = self._loops[-1]
@@ -114,6 +116,12 @@ class Board:
                 words[index] = value
             words[layout.LOOP] += 1
         words[layout.PHASE] = Phase.RUNNING
+
+    def _count(self, loop: Loop) -> None:
+        """Note what a loop has done that ends, or waits for another inside it."""
+        if loop.trained:
+            self._words[layout.STEPS_BEFORE] += loop.trained
+            self._words[layout.TRAINED_EPOCH] = self._words[layout.EPOCH]
 
     # Values.
 
@@ -202,10 +210,18 @@ class Loop:
     @property
     def trained(self) -> int:
         """Steps of it that train."""
-        return self.words[0] if not self.words[-1] else 0
+        return self.words[0] if self.words[-1] else 0
 
 
-_LOOP_WORDS = (layout.STEP, layout.TOTAL, layout.ROWS, layout.IN_LOOP, layout.EVALUATES)
+_LOOP_WORDS = (
+    layout.STEP,
+    layout.TOTAL,
+    layout.ROWS,
+    layout.EPOCH,
+    layout.IN_LOOP,
+    layout.EVALUATES,
+    layout.TRAINS,
+)
 
 
 def _cut(text: str, size: int) -> bytes:

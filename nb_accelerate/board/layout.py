@@ -15,8 +15,8 @@ PHASE = 2
 STEP = 3  # batches of the current loop that were handed out
 TOTAL = 4  # of the current loop; -1 if not known
 LOOP = 5  # counts loops, so that a reader sees when another one has begun
-EVALUATES = 6  # the current loop computes no gradients
-EPOCH = 7  # of the loader that is trained with, from 1
+EVALUATES = 6  # the current loop began where no gradients are computed
+EPOCH = 7  # of the current loop's loader, from 1
 STEPS_BEFORE = 8  # of training loops that have ended
 ROWS = 9  # rows of all ranks together in one step; 0 if not known
 WAITS_IN = 10  # a `Collective`, while the phase is WAITING
@@ -26,7 +26,9 @@ MEMORY_PEAK = 13  # the most that was seen
 LOSS = 14  # a float; NO_LOSS if there is none
 BARS_SEEN = 15  # counts changes of bars
 IN_LOOP = 16  # the current loop has not ended
-NUM_WORDS = 17
+TRAINS = 17  # there was a backward, or an optimizer's step, in the current loop
+TRAINED_EPOCH = 18  # of the last loop that trained and has ended, or has another in it
+NUM_WORDS = 19
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN: that a loss is no number is just what one wants to see."""

@@ -46,9 +46,10 @@ class Sample:
         step: batches of the current loop so far.
         total: batches of the current loop; None if not known.
         loop: number of the loop.
-        evaluates: the loop computes no gradients.
+        trains: there was a backward, or an optimizer's step, in the loop.
+        evaluates: the loop computes no gradients, or has gone on for a while without a backward.
         in_loop: the loop has not ended.
-        epoch: of the loader that is trained with, from 1; 0 before the first.
+        epoch: of the loader that is trained with, from 1; 0 if there is none.
         steps_before: batches of training loops that have ended.
         rows: rows of all ranks together in one batch; 0 if not known.
         waits_in: the collective it waits in; None if in none of ours.
@@ -65,6 +66,7 @@ class Sample:
     step: int = 0
     total: int | None = None
     loop: int = 0
+    trains: bool = False
     evaluates: bool = False
     in_loop: bool = False
     epoch: int = 0
@@ -81,36 +83,43 @@ class Sample:
     @property
     def steps(self) -> int:
         """Batches trained with, over all epochs."""
-        return self.steps_before + (self.step if self.in_loop and not self.evaluates else 0)
+        return self.steps_before + (self.step if self.in_loop and self.trains else 0)
 
 
 _T = TypeVar("_T")
+_SURE = 2
+"""Steps after which a loop without a backward is no training."""
+
 _NAMED_COLLECTIVES = tuple(Collective)
 _NAMED_PHASES = tuple(Phase)
+_ENDLESS = 1e18
+"""Nothing counts so far."""
 
 
 def read(memory: Buffer) -> Sample:
-    """Read a board; never fails, whatever state its writer was killed in."""
+    """Read a board; never fails, whatever its writer wrote: what cannot be is left out."""
     words = layout.HEADER.unpack_from(memory, 0)
     if not words[layout.TURN]:
         return Sample()
     loss = words[layout.LOSS]
+    trains = bool(words[layout.TRAINS])
     phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(
         turn=words[layout.TURN],
         phase=phase,
-        step=words[layout.STEP],
+        step=max(0, words[layout.STEP]),
         total=words[layout.TOTAL] if words[layout.TOTAL] >= 0 and words[layout.LOOP] else None,
         loop=words[layout.LOOP],
-        evaluates=bool(words[layout.EVALUATES]),
+        trains=trains,
+        evaluates=not trains and (bool(words[layout.EVALUATES]) or words[layout.STEP] > _SURE),
         in_loop=bool(words[layout.IN_LOOP]),
-        epoch=words[layout.EPOCH],
-        steps_before=words[layout.STEPS_BEFORE],
-        rows=words[layout.ROWS],
+        epoch=words[layout.EPOCH if trains else layout.TRAINED_EPOCH],
+        steps_before=max(0, words[layout.STEPS_BEFORE]),
+        rows=max(0, words[layout.ROWS]),
         waits_in=_named(_NAMED_COLLECTIVES, words[layout.WAITS_IN]) if phase is Phase.WAITING else None,
         collectives=words[layout.COLLECTIVES],
-        memory=words[layout.MEMORY],
-        peak=words[layout.MEMORY_PEAK],
+        memory=max(0, words[layout.MEMORY]),
+        peak=max(0, words[layout.MEMORY_PEAK]),
         loss=None if loss == layout.NO_LOSS else loss,
         scalars=_scalars(memory),
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
@@ -139,12 +148,13 @@ def _bars(memory: Buffer) -> tuple[Bar, ...]:
             memory, layout.BARS_AT + index * layout.BAR.size
         )
         if state:
+            seconds = (changed if state == 2 else now) - began
             found.append(
                 Bar(
                     label=_text(label),
-                    count=count,
-                    total=total if total >= 0 else None,
-                    seconds=(changed if state == 2 else now) - began,
+                    count=count if 0 <= count < _ENDLESS else 0.0,
+                    total=total if 0 <= total < _ENDLESS else None,
+                    seconds=seconds if 0 <= seconds < _ENDLESS else 0.0,
                     ended=state == 2,
                     level=level,
                 )

@@ -40,7 +40,7 @@ def _header(view: View) -> str:
     return (
         f'<header><span role="img" aria-label="{view.state}">{MARKS[view.state]}</span> '
         f"<b>{escape(view.facts.name)}</b> "
-        f'<span class="nba-dim nba-setup" title="{escape(setup)}">{escape(setup)}</span> '
+        f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
         f'<span class="nba-time">{view.elapsed}{rest}</span>{_curve(view.curve)}</header>'
     )
 

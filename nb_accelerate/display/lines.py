@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _FIRST = 5.0
 _LONGEST = 60.0
+_CHANGES = re.compile(r"\d+\.\d+x")
+"""How much slower, in a warning that is otherwise the same. Seconds come after what is compared."""
 
 
 class Paper(Protocol):
@@ -52,7 +55,7 @@ class Lines(Drawing):
             return
         self._calls += self.every
         for warning in view.warnings:
-            cause = warning.split(" for ")[0].split(":")[0]  # without the seconds, which change
+            cause = _CHANGES.sub("", warning.split(" for ")[0].split(":")[0])
             if cause not in self._said:
                 self._said.add(cause)
                 self._paper.write("stderr", f"{warning}\n")

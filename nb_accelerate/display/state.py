@@ -84,7 +84,7 @@ class PanelState:
             if track.moved_at != before and one.rank in self._stacks:
                 self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
             self._seen[one.rank] = one
-            if not one.sample.evaluates:
+            if one.sample.trains:
                 self._rows = one.sample.rows
             self._peak = max(self._peak, one.sample.peak or one.memory)
         if self._state == "starting" and any(one.state != "starting" for one in seen):
@@ -107,8 +107,8 @@ class PanelState:
     def view(self, now: float) -> View:
         """The panel at this moment."""
         now = self._ended if self._ended is not None else now
-        slow = stragglers(self._tracks) if self._ended is None else {}
         stalled = set(self.stalled(now)) if self._ended is None else set()
+        slow = stragglers(self._tracks) if self._ended is None and not stalled else {}
         kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
         rows = {rank: self._row(rank, kinds[rank], now, slow.get(rank)) for rank in self._tracks}
         bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
@@ -141,7 +141,7 @@ class PanelState:
         loss = self._loss(self._tracks[rank].sample)
         if self._failure is not None and self._failure.rank is not None:
             return "bad" if rank == self._failure.rank else ""
-        if state == "failed":
+        if state == "failed" and self._state != "interrupted":
             return "bad"
         if loss is not None and not math.isfinite(loss):
             return "bad"
@@ -196,7 +196,7 @@ class PanelState:
         if track.sample.waits_in is not None and track.sample.phase is Phase.WAITING:
             doing = f"waits in {track.sample.waits_in.name}"
         if self._ended is not None:
-            return f"stopped: {doing}"
+            return "interrupted" if self._state == "interrupted" else "stopped"
         if self._is_stalled(rank, track, now):
             where = who_waits({rank: self._stacks[rank]}).place if rank in self._stacks else doing
             return f"{where}, for {words.brief(now - track.moved_at)}"

@@ -78,8 +78,11 @@ def _why(track: Track) -> str:
     if not own:
         return "at work"
     phase, share = max(own.items(), key=lambda item: item[1])
-    return f"{100 * share:.0f} % {'in ' if phase in _IN else ''}{_NAMES.get(phase, WORDS[phase])}"
+    return f"{100 * share:.0f} % {_NAMES.get(phase, WORDS[phase])}"
 
 
-_NAMES = {Phase.RUNNING: "your code"}
-_IN = (Phase.RUNNING, Phase.FORWARD)
+_NAMES = {
+    Phase.RUNNING: "after the step, or outside of it",
+    Phase.FORWARD: "between the batch and backward",
+    Phase.STEP: "in the optimizer's step",
+}

@@ -95,6 +95,8 @@ class Track:
         newest = self._moments[-1]
         if newest.phase in (Phase.ENDED, Phase.NOTHING):
             return newest.phase
+        if self.sample.evaluates and newest.phase is Phase.FORWARD:
+            return Phase.EVALUATING
         recent = Counter(moment.phase for moment in self._moments if moment.time > newest.time - _RECENT)
         return recent.most_common(1)[0][0]
 

@@ -16,10 +16,12 @@ class Facts:
     Attributes:
         name: of the function, or of the cell.
         setup: number of ranks, device, backend and precision in a few words each.
+        details: a sentence about the same; said instead of a panel where there is none.
     """
 
     name: str
     setup: tuple[str, ...]
+    details: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +120,8 @@ class View:
     def has_steps(self) -> bool:
         """Somebody has said how far it is."""
         return bool(self.bars) or any(row.step for row in self.rows)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """It says more than that all went well."""
+        return self.has_steps or self.state != "done"

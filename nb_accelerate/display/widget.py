@@ -39,24 +39,33 @@ class Widget(Drawing):
         ranks: for the choice of a log.
         watched: what the buttons are about.
         where: says in a few words where a rank is, from a dump of its stacks.
+        place: id of a display that this takes the place of; "" for a new one.
     """
 
     every = 0.3
 
     def __init__(
-        self, paper: Paper, kernel: Any, ranks: Sequence[int], watched: Watched, where: Callable[[str], str]
+        self,
+        paper: Paper,
+        kernel: Any,
+        ranks: Sequence[int],
+        watched: Watched,
+        where: Callable[[str], str],
+        *,
+        place: str = "",
     ) -> None:
         self._paper = paper
         self._kernel = kernel
         self._ranks = ranks
         self._watched = watched
         self._where = where
-        self._id = uuid.uuid4().hex
+        self._id = place or uuid.uuid4().hex
         self._box: Any = None
         self._panel: Any = None
         self._aside: Any = None
         self._shown: Callable[[], str] | None = None
         self._last = ""
+        self._is_shown = bool(place)
         self._thread: threading.Thread | None = None
 
     @override
@@ -78,7 +87,7 @@ class Widget(Drawing):
         if not self._box.layout.display:
             return
         self._box.layout.display = None
-        data = {
+        data: dict[str, Any] = {
             "application/vnd.jupyter.widget-view+json": {
                 "version_major": 2,
                 "version_minor": 0,
@@ -86,21 +95,23 @@ class Widget(Drawing):
             },
             "text/plain": view.facts.name,
         }
-        content = {"data": data, "metadata": {}, "transient": {"display_id": self._id}}
-        self._paper.display("display_data", content)
+        self._show({"data": data, "metadata": {}})
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
         if self._thread is not None:
             self._thread.join(_WAIT)
-        content = bundle(view)
-        if self._box is not None and not self._box.layout.display:
-            content["transient"] = {"display_id": self._id}
-            self._paper.display("update_display_data", content)
-        else:
-            self._paper.display("display_data", content)
+        if view.is_worth_keeping:
+            self._show(bundle(view))
+        elif self._is_shown:
+            self._show({"data": {"text/plain": view.facts.details}, "metadata": {}})
         if self._box is not None:
             self._close()
+
+    def _show(self, content: dict[str, Any]) -> None:
+        kind = "update_display_data" if self._is_shown else "display_data"
+        self._is_shown = True
+        self._paper.display(kind, {**content, "transient": {"display_id": self._id}})
 
     def _make(self) -> None:
         parent = getattr(self._kernel, "_shell_parent", None)

@@ -140,7 +140,7 @@ def first_cause(incidents: list[Incident], world_size: int, stacks: dict[int, st
     """
     for incident in incidents:
         if isinstance(incident.error, Interrupted):
-            return KeyboardInterrupt("the launch was interrupted")
+            return interrupted("the launch was interrupted")
     cause = min(incidents, key=lambda incident: (incident.peer_lost, incident.when))
     others = {rank: dump for rank, dump in stacks.items() if rank != cause.rank}
     if isinstance(cause.error, Overdue):
@@ -153,6 +153,14 @@ def first_cause(incidents: list[Incident], world_size: int, stacks: dict[int, st
         _show_traceback_of_rank(error, cause.report, cause.rank, world_size, footer)
     elif footer:
         add_note(error, footer)
+    return error
+
+
+def interrupted(text: str) -> KeyboardInterrupt:
+    """What the user gets who interrupts: in a notebook one line, and not where we were while we waited."""
+    error = KeyboardInterrupt(text)
+    line = f"{ANSI.error}KeyboardInterrupt{ANSI.end}: {text}"
+    error._render_traceback_ = functools.partial(list, (line,))  # type: ignore[attr-defined]
     return error
 
 

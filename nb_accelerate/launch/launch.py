@@ -16,7 +16,7 @@ from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.incidents import summary
-from nb_accelerate.launch.panel import make_panel, outcome
+from nb_accelerate.launch.panel import facts_of, make_panel, outcome
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.router import Router
 from nb_accelerate.launch.starters import STARTERS
@@ -62,11 +62,14 @@ class Launch:
     ``await launch`` gives the values.
     """
 
-    def __init__(self, options: LaunchOptions, plan: LaunchPlan, sink: Sink, front_end: FrontEnd = "off") -> None:
+    def __init__(
+        self, options: LaunchOptions, plan: LaunchPlan, sink: Sink, front_end: FrontEnd = "off", place: str = ""
+    ) -> None:
         self._options = options
         self._plan = plan
         self._sink = sink
         self._front_end = front_end
+        self._place = place
         self._name = getattr(options.function, "__qualname__", type(options.function).__name__)
         self._began = time.monotonic()
         self._seconds: float | None = None
@@ -232,9 +235,10 @@ class Launch:
             )
             with self._lock:
                 self._handles, self._router, self._supervisor = handles, router, supervisor
-            panel = make_panel(
-                self._name, self._plan, [handle.rank for handle in handles], self._sink, supervisor, self._front_end
-            )
+            ranks = [handle.rank for handle in handles]
+            facts = facts_of(self._name, self._plan, details=self._plan.describe())
+            place = self._place if attempt == 0 else ""
+            panel = make_panel(facts, ranks, self._sink, supervisor, self._front_end, place=place)
             supervisor.panel = panel
             for handle in handles:
                 handle.board.want_rows(panel is not None)

@@ -10,6 +10,7 @@ from nb_accelerate.launch.inline import run_inline
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
+from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.launch.sinks import sink_here
 
@@ -134,14 +135,16 @@ def notebook_launcher(
     )
     plan = make_plan(options, look(options.env))
     sink = sink_here()
-    if progress != "off":
-        sink.write("stdout", plan.describe() + "\n")
+    front_end = choose_front_end(options.progress)
+    place = ""
+    if front_end != "off":
+        place = announce(plan, sink, "text" if plan.start_method == "inline" else front_end)
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             sink.write("stderr", warning + "\n")
     if plan.start_method == "inline":
         sink.close()
         return run_inline(options, plan)
-    launch = Launch(options, plan, sink, choose_front_end(options.progress))
+    launch = Launch(options, plan, sink, front_end, place)
     if block:
         return launch.run()
     launch.run_in_background()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import where
-from nb_accelerate.display import Facts, Panel, choose_front_end
+from nb_accelerate.display import Facts, Panel
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.view import Failure
 from nb_accelerate.display.widget import Widget
@@ -23,26 +24,48 @@ if TYPE_CHECKING:
 
 
 def make_panel(
-    name: str, plan: LaunchPlan, ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd
+    facts: Facts, ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
 ) -> Panel | None:
     """A panel for some ranks, or None if nobody wants one.
 
     Args:
-        name: of what runs.
-        plan: how.
+        facts: what runs, and how.
         ranks: to be shown.
         sink: the cell or stream it belongs to.
         watched: the ranks.
         front_end: see `choose_front_end`.
+        place: id of a display that the panel takes the place of, see `announce`.
     """
     if front_end == "off":
         return None
     drawing: Widget | Lines
     if front_end == "widget" and isinstance(sink, CellSink):
-        drawing = Widget(sink, sink.kernel, ranks, watched, where)
+        drawing = Widget(sink, sink.kernel, ranks, watched, where, place=place)
     else:
         drawing = Lines(sink, is_notebook=isinstance(sink, CellSink))
-    return Panel(Facts(name=name, setup=_setup(plan)), ranks, drawing, watched)
+    return Panel(facts, ranks, drawing, watched)
+
+
+def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
+    """Say in one line what was chosen. Returns the id of the place where a panel may say more; "" if nowhere."""
+    if front_end != "widget":
+        sink.write("stdout", plan.describe() + "\n")
+        return ""
+    place = uuid.uuid4().hex
+    data = {"text/plain": plan.describe()}
+    sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": place}})
+    return place
+
+
+def facts_of(name: str, plan: LaunchPlan, *, details: str = "") -> Facts:
+    """What a panel says about how something runs.
+
+    Args:
+        name: of what runs.
+        plan: how.
+        details: to be said at the beginning.
+    """
+    return Facts(name=name, setup=_setup(plan), details=details)
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:
@@ -75,6 +98,3 @@ def outcome(error: BaseException | None) -> tuple[State, Failure | None]:
         label=f"traceback of rank {rank}",
         details=details if rank is not None else "",
     )
-
-
-__all__ = ["choose_front_end", "make_panel", "outcome"]

@@ -132,14 +132,13 @@ class CellSink(Sink):
     def flush(self) -> None:
         self._send_pending()
         self.due = float("inf")
-        if self._overflow is not None and self._overflow.due <= time.monotonic():
+        if self._overflow is not None and self._overflow.has_news:
             self._send("update_display_data", self._overflow.drawing(self._line_limit))
 
     @override
     def close(self) -> None:
-        self._send_pending()
+        self.flush()
         if self._overflow is not None:
-            self._send("update_display_data", self._overflow.drawing(self._line_limit))
             self._overflow.close()
         self.due = float("inf")
 
@@ -178,16 +177,19 @@ class _Overflow:
         self._file: IO[str] = self.path.open("x", encoding="utf-8", errors="backslashreplace")
         self._id = uuid.uuid4().hex
         self._lines = 0
+        self.has_news = False
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.due = time.monotonic() + _REDRAW_AFTER
 
     def write(self, text: str) -> None:
+        self.has_news = True
         self._file.write(text)
         self._lines += text.count("\n")
         self._tail.extend(text.splitlines(keepends=True)[-_TAIL_LINES:])
 
     def drawing(self, shown: int) -> dict[str, Any]:
         self._file.flush()
+        self.has_news = False
         self.due = time.monotonic() + _REDRAW_AFTER
         head = f"... {self._lines - shown:,} more lines; all {self._lines:,} are in {self.path}. The last ones:\n"
         return {

@@ -92,7 +92,7 @@ class Cells:
 
         text = cell if head is None else f"{head}\n{cell}"
         compiler = self._shell.compile
-        filename = compiler.cache(text, self._shell.execution_count, raw_code=text)
+        filename = compiler.cache(text, _number(self._shell), raw_code=text)
         with self._auto.paused():
             return read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
 
@@ -132,3 +132,9 @@ class Cells:
 
 def _show(text: str) -> None:
     print(text)  # noqa: T201 - it was asked for
+
+
+def _number(shell: InteractiveShell) -> int:
+    """Of the cell that runs. Newer shells count up before they run it, older ones after; both store its text before."""
+    history = shell.history_manager
+    return (len(history.input_hist_raw) - 1 if history is not None else 0) or shell.execution_count

@@ -73,7 +73,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if self._before_first_step is not None:
                 self._before_first_step(self.optimizer)
                 self._before_first_step = None
-            enter = here().enter
+            board = here()
+            board.trains()
+            enter = board.enter
             enter(Phase.STEP)
             taken = self.accelerated_step(closure)
             enter(Phase.RUNNING)

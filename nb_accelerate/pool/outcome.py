@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
-from nb_accelerate.launch.incidents import Incident, failed, first_cause, signal_name
+from nb_accelerate.launch.incidents import Incident, failed, first_cause, interrupted, signal_name
 from nb_accelerate.pool.merge import label
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import unpack
@@ -34,7 +34,7 @@ def error_of(turn: Turn) -> BaseException | None:
     if not turn.troubles:
         return None
     if any(trouble.kind == "interrupted" for trouble in turn.troubles):
-        return KeyboardInterrupt("the cell was interrupted")
+        return interrupted("the cell was interrupted")
     stacks = dict(turn.stacks)
     return first_cause([_incident(trouble, turn) for trouble in turn.troubles], turn.world_size, stacks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.board import Sample
@@ -9,7 +10,8 @@ from nb_accelerate.diagnostics.render import cell_name, render_report
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.display import Action, Seen
 from nb_accelerate.display.view import Failure
-from nb_accelerate.launch.panel import make_panel
+from nb_accelerate.launch.panel import facts_of, make_panel
+from nb_accelerate.pool.merge import label
 from nb_accelerate.protocol.messages import Result
 
 if TYPE_CHECKING:
@@ -84,7 +86,10 @@ def cell_panel(
     for member in turn.members:
         member.handle.board.want_rows(front_end != "off")
     name = (cell_name(filename) or "cell").replace("Cell In[", "cell ").rstrip("]")
-    return make_panel(name, plan, ranks, sink, CellRanks(turn, interrupt), front_end)
+    facts = facts_of(name, plan)
+    if len(ranks) < plan.num_processes:
+        facts = replace(facts, setup=(f"{label(ranks)} of {plan.num_processes}", *facts.setup[1:]))
+    return make_panel(facts, ranks, sink, CellRanks(turn, interrupt), front_end)
 
 
 def outcome(turn: Turn) -> tuple[State, Failure | None]:
