@@ -94,9 +94,8 @@ class CellSink(Sink):
     """The cell that runs when this is made, also after another cell has begun, from any thread."""
 
     def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # what the cell has printed before comes before
         self.due = float("inf")
+        self._is_first = True
         self.kernel = kernel
         self._parent = kernel.get_parent()
         self._pending: list[tuple[StreamName, str]] = []
@@ -163,6 +162,10 @@ class CellSink(Sink):
             self._send("stream", {"name": stream, "text": "".join(texts)})
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
+        if self._is_first:  # what the cell itself has printed comes before; a cell that prints nothing need not wait
+            self._is_first = False
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
         # Not through sys.stdout: that goes to the cell that runs now. The socket may be used from any thread.
         self.kernel.session.send(self.kernel.iopub_socket, kind, content, parent=self._parent)
 

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.output import StreamName
 
 _CHUNK = 1 << 16
+_RUSH = 0.0003
+"""Seconds between two lots of output that follow one another at once."""
+
+_LUMP = 1 << 13
+"""Bytes that are worth waking up for."""
+
 _NEVER = float("inf")
 _FAR = 1e6
 
@@ -66,6 +72,8 @@ class Crew:
         self._on_ends: list[Callable[[], None]] = []
         self._requests: deque[Callable[[], None]] = deque()
         self._ending = False
+        self._printed = False
+        self._last_printed = 0.0
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
@@ -169,12 +177,21 @@ class Crew:
                     action, member = key.data
                     action(member)
                 self._see_whether_turn_is_done()
+                self._let_output_gather()
         except BaseException as error:
             # A mistake of ours. Whoever waits must not wait for ever.
             self.failure = error
             if self._turn is not None:
                 self._turn.finish()
             raise
+
+    def _let_output_gather(self) -> None:
+        """Where ranks print without end, read in lumps: waking up for every line takes time from the ranks."""
+        now = time.monotonic()
+        if self._printed and now - self._last_printed < _RUSH:
+            time.sleep(_RUSH)
+        if self._printed:
+            self._last_printed, self._printed = now, False
 
     def _on_wake(self, _: None) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -292,7 +309,9 @@ class Crew:
         question.answer(None)
 
     def _on_stdout(self, member: Member) -> None:
-        member.output.feed(self._read(member.handle.stdout))
+        data = self._read(member.handle.stdout)
+        member.output.feed(data)
+        self._printed = self._printed or len(data) < _LUMP
         self._moved(member)
         self._handle_answers(member)
 

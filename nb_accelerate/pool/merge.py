@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
 HOLD = 0.3
 """Seconds an item waits for the other ranks'. Ranks in step are milliseconds apart."""
@@ -22,7 +22,7 @@ HOLD = 0.3
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Said(Generic[T]):
     """One thing a rank said.
 
@@ -58,9 +58,9 @@ class Merge(Generic[T]):
         """When `flush` has something to do."""
         return min((queue[0].when for queue in self._waiting.values() if queue), default=float("inf")) + self._hold
 
-    def add(self, rank: int, key: Hashable, item: T, now: float) -> None:
-        """A rank said something."""
-        self._waiting[rank].append(Said(key, item, now))
+    def add(self, rank: int, said: Iterable[tuple[Hashable, T]], now: float) -> None:
+        """A rank said these things, each with what it is compared by."""
+        self._waiting[rank].extend([Said(key, item, now) for key, item in said])
         self._show_what_all_said()
 
     def flush(self, now: float) -> None:

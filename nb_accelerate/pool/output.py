@@ -14,7 +14,7 @@ import json
 import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nb_accelerate.pool.merge import HOLD, Merge, label
 
@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 _REDRAW_AFTER = 0.2
 """Seconds between two drawings of progress bars."""
 
+_AT_ONCE = 200
+"""Lines that go to the sink together: it looks at its limits in between."""
+
 _NEVER = float("inf")
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
+    """Also its own key: equal lines are equal."""
+
     stream: StreamName
     text: str
 
@@ -83,11 +87,13 @@ class CellOutput:
         if self.alone:
             self._sink.write(stream, text)
             return
+        lines = []
         for line in _lines(text):
-            if "\r" in line.rstrip("\r\n"):
+            if "\r" in line and "\r" in line.rstrip("\r\n"):
                 self._bar(rank).finish(rank, _last_drawing(line))
             else:
-                self._add(rank, (stream, line), _Line(stream, line))
+                lines.append(_Line(stream, line))
+        self._add(rank, [(line, line) for line in lines])
 
     def redrawing(self, rank: int, line: str) -> None:
         """A line that is not finished."""
@@ -105,7 +111,7 @@ class CellOutput:
         own = content.get("transient", {}).get("display_id")
         place = "" if own is None else self._ids.order(rank, own)
         body = json.dumps([content.get("data"), content.get("metadata")], sort_keys=True)
-        self._add(rank, (display.kind, place, body), _Shown(display.kind, content))
+        self._add(rank, [((display.kind, place, body), _Shown(display.kind, content))])
 
     def say(self, line: str) -> None:
         """A line of our own."""
@@ -134,11 +140,11 @@ class CellOutput:
         self.finish()
         self._sink.close()
 
-    def _add(self, rank: int, key: tuple[object, ...], item: _Item) -> None:
+    def _add(self, rank: int, said: Sequence[tuple[tuple[object, ...], _Item]]) -> None:
         if self._raw:
-            self._show((rank,), [[item]])
+            self._show((rank,), [[item for _, item in said]])
         else:
-            self._merge.add(rank, key, item, time.monotonic())
+            self._merge.add(rank, said, time.monotonic())
 
     def _bar(self, rank: int) -> _Bars:
         assert rank in self._ranks
@@ -148,12 +154,20 @@ class CellOutput:
 
     def _show(self, ranks: tuple[int, ...], said: list[list[_Item]]) -> None:
         whose = "" if ranks == self._ranks else f"[{label(ranks)}] "
+        stream: StreamName = "stdout"
+        lines: list[str] = []
         for same in zip(*said, strict=True):
             first = same[0]
+            if lines and (len(lines) == _AT_ONCE or not isinstance(first, _Line) or first.stream != stream):
+                self._sink.write(stream, "".join(lines))
+                lines.clear()
             if isinstance(first, _Line):
-                self._sink.write(first.stream, whose + first.text)
+                stream = first.stream
+                lines.append(whose + first.text)
             else:
                 self._publish(ranks, [one for one in same if isinstance(one, _Shown)], whose)
+        if lines:
+            self._sink.write(stream, "".join(lines))
 
     def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
         """Show once what several ranks show."""

@@ -239,6 +239,7 @@ class Pool:
                     filename=source.filename,
                     source=source.text,
                     above=source.above,
+                    is_python=source.is_python,
                     names=packed.parcel if packed else None,
                     wants_value=options.wants_values,
                     wants_accelerator=source.wants_accelerator,

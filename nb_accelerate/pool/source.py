@@ -25,6 +25,7 @@ class CellSource:
         text: all of the cell, with the line of the magic.
         above: lines of it above the body.
         free: names it reads.
+        is_python: IPython has nothing to transform in it.
     """
 
     code: str
@@ -32,6 +33,7 @@ class CellSource:
     text: str
     above: int
     free: frozenset[str]
+    is_python: bool
 
     @property
     def wants_accelerator(self) -> bool:
@@ -61,7 +63,14 @@ def read_cell(
         compile(tree, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise _moved_down(error, filename, above) from None
-    return CellSource(code=code, filename=filename, text=text, above=above, free=frozenset(free_names(tree)))
+    return CellSource(
+        code=code,
+        filename=filename,
+        text=text,
+        above=above,
+        free=frozenset(free_names(tree)),
+        is_python=source.rstrip("\n") == code.rstrip("\n"),
+    )
 
 
 def _moved_down(error: SyntaxError, filename: str, above: int) -> SyntaxError:

@@ -186,6 +186,7 @@ class RunCell:
         filename: what tracebacks call it; the kernel knows the text by that name.
         source: the text of the whole cell, with the line of the magic.
         above: how many lines of it come before the body.
+        is_python: there are no magics in it.
         names: holds a mapping of names to values to define first, or None.
         wants_value: send the value of the last expression back.
         wants_accelerator: the cell uses the name ``accelerator``.
@@ -195,6 +196,7 @@ class RunCell:
     filename: str
     source: str
     above: int = 0
+    is_python: bool = False
     names: Parcel | None = None
     wants_value: bool = False
     wants_accelerator: bool = False

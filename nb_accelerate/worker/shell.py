@@ -139,6 +139,7 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(_Publisher)
 
     def __init__(self, **options: Any) -> None:
+        self._is_plain = False
         super().__init__(**options)  # type: ignore[no-untyped-call]
         self.loop_runner = _run_coroutine
         self.InteractiveTB.debugger_cls = RankDebugger
@@ -150,12 +151,20 @@ class RankShell(InteractiveShell):
         assert isinstance(compiler, _CellCompiler)
         compiler.filename, compiler.source, compiler.above = cell.filename, cell.source, cell.above
         compiler.code = cell.code
+        self._is_plain = cell.is_python
         try:
             result: ExecutionResult = self.run_cell(cell.code, store_history=False)  # type: ignore[no-untyped-call]
             return result
         finally:
             # Code that the cell runs later, %timeit's say, has no place in the notebook.
             compiler.filename = ""
+
+    @override
+    def transform_cell(self, raw_cell: str) -> str:
+        if self._is_plain:
+            self._is_plain = False  # what the cell has IPython run is another text
+            return raw_cell
+        return str(super().transform_cell(raw_cell))  # type: ignore[no-untyped-call]
 
     @override
     def init_virtualenv(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fixtures.kernels import Cell, Kernel
@@ -82,12 +83,15 @@ class TestOutput:
         cell = notebook.start("%%distributed\nfrom IPython.display import clear_output\nprint(1)\nclear_output()")
         assert [kind for kind, _ in raw(notebook, cell)] == ["stream", "clear_output"]
 
-    def test_progress_bars_of_ranks_are_rows_of_one_display(self, notebook: Kernel):
+    def test_progress_bars_of_ranks_are_rows_of_the_panel(self, notebook: Kernel):
         cell = notebook.run("%%distributed\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass").ok()
         assert (cell.stdout, cell.stderr) == ("", "")
-        rows = texts(cell)[-1].splitlines()
-        assert sorted(row[:8] for row in rows) == ["[rank 0]", "[rank 1]"]
-        assert all("3/3" in row for row in rows)
+        assert re.search(r"^0, 1 +3 / 3", texts(cell)[-1], re.MULTILINE)
+
+    def test_lines_that_redraw_themselves_are_rows_of_one_display(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nfor i in range(3): print(f'\\rat {i}', end='')\nprint()").ok()
+        assert cell.stdout == ""
+        assert sorted(texts(cell)[-1].splitlines()) == ["[rank 0] at 2", "[rank 1] at 2"]
 
     def test_shell_commands_and_c_code_print_too(self, notebook: Kernel):
         assert "from a shell" in notebook.run("%%distributed\n!echo from a shell").ok().stdout
@@ -110,6 +114,19 @@ class TestOutput:
     def test_no_line_of_many_is_lost(self, notebook: Kernel):
         cell = notebook.run("%%distributed\nfor i in range(2000): print(i)").ok()
         assert cell.stdout.split() == [str(i) for i in range(2000)]
+
+    @pytest.mark.may_leave("files")  # the folder of the file
+    def test_lines_that_a_browser_cannot_draw_are_all_in_the_file_when_the_cell_ends(self, notebook: Kernel):
+        cell = notebook.run("%%distributed\nfor i in range(9000): print(f'{rank}: line {i}')").ok()
+        tail = texts(cell)[-1]
+        log = Path(re.search(r"all 18,000 are in (\S+\.log)", tail)[1])
+        lines = log.read_text().splitlines()
+        log.unlink()
+        assert tail.splitlines()[-1] == lines[-1]
+        for rank in range(2):
+            assert [one for one in lines if f" {rank}: " in one] == [
+                f"[rank {rank}] {rank}: line {i}" for i in range(9000)
+            ]
 
 
 class TestPython:
