@@ -66,7 +66,5 @@ class AimTracker(LibraryTracker):
             self.tracker.track(picture, name=name, step=step, **kwargs.get("track", {}))
 
     @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.close()
+    def close(self) -> None:
+        self.run.close()

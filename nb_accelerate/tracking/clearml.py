@@ -90,9 +90,8 @@ class ClearMLTracker(LibraryTracker):
         self.tracker.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
 
     @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None and self._owned:
+    def close(self) -> None:
+        if self._owned:
             self.run.close()
 
 

@@ -44,7 +44,5 @@ class CometMLTracker(LibraryTracker):
                 self.tracker.log_other(name, value, **kwargs)
 
     @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.end()
+    def close(self) -> None:
+        self.run.end()

@@ -47,7 +47,5 @@ class DVCLiveTracker(LibraryTracker):
         self.tracker.next_step()
 
     @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.end()
+    def close(self) -> None:
+        self.run.end()

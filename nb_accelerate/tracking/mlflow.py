@@ -114,11 +114,9 @@ class MLflowTracker(LibraryTracker):
         mlflow.log_artifacts(local_dir, artifact_path=artifact_path)
 
     @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            mlflow: Any = load("mlflow", self.name)
-            mlflow.end_run()
+    def close(self) -> None:
+        mlflow: Any = load("mlflow", self.name)
+        mlflow.end_run()
 
 
 def _warn(text: str, *args: object) -> None:

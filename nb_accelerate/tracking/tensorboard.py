@@ -78,10 +78,8 @@ class TensorBoardTracker(LibraryTracker):
             self.tracker.add_images(name, images, global_step=step, **kwargs)
 
     @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.close()
+    def close(self) -> None:
+        self.run.close()
 
 
 def _is_hparam(value: Any) -> bool:

@@ -138,8 +138,18 @@ class LibraryTracker(GeneralTracker):
     def start(self) -> None:
         self.run = self.open()
 
+    @override
+    @on_main_process
+    def finish(self) -> None:
+        if self.run is not None:
+            self.close()
+
     def open(self) -> Any:
         """Import the library and return a new run. Called by `start`, on the main process."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close ``run``, which is open. Called by `finish`, on the main process."""
         raise NotImplementedError
 
 

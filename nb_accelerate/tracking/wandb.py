@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, on_main_process, plain_values
+from nb_accelerate.tracking.project import ImageTracker
+from nb_accelerate.tracking.tracker import on_main_process, plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class WandBTracker(LibraryTracker):
+class WandBTracker(ImageTracker):
     """Record to Weights & Biases; ``WANDB_MODE=offline`` keeps the run on this machine.
 
     Args:
@@ -24,32 +24,9 @@ class WandBTracker(LibraryTracker):
     name = "wandb"
 
     @override
-    def open(self) -> Any:
-        wandb: Any = load("wandb", self.name)
-        return wandb.init(**{"project": self.run_name, **self.init_kwargs})
-
-    @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.tracker.config.update(plain_values(values), allow_val_change=True)
-
-    @override
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.tracker.log(plain_values(values), step=step, **kwargs)
-
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images.
-
-        Args:
-            values: lists of images by name; arrays, PIL images or files.
-            step: at which step.
-            **kwargs: those of the run's ``log``.
-        """
-        wandb: Any = load("wandb", self.name)
-        pictures = {name: [wandb.Image(image) for image in images] for name, images in values.items()}
-        self.tracker.log(pictures, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -71,12 +48,5 @@ class WandBTracker(LibraryTracker):
             step: at which step.
             **kwargs: those of the run's ``log``.
         """
-        wandb: Any = load("wandb", self.name)
-        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        table = self.library.Table(columns=columns, data=data, dataframe=dataframe)
         self.tracker.log({table_name: table}, step=step, **kwargs)
-
-    @override
-    @on_main_process
-    def finish(self) -> None:
-        if self.run is not None:
-            self.run.finish()
