@@ -147,7 +147,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         board = here()
         enter, step = board.enter, board.step
         evaluates = not torch.is_grad_enabled()
-        works = Phase.EVALUATING if evaluates else Phase.FORWARD
+        reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
         loop = board.begin_loop(
             total=self._total_steps(),
             rows=self._total_batch_size,
@@ -155,7 +155,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             evaluates=evaluates,
             step=self.skip_batches if self._resume_at is None else self._resume_at,
         )
-        enter(Phase.DATA)
+        enter(reads)
         try:
             source = self._begin()
             try:
@@ -181,7 +181,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 else:
                     yield current if late is None else late(current)
                 current = upcoming if ahead is None else ahead(upcoming)
-                enter(Phase.DATA)
+                enter(reads)
             self.end_of_dataloader = True
             self.position = 0
             step(position + 1)
