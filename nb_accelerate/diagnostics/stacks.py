@@ -50,11 +50,25 @@ def where(dump: str) -> str:
     frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
     if not frames:
         return "no answer"
-    innermost = frames[0]
-    user = next((frame for frame in frames if cell_name(frame.filename) or _is_users(frame.filename)), innermost)
-    if user is innermost:
-        return f"in {place(innermost)}"
-    return f"in {_SAID.get(innermost.name, innermost.name)}, called from {place(user)}"
+    first = frames[0]
+    user = next((frame for frame in frames if cell_name(frame.filename) or _is_users(frame.filename)), first)
+    if user is first:
+        return f"in {place(first)}"
+    return f"in {_SAID.get(first.name, first.name)}, called from {place(user)}"
+
+
+def innermost(dump: str) -> str:
+    """The function a rank is in; "" if it did not answer."""
+    frames = main_thread(dump)
+    return _SAID.get(frames[0].name, frames[0].name) if frames else ""
+
+
+def listed(dump: str) -> str:
+    """Where the main thread of a rank is, innermost first, a line each; frames of our own are left out."""
+    if dump == STOPPED:
+        return dump
+    places = [place(frame) for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
+    return "\n".join(places) or "no answer"
 
 
 def _is_users(filename: str) -> bool:

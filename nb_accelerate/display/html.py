@@ -6,6 +6,7 @@ Where styles are stripped, as on GitHub, what is left is a heading, a plain tabl
 from __future__ import annotations
 
 import functools
+import math
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "i
 
 _COLUMNS = (("step", "step"), ("epoch", "epoch"), ("rate", "it/s"), ("loss", "loss"), ("memory", "memory"))
 _CURVE = (150, 26)
+_WIDE = 10
+"""Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
+
 _NARROW = ' class="nba-narrow"'
 
 
@@ -50,12 +54,15 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
         return ""
     width, height = _CURVE
     (first, _), (last, _) = points[0], points[-1]
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    values = [loss for _, loss in points]
+    if min(values) > 0 and max(values) > _WIDE * min(values):  # else the first steps would flatten all that follow
+        values = [math.log(loss) for loss in values]
+    low, high = min(values), max(values)
     across = width / ((last - first) or 1.0)
     down = (height - 4) / ((high - low) or 1.0)
     path = "".join(
-        f"{'L' if index else 'M'}{(step - first) * across:.1f},{2 + (high - loss) * down:.1f}"
-        for index, (step, loss) in enumerate(points)
+        f"{'L' if index else 'M'}{(step - first) * across:.1f},{2 + (high - value) * down:.1f}"
+        for index, ((step, _), value) in enumerate(zip(points, values, strict=True))
     )
     label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
     return (
@@ -78,18 +85,18 @@ def _table(rows: Sequence[Row]) -> str:
         return ""
     columns = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in rows)]
     has_bars = any(row.share is not None for row in rows)
-    head = "".join(f"<th>{title}</th>" for _, title in columns)
-    bar = "<th></th>" if has_bars else ""
+    head = "".join(f'<th class="nba-{name}">{title}</th>' for name, title in columns)
+    bar = '<th class="nba-bar"></th>' if has_bars else ""
     lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars) for row in rows)
     return (
         f"<table{'' if has_bars else _NARROW}><thead>"
-        f'<tr><th>rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
+        f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
 
 
 def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
-    cells = "".join(f"<td>{escape(getattr(row, name))}</td>" for name in columns)
+    cells = "".join(f'<td class="nba-{name}">{escape(getattr(row, name))}</td>' for name in columns)
     kind = f' class="nba-{row.kind}"' if row.kind else ""
     return (
         f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'

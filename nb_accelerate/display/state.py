@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from nb_accelerate.board import Phase, Sample
+from nb_accelerate.diagnostics.stacks import innermost
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
@@ -71,6 +72,7 @@ class PanelState:
         self._curve = Curve()
         self._peak = 0
         self._rows = 0
+        self._stood = False
         self._stacks: Mapping[int, str] = {}
         self._first_step: tuple[float, int] | None = None
         self._last_step: tuple[float, int] | None = None
@@ -89,6 +91,7 @@ class PanelState:
             self._peak = max(self._peak, one.sample.peak or one.memory)
         if self._state == "starting" and any(one.state != "starting" for one in seen):
             self._state = "running"
+        self._forget_standstill(now)
         self._note_steps(now)
         self._curve.add(self._sampled())
 
@@ -108,7 +111,7 @@ class PanelState:
         """The panel at this moment."""
         now = self._ended if self._ended is not None else now
         stalled = set(self.stalled(now)) if self._ended is None else set()
-        slow = stragglers(self._tracks) if self._ended is None and not stalled else {}
+        slow = stragglers(self._tracks) if self._ended is None and not self._stood else {}
         kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
         rows = {rank: self._row(rank, kinds[rank], now, slow.get(rank)) for rank in self._tracks}
         bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
@@ -198,9 +201,17 @@ class PanelState:
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
         if self._is_stalled(rank, track, now):
-            where = who_waits({rank: self._stacks[rank]}).place if rank in self._stacks else doing
-            return f"{where}, for {words.brief(now - track.moved_at)}"
+            return f"{self._where(rank, doing)}, for {words.brief(now - track.moved_at)}"
+        if track.phase is Phase.RUNNING and track.sample.in_loop:
+            doing = "between steps"
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
+
+    def _where(self, rank: int, doing: str) -> str:
+        """Of a rank that does not move: the place if that is news, the collective if it waits like others."""
+        if rank not in self._stacks:
+            return doing
+        waits = who_waits({rank: self._stacks[rank]})
+        return f"waits in {innermost(self._stacks[rank])}" if waits.waits else waits.place
 
     def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind]) -> tuple[Row, ...]:
         apart = [rank for rank, kind in kinds.items() if kind in ("late", "bad")]
@@ -230,6 +241,14 @@ class PanelState:
 
     # Stalls.
 
+    def _forget_standstill(self, now: float) -> None:
+        """Once all move again, nobody is slow for having waited."""
+        stands = bool(self.stalled(now)) or any(one.state == "stopped" for one in self._seen.values())
+        if self._stood and not stands:
+            for track in self._tracks.values():
+                track.forget()
+        self._stood = stands
+
     def _is_stalled(self, rank: int, track: Track, now: float) -> bool:
         if self._seen[rank].state not in ("running", "stopped"):
             return False
@@ -247,7 +266,7 @@ class PanelState:
         sentences = [
             f"Rank {rank} is stopped (SIGSTOP). To let it go on: kill -CONT {self._seen[rank].pid}" for rank in stopped
         ]
-        waiting = [rank for rank in stalled if self._waits(rank)]
+        waiting = [rank for rank in stalled if rank not in stopped and self._waits(rank)]
         elsewhere = sorted(stalled - set(waiting) - set(stopped))
         returned = [rank for rank, seen in self._seen.items() if seen.state == "returned"]
         waited_in = self._place(waiting)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.board import Phase, Sample
 
@@ -73,6 +74,10 @@ class Track:
         while self._moments[0].time < now - _LONG:
             self._moments.popleft()
 
+    def forget(self) -> None:
+        """What was is no measure of what comes: it stood still for a reason that is gone."""
+        self._moments.clear()
+
     @property
     def rate(self) -> float | None:
         """Steps of the current loop in a second, lately; None if it is too early to say."""
@@ -97,15 +102,37 @@ class Track:
             return newest.phase
         if self.sample.evaluates and newest.phase is Phase.FORWARD:
             return Phase.EVALUATING
-        recent = Counter(moment.phase for moment in self._moments if moment.time > newest.time - _RECENT)
+        recent = Counter(
+            moment.phase
+            for moment in self._moments
+            if moment.time > newest.time - _RECENT and moment.phase is not Phase.NOTHING
+        )
         return recent.most_common(1)[0][0]
 
     def shares(self) -> dict[Phase, float]:
-        """Which part of its time it has lately spent in each phase. Empty if it is too early to say."""
-        inside = [moment for moment in self._moments if moment.loop == self.sample.loop]
-        if len(inside) < _ENOUGH:
+        """Which part of its time it has lately spent in each phase. Empty if it is too early to say.
+
+        Its longest stay in one is left out: who was held up once is not slow.
+        """
+        stays: list[list[Any]] = []
+        before = None
+        for moment in self._moments:
+            if moment.loop != self.sample.loop:
+                continue
+            if before is None or moment.step != before.step or moment.phase is not before.phase:
+                stays.append([0, moment.phase])
+            stays[-1][0] += 1
+            before = moment
+        if not stays:
             return {}
-        return {phase: number / len(inside) for phase, number in Counter(one.phase for one in inside).items()}
+        stays.remove(max(stays, key=itemgetter(0)))
+        number = sum(length for length, _ in stays)
+        if number < _ENOUGH:
+            return {}
+        found: Counter[Phase] = Counter()
+        for length, phase in stays:
+            found[phase] += length
+        return {phase: length / number for phase, length in found.items()}
 
     def own_share(self) -> float | None:
         """Which part of its time it has lately worked by itself, and not possibly waited for others."""

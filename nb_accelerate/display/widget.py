@@ -11,6 +11,7 @@ import contextlib
 import threading
 import uuid
 from html import escape
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from nb_accelerate.display.view import View
 
 _WAIT = 10.0
+_NOBODY = -1
 
 
 class Widget(Drawing):
@@ -38,7 +40,7 @@ class Widget(Drawing):
         kernel: it runs in.
         ranks: for the choice of a log.
         watched: what the buttons are about.
-        where: says in a few words where a rank is, from a dump of its stacks.
+        where: says where a rank is, from a dump of its stacks.
         place: id of a display that this takes the place of; "" for a new one.
     """
 
@@ -128,7 +130,8 @@ class Widget(Drawing):
             self._button("Stacks", "show where every rank is", self._show_stacks),
         ]
         logs = ipywidgets.Dropdown(
-            options=[("log of ...", None), *((f"log of rank {rank}", rank) for rank in self._ranks)],
+            # Not None for nothing: a dropdown takes that as having no choice at all, and is blank.
+            options=[("log of ...", _NOBODY), *((f"log of rank {rank}", rank) for rank in self._ranks)],
             layout={"width": "auto"},
         )
         logs.observe(lambda change: self._show_log(change["new"]), "value")
@@ -152,11 +155,11 @@ class Widget(Drawing):
 
     def _stacks(self) -> str:
         found = self._watched.stacks()
-        lines = [f"{named([rank])} {self._where(dump)}\n\n{dump}" for rank, dump in sorted(found.items()) if dump]
-        return _pre("\n".join(lines) or "no answer yet")
+        lines = [f"{named([rank])}:\n{indent(self._where(dump), '  ')}" for rank, dump in sorted(found.items()) if dump]
+        return _pre("\n\n".join(lines) or "no answer yet")
 
-    def _show_log(self, rank: int | None) -> None:
-        if rank is None:
+    def _show_log(self, rank: int) -> None:
+        if rank == _NOBODY:
             self._shown, self._aside.value = None, ""
             return
         self._shown = lambda: _pre("".join(self._watched.log(rank).splitlines(keepends=True)[-40:]) or "nothing yet")
@@ -171,4 +174,4 @@ class Widget(Drawing):
 
 
 def _pre(text: str) -> str:
-    return f'<div class="nba"><pre style="max-height:24em;overflow:auto">{escape(text)}</pre></div>'
+    return f'<div class="nba"><pre class="nba-aside">{escape(text)}</pre></div>'

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import ANSI, render_report
 from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.display.words import named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.launch.memory import HINT as OUT_OF_MEMORY
 from nb_accelerate.protocol.shipping import unpack
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user interrupted the launch; a KeyboardInterrupt is what they get."""
+    """The user interrupted the launch, or stopped it, as its text says; a KeyboardInterrupt is what they get."""
 
 
 class Overdue(Exception):  # noqa: N818 - never raised: it becomes a DeadlineError or a StartError
@@ -140,7 +141,7 @@ def first_cause(incidents: list[Incident], world_size: int, stacks: dict[int, st
     """
     for incident in incidents:
         if isinstance(incident.error, Interrupted):
-            return interrupted("the launch was interrupted")
+            return interrupted(f"the launch was {incident.error}")
     cause = min(incidents, key=lambda incident: (incident.peer_lost, incident.when))
     others = {rank: dump for rank, dump in stacks.items() if rank != cause.rank}
     if isinstance(cause.error, Overdue):
@@ -180,9 +181,7 @@ def whereabouts(stacks: dict[int, str]) -> str:
     for rank, dump in sorted(stacks.items()):
         places.setdefault(where(dump), []).append(rank)
     return "\n".join(
-        f"Meanwhile rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
-        f"{'were' if len(ranks) > 1 else 'was'} {place}"
-        for place, ranks in places.items()
+        f"Meanwhile {named(ranks)} {'were' if len(ranks) > 1 else 'was'} {place}" for place, ranks in places.items()
     )
 
 

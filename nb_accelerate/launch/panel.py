@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.diagnostics.stacks import listed
 from nb_accelerate.display import Facts, Panel
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.view import Failure
@@ -40,7 +40,7 @@ def make_panel(
         return None
     drawing: Widget | Lines
     if front_end == "widget" and isinstance(sink, CellSink):
-        drawing = Widget(sink, sink.kernel, ranks, watched, where, place=place)
+        drawing = Widget(sink, sink.kernel, ranks, watched, listed, place=place)
     else:
         drawing = Lines(sink, is_notebook=isinstance(sink, CellSink))
     return Panel(facts, ranks, drawing, watched)

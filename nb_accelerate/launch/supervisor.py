@@ -285,7 +285,8 @@ class Supervisor:
     def _on_wake(self) -> None:
         asked = os.read(self._wake_read, 64)
         was_stopping = any(isinstance(incident.error, Interrupted) for incident in self._incidents)
-        self._incidents.append(Incident(error=Interrupted(), when=time.monotonic()))
+        how = "stopped" if _STOP in asked else "interrupted"
+        self._incidents.append(Incident(error=Interrupted(how), when=time.monotonic()))
         if was_stopping or asked.count(_INTERRUPT) > 1:
             self._enter(Stage.KILL)
         elif _STOP in asked:
@@ -436,10 +437,14 @@ class Supervisor:
             stopped = _is_stopped(rank.handle.pid)
             if stopped and not rank.stopped:
                 pid = rank.handle.pid
-                self._router.say(f"rank {rank.handle.rank} is stopped (SIGSTOP). To let it go on: kill -CONT {pid}")
+                self._say(f"rank {rank.handle.rank} is stopped (SIGSTOP). To let it go on: kill -CONT {pid}")
             elif rank.stopped and not stopped:
-                self._router.say(f"rank {rank.handle.rank} goes on")
+                self._say(f"rank {rank.handle.rank} goes on")
             rank.stopped = stopped
+
+    def _say(self, line: str) -> None:
+        if self.panel is None:  # else it says so
+            self._router.say(line)
 
     def _whereabouts(self) -> dict[int, str]:
         return {
