@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import listed
 from nb_accelerate.display import Facts, Panel
+from nb_accelerate.display.block import Block, can_redraw
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.view import Failure
 from nb_accelerate.display.widget import Widget
 from nb_accelerate.launch.incidents import RankTraceback, summary
-from nb_accelerate.launch.sinks import CellSink
+from nb_accelerate.launch.sinks import CellSink, StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.display import Watched
     from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.display.panel import Drawing
     from nb_accelerate.display.view import State
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.sinks import Sink
@@ -38,9 +41,11 @@ def make_panel(
     """
     if front_end == "off":
         return None
-    drawing: Widget | Lines
+    drawing: Drawing
     if front_end == "widget" and isinstance(sink, CellSink):
         drawing = Widget(sink, sink.kernel, ranks, watched, listed, place=place)
+    elif isinstance(sink, StreamSink) and can_redraw(sys.stdout):
+        drawing = sink.block = Block(sys.stdout)
     else:
         drawing = Lines(sink, is_notebook=isinstance(sink, CellSink))
     return Panel(facts, ranks, drawing, watched)

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    from nb_accelerate.display.block import Block
     from nb_accelerate.protocol.output import StreamName
 
 _FLUSH_AFTER = 0.05
@@ -66,13 +67,22 @@ def sink_here() -> Sink:
 
 
 class StreamSink(Sink):
-    """The streams of this process."""
+    """The streams of this process.
+
+    Attributes:
+        block: lines that stay at the bottom of the terminal, if there are any.
+    """
 
     due = float("inf")
+    block: Block | None = None
 
     @override
     def write(self, stream: StreamName, text: str) -> None:
+        if self.block is not None:
+            self.block.hide()
         (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+        if self.block is not None and text.endswith("\n"):
+            self.block.show()
 
     @override
     def display(self, kind: str, content: dict[str, Any]) -> None:
