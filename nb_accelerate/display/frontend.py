@@ -26,7 +26,7 @@ def choose_front_end(progress: str) -> FrontEnd:
         return "text"
     is_shown = progress == "widget" or shows_widgets(kernel.get_parent(), os.environ)
     # In this order: looking for a package takes a tenth of what a short cell takes.
-    if is_shown and ("ipywidgets" in sys.modules or importlib.util.find_spec("ipywidgets") is not None):
+    if is_shown and (sys.modules.get("ipywidgets") or importlib.util.find_spec("ipywidgets") is not None):
         return "widget"
     return "text"
 

@@ -40,7 +40,9 @@ def page() -> Iterator[Page]:
 
 
 def train(board: Board, *, total: int | None = 10, epoch: int = 1, rows: int | None = 8, step: int = 0) -> object:
-    return board.begin_loop(total=total, rows=rows, epoch=epoch, evaluates=False, step=step)
+    loop = board.begin_loop(total=total, rows=rows, epoch=epoch, evaluates=False, step=step)
+    board.trains()
+    return loop
 
 
 def evaluate(board: Board, total: int = 4) -> object:
@@ -138,6 +140,16 @@ def test_a_loop_left_open_by_one_cell_and_dropped_in_the_next_does_not_end_that_
     assert (sample.in_loop, sample.step, sample.total, sample.steps) == (True, 2, 20, 2)
 
 
+def test_a_loop_that_goes_on_without_a_backward_does_not_train(board: Board, memory: bytearray) -> None:
+    loop = board.begin_loop(total=10, rows=8, epoch=1, evaluates=False)
+    board.step(1)
+    assert not read(memory).evaluates, "its backward may come"
+    board.step(3)
+    assert read(memory).evaluates
+    board.end_loop(loop)
+    assert (read(memory).steps, read(memory).epoch) == (0, 0)
+
+
 LOOPS = st.recursive(
     st.tuples(st.booleans(), st.integers(0, 9), st.just(())),
     lambda inner: st.tuples(st.booleans(), st.integers(0, 9), st.lists(inner, max_size=3)),
@@ -153,16 +165,18 @@ def test_whatever_stands_in_whatever_all_training_steps_are_counted_once(loops: 
     board.begin_turn()
     counted = 0
 
-    def run(evaluates: bool, steps: int, inner: list) -> None:
+    def run(trains: bool, steps: int, inner: list) -> None:
         nonlocal counted
-        loop = board.begin_loop(total=steps, rows=1, epoch=1, evaluates=evaluates)
+        loop = board.begin_loop(total=steps, rows=1, epoch=1, evaluates=not trains)
         for step in range(1, steps + 1):
             board.step(step)
-            counted += not evaluates
+            if trains:
+                board.trains()
+                counted += 1
             assert read(memory).steps == counted
         for one in inner:
             run(*one)
-            assert (read(memory).step, read(memory).total, read(memory).evaluates) == (steps, steps, evaluates)
+            assert (read(memory).step, read(memory).total, read(memory).trains) == (steps, steps, trains and steps > 0)
         board.end_loop(loop)
         assert read(memory).steps == counted
 
@@ -200,12 +214,14 @@ def test_a_prepared_loader_reports_and_a_break_ends_its_loop(own_board: Board, p
     training, testing = accelerator.prepare(
         DataLoader(torch.arange(12.0), batch_size=2), DataLoader(torch.arange(6.0), batch_size=2)
     )
+    weight = torch.tensor(2.0, requires_grad=True)
     seen = []
     for epoch in range(2):
         for number, _ in enumerate(training):
             sample = page.read()
             assert (sample.phase, sample.step, sample.total) == (Phase.FORWARD, number + 1, 6)
-            assert sample.epoch == epoch + 1
+            accelerator.backward(weight.square())
+            assert (page.read().epoch, page.read().loss) == (epoch + 1, 4.0)
             if number == 2:
                 with torch.no_grad():
                     for _ in testing:
@@ -217,7 +233,7 @@ def test_a_prepared_loader_reports_and_a_break_ends_its_loop(own_board: Board, p
     assert [(sample.step, sample.total, sample.in_loop) for sample in seen] == [(3, 6, True)] * 2
     assert page.read().steps == 6
     for _ in zip(training, testing, strict=False):
-        pass
+        assert page.read().in_loop
     assert not page.read().in_loop
 
 
@@ -389,6 +405,7 @@ from nb_accelerate.board import Phase, install
 board = install(int(sys.argv[1]))
 board.begin_turn()
 board.begin_loop(total=1000, rows=4, epoch=2, evaluates=False)
+board.trains()
 board.log({"loss": 0.25})
 board.step(17)
 board.enter(Phase.BACKWARD)

@@ -1,0 +1,338 @@
+"""A panel as HTML, with styles and without, and as text."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+
+import pytest
+from fixtures.panels import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nb_accelerate.board import Bar, Phase
+from nb_accelerate.display import html, text, words
+from nb_accelerate.display.bars import bar_rows
+from nb_accelerate.display.curve import Curve
+from nb_accelerate.display.view import Failure, View
+
+VOID = {"br", "hr", "img", "input", "meta"}
+
+
+class Strict(HTMLParser):
+    """Fails where a tag is closed that is not the one that is open; `said` is what is read without styles."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.said: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"an attribute of <{tag}> twice: {names}"
+        assert re.fullmatch("[a-z0-9]+", tag), tag
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "title"} & set(self.open) and data.strip():
+            self.said.append(data.strip())
+
+
+def running(number: int = 2, name: str = "train") -> Run:
+    run = Run(number, name=name)
+    run.begin_loop(total=80)
+    run.put(memory=840_000_000)
+    losses = iter(range(100, 0, -1))
+
+    def each() -> None:
+        run.put(loss=next(losses) / 10)
+        run.step_of(run.ranks)
+
+    run.wait(5.0, each)
+    return run
+
+
+def starting(number: int = 2) -> Run:
+    return Run(number, started=False)
+
+
+def views() -> dict[str, View]:
+    failed = running()
+    failed.put([1], state="failed")
+    failed.look()
+    failure = Failure(title="Rank 1 failed: ValueError: no", rank=1, label="traceback of rank 1", details="a\nb")
+    stalled = running(3)
+    stalled.put([1], phase=Phase.RUNNING)
+    stalled.put([0, 2], phase=Phase.BACKWARD)
+    stalled.wait(9.0)
+    bars = running()
+    bars.put(
+        bars=(Bar(label="epochs", count=1, total=30, seconds=5.0), Bar(label="", count=3, total=None, seconds=0.0))
+    )
+    bars.look()
+    return {
+        "starting": starting().view,
+        "running": running().view,
+        "stalled": stalled.view,
+        "bars": bars.view,
+        "one": running(1).view,
+        "many": running(64).view,
+        "many starting": starting(64).view,
+        "done": running().end(),
+        "many done": running(64).end(),
+        "failed": failed.end("failed", failure),
+        "interrupted": running(13).end("interrupted"),
+    }
+
+
+@pytest.mark.parametrize("name", views())
+def test_every_tag_is_closed_and_nothing_is_loaded_or_run(name: str):
+    source = html.style() + html.render(views()[name])
+    page = Strict(source)
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert "http" not in source
+    assert "url(" not in source
+    assert not re.search(r"\son\w+=", source)
+
+
+def test_without_styles_there_is_a_heading_a_table_and_sentences():
+    page = Strict(html.render(views()["stalled"]))
+    said = " ".join(page.said)
+    assert said.startswith("● train 3 ranks · CPU · gloo 0:14 · no step for 9 s rank ")
+    header = page.said[page.said.index("rank") : page.said.index("now") + 1]
+    assert header == ["rank", "step", "epoch", "it/s", "loss", "memory", "now"]
+    cells = page.said[page.said.index("now") + 1 :][:7]
+    assert cells == ["0", "40 / 80", "1", "0", "6.1000", "840 MB", "backward, for 9 s"]
+    assert "Rank 1 has not moved for 9 s; ranks 0 and 2 wait for it." in page.said
+    assert page.tags.count("tr") == 4
+
+
+def test_a_run_that_is_done_folds_its_ranks_away_but_says_how_it_was():
+    page = Strict(html.render(views()["done"]))
+    assert "details" in page.tags
+    assert page.said[0] == "✓"
+    assert "40 steps" in " ".join(page.said)
+    assert "2 ranks" in " ".join(page.said)
+
+
+def test_a_failure_has_its_traceback_folded():
+    source = html.render(views()["failed"])
+    assert "<summary>traceback of rank 1</summary><pre>a\nb</pre>" in source
+    assert "Rank 1 failed: ValueError: no" in Strict(source).said
+
+
+def test_many_ranks_have_a_dot_each_and_read_well_without_styles():
+    source = html.render(views()["many"])
+    assert source.count('<div class="nba-dot"') == 64
+    said = Strict(source).said
+    assert "0-63" in said
+    assert len(said) < 25, "dots say nothing without styles"
+
+
+HOSTILE = "<b>\"'&</b><script>alert(1)</script>"
+
+
+def test_names_and_messages_and_tracebacks_are_text_whatever_is_in_them():
+    run = running(2, name=HOSTILE)
+    run.put(bars=(Bar(label=HOSTILE, count=1, total=2, seconds=1.0),))
+    run.put([0], scalars={HOSTILE: 1.0})
+    run.look()
+    failure = Failure(title=f"Rank 0 failed: {HOSTILE}", rank=0, label=HOSTILE, details=HOSTILE)
+    for view in (run.view, run.end("failed", failure)):
+        page = Strict(html.render(view))
+        assert "script" not in page.tags
+        assert page.tags.count("b") == 1, "that of the heading"
+        assert HOSTILE in page.said
+    assert page.said.count(HOSTILE) >= 3
+
+
+@given(name=st.text(max_size=30), label=st.text(max_size=30), details=st.text(max_size=60))
+@settings(deadline=None, max_examples=40)
+def test_no_text_breaks_out_of_its_place(name: str, label: str, details: str):
+    run = Run(2, name=name)
+    run.put(bars=(Bar(label=label, count=1, total=2, seconds=1.0),))
+    run.look()
+    plain = Strict(html.render(Run(2).view)).tags
+    assert Strict(html.render(Run(2, name=name).view)).tags == plain
+    Strict(html.render(run.end("failed", Failure(title=label, rank=0, label=name, details=details))))
+
+
+# Text.
+
+
+def columns(table: str) -> list[str]:
+    return table.splitlines()[1:]
+
+
+def test_a_table_is_aligned_to_the_right_but_for_its_last_column():
+    run = running(11)
+    head, *rows = columns(text.table(run.view))
+    assert head.split() == ["rank", "step", "epoch", "it/s", "loss", "memory", "now"]
+    for title in ("rank", "step", "epoch", "it/s", "loss", "memory"):
+        end = head.index(title) + len(title)
+        for row in rows:
+            assert row[end - 1] != " ", (title, row)
+            assert row[end : end + 2] == "  ", (title, row)
+    assert len({row.index(row.split("  ")[-1]) for row in rows}) == 1
+    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(11)]
+
+
+def test_columns_that_nobody_uses_are_left_out():
+    assert columns(text.table(starting().view)) == ["rank  now", "   0  starting", "   1  starting"]
+
+
+def test_a_bar_is_as_long_as_what_is_done():
+    table = text.table(running().view, bars=True)
+    assert "━" * 6 + "╌" * 6 in table
+    assert "━" not in text.table(running().view)
+
+
+def test_a_failure_and_warnings_are_at_the_end_of_a_table():
+    assert text.table(views()["failed"]).splitlines()[-1] == "Rank 1 failed: ValueError: no"
+    assert text.table(views()["stalled"]).splitlines()[-1].startswith("Rank 1 has not moved for 9 s")
+
+
+def test_a_line_has_what_one_wants_to_know():
+    run = running()
+    assert text.line(run.view) == "train: 0:05, step 40/80 (50 %) of epoch 1, 8.00 it/s, loss 6.1000, " + ", ".join(
+        run.view.outlook
+    )
+    assert text.line(run.end()).startswith("train: done in 0:05, 40 steps, ")
+
+
+@pytest.mark.parametrize("name", views())
+def test_lines_have_no_control_characters(name: str):
+    view = views()[name]
+    assert "\n" not in text.line(view)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text.line(view) + text.table(view, bars=True))
+
+
+# Bars.
+
+
+def test_a_bar_that_ended_early_is_not_done():
+    run = Run(2)
+    run.put(bars=(Bar(label="a", count=3, total=9, seconds=4.0, ended=True),))
+    (row,) = bar_rows({rank: seen.sample for rank, seen in run.ranks.items()})
+    assert (row.kind, row.step, row.now) == ("", "3 / 9", "took 0:04")
+    run.put(bars=(Bar(label="a", count=9, total=9, seconds=4.0, ended=True),))
+    (row,) = bar_rows({rank: seen.sample for rank, seen in run.ranks.items()})
+    assert (row.kind, row.share) == ("done", 1.0)
+
+
+# Curve.
+
+
+@given(steps=st.lists(st.integers(0, 40), max_size=1500))
+@settings(deadline=None, max_examples=40)
+def test_a_thinned_curve_keeps_the_first_and_the_last_and_its_order(steps: list[int]):
+    curve = Curve()
+    step, added = 0, []
+    for more in steps:
+        step += more
+        curve.add((step, [float(len(added)), float(len(added))]))
+        if added and added[-1][0] == step:
+            added[-1] = (float(step), float(len(added) - 1))
+            curve.add((step, [added[-1][1]]))
+        else:
+            added.append((float(step), float(len(added))))
+    points = list(curve.points)
+    assert len(points) <= 240
+    assert points[:1] == added[:1]
+    assert points[-1:] == added[-1:]
+    assert points == sorted(points)
+    assert set(points) <= set(added)
+    if len(added) < 240:
+        assert points == added or len(added) > 238
+
+
+def test_a_long_curve_is_spread_evenly():
+    curve = Curve()
+    for step in range(100_000):
+        curve.add((step, [1.0]))
+    steps = [point[0] for point in curve.points]
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    assert 100 <= len(steps) <= 240
+    assert max(gaps) <= 2 * min(gaps[:-1])
+
+
+def test_the_newest_loss_at_a_step_is_its_loss_and_older_steps_change_nothing():
+    curve = Curve()
+    for step, loss in ((1, 5.0), (2, 4.0), (2, 3.0), (1, 9.0)):
+        curve.add((step, [loss]))
+    curve.add(None)
+    assert curve.points == ((1.0, 5.0), (2.0, 3.0))
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0:00"), (42.9, "0:42"), (727, "12:07"), (11112, "3:05:12"), (360000, "100:00:00"), (-5, "0:00")],
+)
+def test_durations(seconds: float, said: str):
+    assert words.duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said", "named"),
+    [
+        ([0], "0", "rank 0"),
+        ([0, 1], "0, 1", "ranks 0 and 1"),
+        ([2, 0, 1], "0-2", "ranks 0-2"),
+        ([0, 2, 3], "0, 2, 3", "ranks 0, 2 and 3"),
+        ([5, 0, 1, 2], "0-2, 5", "ranks 0-2 and 5"),
+        (range(63), "0-62", "ranks 0-62"),
+    ],
+)
+def test_ranks_are_named_as_short_as_can_be(ranks: list[int], said: str, named: str):
+    assert (words.ranges(ranks), words.named(ranks)) == (said, named)
+
+
+@given(ranks=st.sets(st.integers(0, 80), min_size=1))
+@settings(deadline=None)
+def test_ranges_say_just_these_ranks(ranks: set[int]):
+    read = set()
+    for part in words.ranges(list(ranks)).split(", "):
+        first, _, last = part.partition("-")
+        read |= set(range(int(first), int(last or first) + 1))
+    assert read == ranks
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "0.0000"),
+        (2.34567, "2.3457"),
+        (123.456, "123.46"),
+        (0.00012, "1.20e-04"),
+        (250_000.0, "2.50e+05"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+    ],
+)
+def test_losses(value: float, said: str):
+    assert words.measured(value) == said
+
+
+def test_counts_rates_sizes_and_spans():
+    assert [words.count(n) for n in (1800, 2.5)] == ["1,800", "2.50"]
+    assert [words.rate(n) for n in (0, 0.5, 12.34, 1234.5)] == ["0", "0.50", "12.3", "1,234"]
+    assert [words.size(n) for n in (840e6, 11.2e9)] == ["840 MB", "11.2 GB"]
+    assert [words.brief(n) for n in (12.4, 119, 180)] == ["12 s", "119 s", "3 min"]
+    assert [words.plural(n, "rank") for n in (1, 1200)] == ["1 rank", "1,200 ranks"]
