@@ -38,6 +38,7 @@ def test_cells_on_ranks_show_values_prints_figures_and_errors_and_go_on(
     assert notebook.count(2, "img") == 2
     assert "KeyError" in notebook.output(3)
     assert "rank 1" in notebook.output(3)
+    assert "Cell In[4], line 4" in notebook.output(3)
     after = notebook.output(4)
     assert "7" in after
     assert "8" in after

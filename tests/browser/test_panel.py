@@ -136,12 +136,14 @@ def test_a_slow_rank_a_stuck_rank_and_a_failed_rank_are_named(
     notebook.press_button(1, "Interrupt")
     notebook.wait_for_output(1, "KeyboardInterrupt")
     notebook.wait_until_done()
+    assert "failed" not in notebook.wait_for_output(1, "■")
     notebook.screenshot(f"{name}-interrupted", cell=1)
 
     start(notebook, 2)
     notebook.wait_for_output(2, "Rank 1 has not moved", timeout=40)
     notebook.wait_for_output(2, "for it", timeout=10)
-    notebook.wait_for_output(2, "Cell In[1] line", timeout=10)
+    shown = notebook.wait_for_output(2, "Cell In[1] line", timeout=10)
+    assert "slower" not in shown, "one thing is said of a rank"
     notebook.screenshot(f"{name}-stalled", cell=2)
     notebook.wait_until_done(90)
     assert "has not moved" not in notebook.wait_for_output(2, "✓")
@@ -177,12 +179,23 @@ def test_a_stopped_rank_is_named_and_its_row_recovers_when_it_goes_on(open_noteb
 
 
 def test_stacks_and_logs_are_shown_while_the_cell_runs(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([SETUP, launch(2, steps=1000)])
+    talking = "def talk():\n    print('a line of rank', Accelerator().process_index)\n    return train(steps=1000)"
+    notebook = open_notebook([SETUP, talking, launch(2).replace("train", "talk").replace("{}", "None")])
     notebook.run(0)
+    notebook.run(1)
     notebook.wait_until_done()
-    start(notebook, 1)
-    notebook.press_button(1, "Stacks")
-    notebook.wait_for_output(1, "in train")
-    notebook.screenshot("panel-stacks", cell=1)
+    start(notebook, 2)
+    notebook.evaluate("() => document.querySelector('.jp-OutputArea button').focus()")
+    for _ in range(2):
+        notebook.press("Tab")
+    notebook.press("Enter")
+    assert "train, Cell In[1] line" in notebook.wait_for_output(2, "talk, Cell In[2] line")
+    notebook.screenshot("panel-stacks", cell=2)
+    chosen = "document.querySelector('.jp-OutputArea select').selectedOptions"
+    assert notebook.evaluate(f"() => [...{chosen}].map(option => option.value)") == ["log of ..."]
+    notebook.choose(2, "log of rank 0")
+    notebook.wait_until(
+        "() => [...document.querySelectorAll('.nba pre')].some(one => one.innerText.includes('a line of rank 0'))"
+    )
     notebook.interrupt()
     notebook.wait_until_done()
