@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.accelerator.communication import CommunicationSlice
 from nb_accelerate.accelerator.core import build_core
 from nb_accelerate.accelerator.identity import IdentitySlice
 from nb_accelerate.accelerator.loaders import LoadersSlice
 from nb_accelerate.accelerator.options import OptionsSlice
+from nb_accelerate.accelerator.ownership import MAKE_IT_INSIDE
 from nb_accelerate.accelerator.preparing import PreparingSlice
 from nb_accelerate.accelerator.recording import RecordingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
@@ -144,6 +145,9 @@ class Accelerator(
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
         )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
 
     def __repr__(self) -> str:
         place = f"process {self.process_index} of {self.num_processes} on {self.device}"

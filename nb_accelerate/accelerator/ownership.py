@@ -57,6 +57,20 @@ def forgotten_model(call: str, world_size: int) -> NotPreparedError:
     )
 
 
+def foreign_accelerator(call: str) -> NotPreparedError:
+    """Return the error for an `Accelerator` that came into this process from the one that started it."""
+    return NotPreparedError(
+        f"{call} was called on an Accelerator that was made in another process, before this one was started from it. "
+        f"{MAKE_IT_INSIDE}"
+    )
+
+
+MAKE_IT_INSIDE = (
+    "It knows only the process it was made in. Make it, and what it prepares, inside of the function that you launch: "
+    "def train(): accelerator = Accelerator(); model, optimizer, loader = accelerator.prepare(...)."
+)
+
+
 def verify_device_map(model: nn.Module) -> bool:
     """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())

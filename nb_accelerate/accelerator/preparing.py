@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import check_first_step, check_owned, verify_device_map
-from nb_accelerate.data import prepare_data_loader
+from nb_accelerate.config.env import Environment
+from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.data import DataLoaderShard
     from nb_accelerate.data.dispatcher import SliceFunction
 
 logger = logging.getLogger("nb_accelerate")
@@ -48,6 +48,7 @@ class PreparingSlice(Slice):
         Raises:
             ConfigError: an object is of none of these kinds, ``device_placement`` has another length, or an optimizer
                 has no parameter of any prepared model.
+            CollectiveMismatchError: ranks prepare loaders of different lengths together with a model.
         """
         if device_placement is None:
             places = [self.core.device_placement] * len(args)
@@ -67,7 +68,11 @@ class PreparingSlice(Slice):
             self.prepare_scheduler(item) if self._is_scheduler(item) else done
             for item, done in zip(args, prepared, strict=True)
         ]
-        if any(isinstance(item, nn.Module) for item in args):
+        has_model = any(isinstance(item, nn.Module) for item in args)
+        # All ranks are here for the sake of a model. One that prepares a loader by itself must not wait for others.
+        if has_model or Environment().debug_mode:
+            check_alike(self.core.collectives, [item for item in results if isinstance(item, DataLoaderShard)])
+        if has_model:
             for item in results:
                 if isinstance(item, AcceleratedOptimizer):
                     check_owned(item.optimizer, self.core.prepared.models)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from os import getpid
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
-from nb_accelerate.accelerator.ownership import forgotten_model
+from nb_accelerate.accelerator.ownership import foreign_accelerator, forgotten_model
 from nb_accelerate.board import Phase
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.errors import NotPreparedError
@@ -116,9 +117,12 @@ class TrainingSlice(Slice):
             **kwargs: those of `torch.Tensor.backward`.
 
         Raises:
-            NotPreparedError: there are several processes, and no model was prepared.
+            NotPreparedError: there are several processes, and no model was prepared; or the `Accelerator` was made in
+                another process than this one.
         """
         core = self.core
+        if core.process.pid != getpid():
+            raise foreign_accelerator("accelerator.backward")
         if not core.prepared.models and core.collectives.world_size > 1:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)
         steps = core.accumulation.num_steps

@@ -1,5 +1,6 @@
 """Share out data between ranks: which rows are mine, in which order, and which of them are copies."""
 
+from nb_accelerate.data.alike import check_alike
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.plan import ShardPlan
@@ -15,6 +16,7 @@ __all__ = [
     "SeedableRandomSampler",
     "ShardPlan",
     "SkipBatchSampler",
+    "check_alike",
     "prepare_data_loader",
     "skip_first_batches",
 ]

@@ -101,6 +101,10 @@ class DataLoaderDispatcher(DataLoaderShard):
         self._even = value
 
     @override
+    def extent(self) -> None:
+        return None  # rank 0 reads for all; what others have does not count
+
+    @override
     def __len__(self) -> int:
         batches = self._read_length()
         if self.split_batches:

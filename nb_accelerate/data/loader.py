@@ -11,6 +11,7 @@ from nb_accelerate.board import Phase, here
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderTracker
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.nested import find_batch_size, send_to_device, tensors_in
 
 if TYPE_CHECKING:
@@ -192,6 +193,15 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             board.end_loop(loop)
             self.end()
 
+    def extent(self) -> tuple[int, int] | None:
+        """Return rows of the dataset and batches of this rank, if they have to be alike on all ranks; else None."""
+        if not self.even or self._rows is None:
+            return None
+        try:
+            return self._rows, len(self)
+        except (TypeError, NotImplementedError):
+            return None
+
     def _total_steps(self) -> int | None:
         """Return how many batches an epoch has, those left out at its beginning included; None if not known."""
         try:
@@ -226,7 +236,14 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         def place(batch: Any) -> Any:
             if type(batch) is LastBatch:
                 return LastBatch(send_to_device(batch.batch, device, non_blocking=non_blocking), batch.real, batch.rows)
-            return send_to_device(batch, device, non_blocking=non_blocking)
+            try:
+                return send_to_device(batch, device, non_blocking=non_blocking)
+            except NotImplementedError as error:  # a device that cannot be copied from
+                places = {str(tensor.device) for tensor in tensors_in(batch)}
+                raise ConfigError(
+                    f"A batch with tensors on {', '.join(sorted(places))} could not be moved to {device}: {error} Let "
+                    "the dataset and collate_fn make all tensors on the CPU; batches are moved to the device here."
+                ) from error
 
         return place
 

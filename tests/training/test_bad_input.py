@@ -1,0 +1,96 @@
+"""What cannot be is said at once: what was given, why it cannot be, and what to write instead.
+
+Rows of that list that belong to one part are tested with it: options, preparing, collectives, metrics.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nb_accelerate import Accelerator, CollectiveMismatchError, ConfigError, DataLoaderConfiguration, NotPreparedError
+from nb_accelerate.errors import ShippingError
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_loaders_of_different_lengths_are_noticed_before_ranks_wait_for_each_other(run_ranks):
+    def train():
+        accelerator = Accelerator(cpu=True)
+        rows = torch.ones(8 + 4 * accelerator.process_index, 1)
+        same = DataLoader(torch.ones(6, 1), batch_size=2)
+        accelerator.prepare(*parts(), same, DataLoader(rows, batch_size=2))
+
+    with pytest.raises(
+        CollectiveMismatchError,
+        match=r"number 2 has 8 rows on rank 0.*12 rows on rank 1, so 3 batches.*Give all ranks the same.*join_un",
+    ):
+        run_ranks(train)
+
+
+def test_loaders_may_differ_where_ranks_do_not_wait_for_each_other(run_ranks):
+    def train():
+        rows = []
+        for options in ({"even_batches": False}, {"dispatch_batches": True}):
+            accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+            data = torch.ones(8 + 4 * accelerator.process_index, 1)
+            model, optimizer, loader = accelerator.prepare(*parts(), DataLoader(data, batch_size=2))
+            rows.append(0)
+            with accelerator.join_uneven_inputs([model]):
+                for batch in loader:
+                    optimizer.zero_grad()
+                    accelerator.backward(model(batch).sum())
+                    optimizer.step()
+                    rows[-1] += len(batch)
+        accelerator = Accelerator(cpu=True)
+        if accelerator.is_main_process:  # one rank may prepare a loader for itself
+            rows.append(len(accelerator.prepare(DataLoader(torch.ones(4), batch_size=1))))
+        return rows
+
+    assert run_ranks(train) == [[4, 4, 2], [6, 4]]
+
+
+def test_a_batch_with_a_tensor_that_cannot_be_moved_names_the_devices():
+    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+        return {"a": torch.ones(len(rows)), "b": torch.ones(len(rows), device="meta")}
+
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2, collate_fn=collate))
+    with pytest.raises(
+        ConfigError, match=r"tensors on cpu, meta could not be moved to cpu.*make all tensors on the CPU"
+    ):
+        next(iter(loader))
+
+
+def test_an_accelerator_made_outside_of_the_launched_function_is_not_sent(run_ranks):
+    accelerator = Accelerator(cpu=True)
+
+    def train():
+        accelerator.backward(torch.ones(1, requires_grad=True).sum())
+
+    with pytest.raises(
+        ShippingError, match=r"'accelerator' of the enclosing.*Make it, and what it prepares, inside of"
+    ):
+        run_ranks(train)
+    with pytest.raises(TypeError, match=r"cannot be sent to another process or copied\. It knows only the process"):
+        copy.deepcopy(accelerator)
+
+
+@pytest.mark.slow
+def test_an_accelerator_that_a_fork_brought_along_does_not_train_alone(run_ranks):
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*parts())
+
+    def train():
+        loss = model(torch.ones(1)).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+
+    with pytest.raises(NotPreparedError, match=r"made in another process, before this one was started.*inside of the"):
+        run_ranks(train, start_method="fork")
