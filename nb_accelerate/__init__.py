@@ -17,7 +17,7 @@ by an import::
      4     precision  comm                                                                            protocol
      3     process  nested
      2                                                                          topology
-     1                                                                          config  board
+     1                                                                          config  board  records
      0                                                                          errors  version
 
 A module imports from lower levels or from its own package, nothing from the other half, and torch at import in
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.profiling import ProfileKwargs
     from nb_accelerate.data import skip_first_batches
+    from nb_accelerate.display.runs import runs
     from nb_accelerate.errors import (
         CollectiveMismatchError,
         ConfigError,
@@ -99,6 +100,7 @@ _HOME = {
     "load_ipython_extension": "magics",
     "notebook_launcher": "launch",
     "progress": "process.progress",
+    "runs": "display.runs",
     "set_seed": "process.rng",
     "skip_first_batches": "data",
     "synchronize_rng_states": "compat.exchange",
@@ -136,6 +138,7 @@ __all__ = [
     "load_ipython_extension",
     "notebook_launcher",
     "progress",
+    "runs",
     "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",

@@ -9,9 +9,9 @@ was after it was killed. A word is written in one piece; a reader may see words 
 of one.
 """
 
-from nb_accelerate.board.board import Board, here, install
+from nb_accelerate.board.board import MAX_RECORD, Board, here, install
 from nb_accelerate.board.layout import Collective, Phase
 from nb_accelerate.board.page import Page
 from nb_accelerate.board.sample import Bar, Sample
 
-__all__ = ["Bar", "Board", "Collective", "Page", "Phase", "Sample", "here", "install"]
+__all__ = ["MAX_RECORD", "Bar", "Board", "Collective", "Page", "Phase", "Sample", "here", "install"]

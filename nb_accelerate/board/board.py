@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import operator
 import os
 import time
 from typing import TYPE_CHECKING
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from nb_accelerate.board.layout import Collective
 
 
+MAX_RECORD = 4000
+"""Bytes. It fits into one write to a pipe, which is never mixed with another."""
+
+
 class Board:
     """What a process says about itself. Written by its main thread.
 
@@ -28,6 +33,7 @@ class Board:
     Attributes:
         enter: takes the `Phase` that begins. A bound method of C code, since loops call it several times a step.
         step: takes the number of batches that the current loop has handed out.
+        outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
     """
 
@@ -35,9 +41,10 @@ class Board:
         self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
         self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
-        self.enter: Callable[[int], None] = functools.partial(self._words.__setitem__, layout.PHASE)
-        self.step: Callable[[int], None] = functools.partial(self._words.__setitem__, layout.STEP)
-        self.trains: Callable[[], None] = functools.partial(self._words.__setitem__, layout.TRAINS, 1)
+        self.enter: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.PHASE)
+        self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
+        self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
+        self.outlet: Callable[[bytes], object] = _nobody
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._reals[layout.LOSS] = layout.NO_LOSS
@@ -195,6 +202,10 @@ class Board:
         return state
 
 
+def _nobody(_: bytes) -> None:
+    """Keep nothing."""
+
+
 class Loop:
     """A loop that has begun.
 
@@ -237,12 +248,13 @@ def here() -> Board:
     return _board
 
 
-def install(fd: int) -> Board:
+def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> Board:
     """Write on the page behind a descriptor from now on. The descriptor is taken over."""
     global _board  # noqa: PLW0603 - the process has one
     memory = mmap.mmap(fd, layout.SIZE)
     os.close(fd)
     _board = Board(memory)
+    _board.outlet = outlet
     return _board
 
 

@@ -26,6 +26,7 @@ class LoggerType(str, Enum):
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
     JSONL = "jsonl"
+    NOTEBOOK = "notebook"
 
     def __str__(self) -> str:
         return self.value

@@ -11,6 +11,8 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from nb_accelerate.records import draw
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,8 +35,15 @@ def style() -> str:
 
 
 def render(view: View) -> str:
-    """The panel, without its style sheet."""
+    """The panel, without its style sheet and its charts."""
     return f'<div class="nba">{_header(view)}{_body(view)}</div>'
+
+
+def render_charts(view: View) -> str:
+    """What was logged to be drawn; "" if nothing was."""
+    if not view.charts:
+        return ""
+    return f'<div class="nba nba-charts">{"".join(draw(one.curve, one.earlier) for one in view.charts)}</div>'
 
 
 def _header(view: View) -> str:

@@ -68,7 +68,7 @@ class Lines(Drawing):
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
-        if not (self._wrote or view.bars):
+        if not (self._wrote or view.bars or view.charts):
             return
         if self._is_notebook:
             self._paper.display("display_data", bundle(view))
@@ -79,7 +79,10 @@ class Lines(Drawing):
 def bundle(view: View) -> dict[str, Any]:
     """A view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
     return {
-        "data": {"text/html": html.style() + html.render(view), "text/plain": text.table(view)},
+        "data": {
+            "text/html": html.style() + html.render(view) + html.render_charts(view),
+            "text/plain": text.table(view),
+        },
         "metadata": {},
         "transient": {},
     }

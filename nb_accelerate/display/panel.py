@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from nb_accelerate.display.charts import charts_of
 from nb_accelerate.display.state import PanelState
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class Watched(Protocol):
 
     def stacks(self) -> Mapping[int, str]:
         """What they answered, by rank."""
+
+    def runs(self) -> Sequence[str]:
+        """Ids of runs that ranks log with the notebook's tracker, see `nb_accelerate.display.runs`."""
 
     def log(self, rank: int) -> str:
         """The last lines a rank printed."""
@@ -125,7 +129,7 @@ class Panel:
                 self._state.explain(self._watched.stacks())
         if now >= self._draw_at:
             self._draw_at = now + self._drawing.every
-            self._drawing.draw(self._state.view(now))
+            self._drawing.draw(self._view(now))
             self._was_drawn = True
 
     def finish(self, state: State, failure: Failure | None = None) -> None:
@@ -134,10 +138,13 @@ class Panel:
         self.due = float("inf")
         self._observe(now)
         self._state.end(now, state, failure)
-        view = self._state.view(now)
+        view = self._view(now)
         # What was over before a panel appeared has none, but for bars: they were not printed.
-        if self._was_drawn or view.bars:
+        if self._was_drawn or view.bars or view.charts:
             self._drawing.finish(view, was_drawn=self._was_drawn)
+
+    def _view(self, now: float) -> View:
+        return replace(self._state.view(now), charts=charts_of(self._watched.runs()))
 
     def _observe(self, now: float) -> None:
         seen = self._watched.look()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from nb_accelerate.records import Curve
 
 State = Literal["starting", "running", "done", "failed", "interrupted"]
 Kind = Literal["", "late", "bad", "done"]
@@ -85,6 +88,19 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Values that were logged under a name.
+
+    Attributes:
+        curve: those of the run that is on.
+        earlier: those of runs before it.
+    """
+
+    curve: Curve
+    earlier: tuple[Curve, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class View:
     """A panel at one moment.
 
@@ -99,6 +115,7 @@ class View:
         rows: the ranks, or those of many that stand out.
         dots: all ranks, if they are too many for a row each.
         curve: (step, loss), in order.
+        charts: what was logged to be drawn here.
         warnings: sentences about what is wrong.
         failure: why it ended, if it failed.
     """
@@ -113,6 +130,7 @@ class View:
     rows: tuple[Row, ...] = ()
     dots: tuple[Dot, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
+    charts: tuple[Chart, ...] = ()
     warnings: tuple[str, ...] = ()
     failure: Failure | None = None
 
@@ -124,4 +142,4 @@ class View:
     @property
     def is_worth_keeping(self) -> bool:
         """It says more than that all went well."""
-        return self.has_steps or self.state != "done"
+        return self.has_steps or bool(self.charts) or self.state != "done"

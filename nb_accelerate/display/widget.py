@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _WAIT = 10.0
 _NOBODY = -1
+_CHARTS_EVERY = 5
+"""Drawings of the panel for one of its charts, which are larger and move less."""
 
 
 class Widget(Drawing):
@@ -68,6 +70,8 @@ class Widget(Drawing):
         self._shown: Callable[[], str] | None = None
         self._last = ""
         self._is_shown = bool(place)
+        self._draws = 0
+        self._charts: Any = None
         self._thread: threading.Thread | None = None
 
     @override
@@ -77,11 +81,16 @@ class Widget(Drawing):
             self._thread.start()
         if self._thread.is_alive():
             return
-        now = html.render(view)
         if self._panel is None:
             return
+        now = html.render(view)
         if now != self._last:
             self._last = self._panel.value = now
+        self._draws += 1
+        if self._draws % _CHARTS_EVERY == 1:
+            charts = html.render_charts(view)
+            if charts != self._charts.value:
+                self._charts.value = charts
         if self._shown is not None:
             said = self._shown()
             if said != self._aside.value:
@@ -124,6 +133,7 @@ class Widget(Drawing):
         style = ipywidgets.HTML(html.style())
         style.layout.display = "none"
         self._panel = ipywidgets.HTML()
+        self._charts = ipywidgets.HTML()
         self._aside = ipywidgets.HTML()
         buttons = [
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
@@ -136,7 +146,7 @@ class Widget(Drawing):
         )
         logs.observe(lambda change: self._show_log(change["new"]), "value")
         controls = ipywidgets.HBox([*buttons, logs])
-        self._box = ipywidgets.VBox([style, self._panel, controls, self._aside])
+        self._box = ipywidgets.VBox([style, self._panel, self._charts, controls, self._aside])
         self._box.layout.display = "none"  # until there is something in it
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:

@@ -12,6 +12,7 @@ import string
 from collections import deque
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.runs import take
 from nb_accelerate.protocol.output import Chunk, Decoder
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class RankOutput:
         emit: takes a stream's name and one or more whole lines.
         alone: there is just this rank, so nothing can mix and nothing is held back.
         on_display: called where the rank has marked the place of a display.
+
+    Attributes:
+        logged: ids of runs that it has logged values of, in order.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class RankOutput:
         self._decoder = Decoder(mark)
         self._emit_lines = emit
         self._on_display = on_display
+        self.logged: dict[str, None] = {}
         self.alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
         self._text = {name: decoder("replace") for name in ("stdout", "stderr")}
@@ -81,6 +86,11 @@ class RankOutput:
         return self._line[stream]
 
     def _pass_on(self, chunk: Chunk) -> None:
+        if chunk.stream == "record":
+            run = take(chunk.data)
+            if run is not None:
+                self.logged[run] = None
+            return
         if chunk.stream == "display":
             if self._on_display is not None:
                 self.finish()

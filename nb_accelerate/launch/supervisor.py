@@ -197,6 +197,10 @@ class Supervisor:
         """The last lines a rank printed."""
         return next(one.output.text for one in self._ranks if one.handle.rank == rank)
 
+    def runs(self) -> list[str]:
+        """Runs that the ranks have logged values of."""
+        return [run for rank in self._ranks for run in rank.output.logged]
+
     def actions(self) -> tuple[Action, ...]:
         """What the user can do."""
         return (

@@ -37,6 +37,8 @@ class CellRanks:
     def __init__(self, turn: Turn, interrupt: Callable[[], None]) -> None:
         self._turn = turn
         self._interrupt = interrupt
+        for member in turn.members:
+            member.output.logged.clear()
         self._turns_before = {member.rank: member.handle.board.read().turn for member in turn.members}
 
     def look(self) -> list[Seen]:
@@ -60,6 +62,10 @@ class CellRanks:
     def log(self, rank: int) -> str:
         """The last lines a rank printed."""
         return next(member.output.text for member in self._turn.members if member.rank == rank)
+
+    def runs(self) -> list[str]:
+        """Runs that the ranks have logged values of in this cell."""
+        return [run for member in self._turn.members for run in member.output.logged]
 
     def actions(self) -> Sequence[Action]:
         """What the user can do."""

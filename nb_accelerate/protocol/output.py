@@ -6,7 +6,7 @@ A rank's file descriptor 1 is a pipe to the kernel. ``sys.stdout`` and C code wr
     plain bytes ... | mark | kind | length | bytes for stderr | plain bytes ...
 
 An empty frame of the kind `DISPLAY` marks the place of something rich (a figure, say), whose data was sent over the
-rank's channel before the frame was written.
+rank's channel before the frame was written. One of the kind `RECORD` carries values that were logged, as JSON.
 
 The mark is 16 random bytes, new for every rank, so that no output can be taken for a frame. A frame is at most
 `PIPE_BUF` long: the kernel of the operating system never mixes such a write with that of another writer. C code
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 StreamName = Literal["stdout", "stderr"]
-Kind = Literal["stderr", "display"]
+Kind = Literal["stderr", "display", "record"]
 
 MARK_SIZE = 16
 _FIELDS = struct.Struct("!BH")
-_KINDS: tuple[Kind, ...] = ("stderr", "display")
+_KINDS: tuple[Kind, ...] = ("stderr", "display", "record")
 _HEAD = MARK_SIZE + _FIELDS.size
 MAX_PAYLOAD = select.PIPE_BUF - _HEAD
 """Bytes of text one frame can carry."""
@@ -38,9 +38,9 @@ MAX_PAYLOAD = select.PIPE_BUF - _HEAD
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some bytes of one stream, or the place of a display."""
+    """Some bytes of one stream, the place of a display, or a record."""
 
-    stream: StreamName | Literal["display"]
+    stream: StreamName | Literal["display", "record"]
     data: bytes
 
 

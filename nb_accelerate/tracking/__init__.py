@@ -1,12 +1,13 @@
 """Experiment trackers: an adapter for each library, imported when it is used, and one that needs none."""
 
+from nb_accelerate.records import RunRecord, read_run
 from nb_accelerate.tracking.aim import AimTracker
 from nb_accelerate.tracking.clearml import ClearMLTracker
 from nb_accelerate.tracking.comet import CometMLTracker
 from nb_accelerate.tracking.dvclive import DVCLiveTracker
 from nb_accelerate.tracking.jsonl import JSONLinesTracker
 from nb_accelerate.tracking.mlflow import MLflowTracker
-from nb_accelerate.tracking.record import RunRecord, read_run
+from nb_accelerate.tracking.notebook import NotebookTracker
 from nb_accelerate.tracking.recording import Recording, resolve_recording
 from nb_accelerate.tracking.select import filter_trackers, get_available_trackers, make_trackers, register_tracker_class
 from nb_accelerate.tracking.swanlab import SwanLabTracker
@@ -24,6 +25,7 @@ __all__ = [
     "GeneralTracker",
     "JSONLinesTracker",
     "MLflowTracker",
+    "NotebookTracker",
     "Recording",
     "RunRecord",
     "SwanLabTracker",

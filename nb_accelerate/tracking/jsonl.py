@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.record import read_run
+from nb_accelerate.records import read_run
 from nb_accelerate.tracking.tracker import GeneralTracker, on_main_process, plain_values
 
 if TYPE_CHECKING:
     import os
 
-    from nb_accelerate.tracking.record import RunRecord
+    from nb_accelerate.records import RunRecord
 
 
 class JSONLinesTracker(GeneralTracker):

@@ -52,6 +52,7 @@ TRACKERS = {
     "dvclive": Row("dvclive", "DVCLiveTracker", ("dvclive",)),
     "swanlab": Row("swanlab", "SwanLabTracker", ("swanlab",)),
     "jsonl": Row("jsonl", "JSONLinesTracker"),
+    "notebook": Row("notebook", "NotebookTracker"),
 }
 
 

@@ -34,7 +34,7 @@ from nb_accelerate.worker.groups import close_groups, has_group, serve_store
 from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.lineage import die_with_parent, set_name
 from nb_accelerate.worker.loaders import spawn_by_value
-from nb_accelerate.worker.streams import replace_streams
+from nb_accelerate.worker.streams import replace_streams, send_record
 
 if TYPE_CHECKING:
     from nb_accelerate.protocol.messages import Parcel, Setup
@@ -64,7 +64,7 @@ def run_rank(
         broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
-    install(ends.board)
+    install(ends.board, functools.partial(send_record, mark))
     gate = InterruptGate(ends.interrupt)
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001

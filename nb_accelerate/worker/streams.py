@@ -45,6 +45,11 @@ class _RankStream(io.TextIOWrapper):
         return written
 
 
+def send_record(mark: bytes, record: bytes) -> None:
+    """Send something to be kept, in its place among what is printed."""
+    os.write(1, frame(mark, record, "record"))
+
+
 def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
     """Make descriptors 1 and 2 and Python's streams those of this rank; there is no standard input.
 

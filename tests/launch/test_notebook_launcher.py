@@ -250,7 +250,7 @@ def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
     cell = notebook.run("launch(waits, (), 2, timeout=0.5)")
     assert cell.error == "DeadlineError"
     assert "timeout=0.5 s" in cell.message
-    assert re.search(r"Meanwhile ranks 0, 1 were in waits, Cell In\[\d+\] line 2", plain(cell.traceback))
+    assert re.search(r"Meanwhile ranks 0 and 1 were in waits, Cell In\[\d+\] line 2", plain(cell.traceback))
 
 
 def test_the_environment_and_folder_of_a_rank_are_those_of_the_kernel_now(notebook: Kernel) -> None:

@@ -252,9 +252,9 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch):
 
 def test_all_means_what_is_installed_and_has_what_it_needs(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(select, "is_installed", lambda name: name in ("tensorboard", "comet_ml"))
-    assert get_available_trackers() == ["tensorboard", "comet_ml", "jsonl"]
-    assert filter_trackers("all") == ["comet_ml", "jsonl"]
-    assert filter_trackers([LoggerType.ALL], tmp_path) == ["tensorboard", "comet_ml", "jsonl"]
+    assert get_available_trackers() == ["tensorboard", "comet_ml", "jsonl", "notebook"]
+    assert filter_trackers("all") == ["comet_ml", "jsonl", "notebook"]
+    assert filter_trackers([LoggerType.ALL], tmp_path) == ["tensorboard", "comet_ml", "jsonl", "notebook"]
     assert filter_trackers(None) == []
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WIDTH, HEIGHT = 320, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 24, 22
@@ -34,13 +38,19 @@ class Plot:
         return f"Plot({self.title!r}: {last})"
 
 
-def draw(curve: Curve) -> str:
-    """Return a curve as SVG. Points that are not finite are left out, and interrupt the line."""
-    finite = [(x, y) for x, y in curve.points if math.isfinite(x) and math.isfinite(y)]
+def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
+    """Return a curve as SVG. Points that are not finite are left out, and interrupt the line.
+
+    Args:
+        curve: what is drawn.
+        earlier: drawn faintly behind it, on the same scale.
+    """
+    finite = _finite(curve)
     if not finite:
         return _frame(curve.name, "no finite value", "")
-    left, right = _span([x for x, _ in finite])
-    low, high = _span([y for _, y in finite])
+    shown = [*finite, *(point for other in earlier for point in _finite(other))]
+    left, right = _span([x for x, _ in shown])
+    low, high = _span([y for _, y in shown])
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
@@ -58,14 +68,24 @@ def draw(curve: Curve) -> str:
         f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{x:g}</text>'
         for x in sorted({finite[0][0], finite[-1][0]})
     )
+    for other in earlier:
+        title = f"<title>{escape(other.name)}</title>"
+        for piece in _pieces(other.points):
+            body += _line([place(x, y) for x, y in piece], 'stroke="#8888"', title)
     for piece in _pieces(curve.points):
-        at = [place(x, y) for x, y in piece]
-        if len(at) == 1:
-            body += f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="2.5" fill="#1f77b4"/>'
-        else:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-            body += f'<polyline points="{path}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+        body += _line([place(x, y) for x, y in piece], 'class="nba-current" stroke="#2a78d6"')
     return _frame(curve.name, f"{finite[-1][1]:.4g}", body)
+
+
+def _finite(curve: Curve) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in curve.points if math.isfinite(x) and math.isfinite(y)]
+
+
+def _line(at: list[tuple[float, float]], look: str, title: str = "") -> str:
+    if len(at) == 1:
+        return f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="2" fill="none" {look}>{title}</circle>'
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+    return f'<polyline points="{path}" fill="none" stroke-width="1.5" {look}>{title}</polyline>'
 
 
 def _span(values: list[float]) -> tuple[float, float]:
@@ -73,7 +93,7 @@ def _span(values: list[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _pieces(points: tuple[tuple[float, float], ...], most: int = 600) -> list[list[tuple[float, float]]]:
+def _pieces(points: tuple[tuple[float, float], ...], most: int = 300) -> list[list[tuple[float, float]]]:
     """Return runs of finite points. Of very many, every n-th: a picture has no room for more."""
     every = max(1, len(points) // most)
     pieces: list[list[tuple[float, float]]] = [[]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.tracking.curves import Curve, Plot
+from nb_accelerate.records.curves import Curve, Plot
 
 if TYPE_CHECKING:
     import os

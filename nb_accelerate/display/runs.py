@@ -1,0 +1,51 @@
+"""Runs that were logged with ``log_with="notebook"``: kept as long as the notebook's kernel, to be compared."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nb_accelerate.records import RunRecord
+
+_records: dict[str, RunRecord] = {}
+"""By the id their trackers gave them, in the order in which they began."""
+
+_projects: dict[str, str] = {}
+
+
+def runs() -> list[RunRecord]:
+    """Runs logged with ``log_with="notebook"`` since the kernel started, the first one first.
+
+    Shown in a cell, a run draws its curves; ``run.column("loss")`` has the values, ``run.config`` the settings.
+    """
+    return list(_records.values())
+
+
+def take(data: bytes) -> str | None:
+    """Note what a tracker in a rank sent. Returns the run's id; None if it makes no sense."""
+    try:
+        entry: dict[str, Any] = json.loads(data)
+        key = str(entry["run"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    record = _records.get(key)
+    if record is None:
+        project = str(entry.get("name", "run"))
+        number = 1 + sum(other == project for other in _projects.values())
+        _projects[key] = project
+        record = _records[key] = RunRecord(name=project if number == 1 else f"{project}-{number}")
+    record.config.update(entry.get("config", {}))
+    if "row" in entry:
+        record.rows.append(entry["row"])
+    return key
+
+
+def record_of(key: str) -> RunRecord:
+    """A run by its id."""
+    return _records[key]
+
+
+def earlier(key: str, most: int) -> list[RunRecord]:
+    """The last few runs of the same project before one."""
+    before = list(_records)[: list(_records).index(key)]
+    return [_records[other] for other in before if _projects[other] == _projects[key]][-most:]

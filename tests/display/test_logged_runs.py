@@ -1,0 +1,127 @@
+"""Values logged with ``log_with="notebook"``: from a tracker in a rank to charts and records in the notebook."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nb_accelerate.board import MAX_RECORD, here
+from nb_accelerate.display import runs as kept
+from nb_accelerate.display.charts import charts_of
+from nb_accelerate.tracking import NotebookTracker
+
+if TYPE_CHECKING:
+    from fixtures.kernels import Kernel
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the tracker of this process sends."""
+    records: list[bytes] = []
+    monkeypatch.setattr(here(), "outlet", records.append)
+    return records
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_records", {})
+    monkeypatch.setattr(kept, "_projects", {})
+
+
+def log(name: str, *losses: float) -> NotebookTracker:
+    tracker = NotebookTracker(name)
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    for step, loss in enumerate(losses):
+        tracker.log({"loss": loss}, step=step)
+    return tracker
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_what_is_logged_is_kept_by_run_with_its_settings(sent: list[bytes]):
+    log("digits", 2.0, 1.0)
+    log("digits", 3.0)
+    keys = [kept.take(record) for record in sent]
+    first, second = kept.runs()
+    assert (first.name, second.name) == ("digits", "digits-2")
+    assert first.config == {"lr": 0.1}
+    assert first.column("loss") == [(0, 2.0), (1, 1.0)]
+    assert second.column("loss") == [(0, 3.0)]
+    assert len(set(keys)) == 2
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_a_chart_shows_earlier_runs_of_the_project_and_no_others(sent: list[bytes]):
+    log("digits", 2.0)
+    log("letters", 5.0)
+    log("digits", 1.0)
+    keys = list(dict.fromkeys(kept.take(record) for record in sent))
+    (chart,) = charts_of([str(keys[-1])])
+    assert chart.curve.points == ((0, 1.0),)
+    assert [(curve.name, curve.points) for curve in chart.earlier] == [("digits", ((0, 2.0),))]
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_more_values_than_one_record_can_carry_arrive_in_several(sent: list[bytes]):
+    tracker = NotebookTracker("wide")
+    values = {f"a layer with quite a long name, number {number}": float(number) for number in range(300)}
+    tracker.log(values, step=7)
+    assert len(sent) > 1
+    assert all(len(record) <= MAX_RECORD for record in sent)
+    for record in sent:
+        kept.take(record)
+    (run,) = kept.runs()
+    assert {name: run.column(name) for name in run.columns} == {name: [(7, value)] for name, value in values.items()}
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"row": {}}', b"\xff"])
+@pytest.mark.usefixtures("nothing_kept")
+def test_what_makes_no_sense_is_left_out(garbage: bytes):
+    assert kept.take(garbage) is None
+    assert kept.runs() == []
+
+
+def test_text_and_long_values_do_not_become_too_long(sent: list[bytes]):
+    tracker = NotebookTracker("text")
+    tracker.log({"note": "x" * 10_000})
+    (record,) = sent
+    assert len(json.loads(record)["row"]["note"]) == 200
+
+
+def test_without_a_notebook_the_tracker_still_has_its_values():
+    tracker = log("alone", 2.0, 1.0)
+    assert tracker.tracker.column("loss") == [(0, 2.0), (1, 1.0)]
+    assert "<svg" in tracker.tracker._repr_html_()
+
+
+TRAIN = """
+from nb_accelerate import Accelerator, notebook_launcher, runs
+
+def train(losses):
+    accelerator = Accelerator(log_with="notebook")
+    accelerator.init_trackers("digits", config={"lr": 0.1})
+    for step, loss in enumerate(losses):
+        print("step", step)
+        accelerator.log({"loss": loss, "rank": accelerator.process_index}, step=step)
+    accelerator.end_training()
+"""
+
+
+@pytest.mark.limit(90)
+def test_a_launch_leaves_its_curves_in_the_cell_and_its_values_in_the_notebook(shared_kernel: Kernel):
+    shared_kernel.run(TRAIN).ok()
+    first = shared_kernel.run("notebook_launcher(train, ([3.0, 2.0],), num_processes=2)").ok()
+    second = shared_kernel.run("notebook_launcher(train, ([2.5, 1.5],), num_processes=2)").ok()
+    assert first.stdout.count("step 1\n") == 2
+    assert '"row"' not in first.stdout
+    for cell, earlier in ((first, 0), (second, 1)):
+        (display,) = cell.displays
+        page = display["text/html"]
+        assert 'aria-label="loss:' in page
+        assert page.count("<title>digits</title>") == 2 * earlier  # behind the loss, and behind the rank
+    shown = shared_kernel.run("print([(run.name, run.config, run.column('loss')) for run in runs()])").ok()
+    assert shown.stdout == (
+        "[('digits', {'lr': 0.1}, [(0, 3.0), (1, 2.0)]), ('digits-2', {'lr': 0.1}, [(0, 2.5), (1, 1.5)])]\n"
+    )
