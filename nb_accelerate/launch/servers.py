@@ -28,7 +28,7 @@ from typing_extensions import override
 from nb_accelerate.errors import StartError
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
-from nb_accelerate.worker.server import SignalRank, StartRank, serve_forked
+from nb_accelerate.worker.server import LATER, SignalRank, StartRank, serve_forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 PRELOAD = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",
     "cloudpickle",
     "nb_accelerate.accelerator",
     "nb_accelerate.worker.cell",
+    *LATER,
 )
-"""What every rank needs, imported once in the warm server. Dynamo, a second of it: the first optimizer asks for it."""
+"""What every rank needs, imported once in the warm server."""
 
 _BOOTSTRAP = "from nb_accelerate.worker.server import main; main()"
 _CLOSING = 5.0

@@ -25,6 +25,7 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -71,6 +72,13 @@ class SignalRank:
 _QUIET = 0.002
 """Seconds without anything to do after which there is time to fork an idle process."""
 
+LATER = ("torch._dynamo",)
+"""Imports that can wait, a second of them: the first optimizer asks for it. If somebody waits for ranks already when
+the rest is imported, these get it by themselves when they need it, and the server once nobody waits."""
+
+_PAUSE = 0.5
+"""Seconds without anything to do after which there is time for that."""
+
 _MOST_IDLE = 8
 
 
@@ -111,9 +119,22 @@ class _Server:
         self._adopts = adopt_orphans()
         self._selector = selectors.DefaultSelector()
         self._own_fds: list[int] = []
-        self._broken = _import_all(preload)
-        # What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank.
-        if preload:
+        self._broken = _import_all(tuple(module for module in preload if module not in LATER))
+        self._later = tuple(module for module in preload if module in LATER)
+        if self._later and not self._is_waited_for():
+            self._import_later()
+        self._freeze()
+
+    def _is_waited_for(self) -> bool:
+        return bool(select.select([self._control], [], [], 0)[0])
+
+    def _import_later(self) -> None:
+        modules, self._later = self._later, ()
+        self._broken = self._broken or _import_all(modules)
+
+    def _freeze(self) -> None:
+        """What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank."""
+        if self._keeps_idle:
             gc.collect()
         gc.freeze()
 
@@ -132,9 +153,12 @@ class _Server:
             self._own_fds.append(pidfd)
             self._selector.register(pidfd, selectors.EVENT_READ, "parent")
         while os.getppid() == self._parent:
-            has_time = not self._ranks and len(self._idle) < self._wanted
-            events = self._selector.select(_QUIET if has_time else None)
-            if not events:
+            has_time = not self._ranks and (self._later or len(self._idle) < self._wanted)
+            events = self._selector.select((_PAUSE if self._later else _QUIET) if has_time else None)
+            if not events and self._later:
+                self._import_later()
+                self._freeze()
+            elif not events:
                 self._fork_idle()
             for key, _ in events:
                 if key.data == "control" and not self._read_control():

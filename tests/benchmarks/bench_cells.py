@@ -76,7 +76,7 @@ SYSTEMS = {
             "%dist_mode --disable",
             "import time\nmagics = get_ipython().magics_manager.magics['line']['dist_init'].__self__\n"
             "for process in magics._process_manager.processes:\n"
-            "    while 'initialized' not in process.stdout.readline(): pass\ntime.sleep(0.1)",
+            "    while 'initialized' not in process.stdout.readline(): pass\ntime.sleep(0.5)",
         ),
         magic="distributed",
         stop="%dist_shutdown",
