@@ -124,9 +124,10 @@ class Cells:
             if value != running:
                 flag = "-n" if name == "num_processes" else f"--{name.replace('_', '-')}"
                 shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                how = f"without {flag}" if running is None else f"with {flag} {running}"
                 raise PoolError(
-                    f"{flag} {shown}: the ranks that run were started with {flag} {running}. To start others, and lose "
-                    f"what these have: %distributed stop, then this cell again"
+                    f"{flag} {shown}: the ranks that run were started {how}. To start others, and lose what these "
+                    f"have: %distributed stop, then this cell again"
                 )
 
 

@@ -68,5 +68,6 @@ def move(state: State, event: str) -> State:
     try:
         return _MOVES[state, event]
     except KeyError:
-        why = _WHY_NOT.get(state, f"the ranks are {state.value}")
-        raise PoolError(f"cannot {event}: {why}") from None
+        if event == "start":
+            raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop") from None
+        raise PoolError(_WHY_NOT.get(state, f"the ranks are {state.value}")) from None

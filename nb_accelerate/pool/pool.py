@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display import choose_front_end
-from nb_accelerate.errors import TooLargeError
+from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.launch.sinks import sink_here
 from nb_accelerate.pool.group import RankGroup
 from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
@@ -308,6 +308,9 @@ class Pool:
                 f"%distributed push {' '.join(values)} --large",
                 size=error.size,
             ) from None
+        except ShippingError as error:
+            part = error.path.partition("]['")[2]  # its path begins with our own tuple
+            raise ShippingError(str(error).replace(error.path, f"['{part}"), path=f"['{part}") from error
         uses = frozenset[str]().union(*(names_in(code) for code in packed.codes))
         with packed:
             self._call(members, packed)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.launch import notebook_sources
@@ -36,20 +37,34 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
     """Decide how many ranks on what.
 
     Raises:
+        PoolError: this is a rank itself.
         ConfigError: more ranks than GPUs, or a GPU that is not there.
         MissingDependencyError: torch is not installed.
     """
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and getattr(ipython.get_ipython(), "is_rank", False):
+        raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
     facts = look(options.env)
     number = options.num_processes
     if number is None and (facts.num_gpus == 0 or options.devices == "cpu"):
         number = WITHOUT_GPUS
     launch = options.as_launch(number)
+    _check_number(launch.num_processes or 1)
     plan = make_plan(launch, facts)
     if plan.start_method == "fork":
         # A copy of the notebook as it is now would be out of date with the next cell.
         launch = replace(launch, start_method="forkserver")
         plan = make_plan(launch, facts)
     return launch, plan
+
+
+def _check_number(ranks: int) -> None:
+    """Is it a slip of the fingers? Every rank is a process with PyTorch in it."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if ranks > most:
+        raise ConfigError(
+            f"-n {ranks}: that many processes are more than this machine can hold. Write at most -n {most}"
+        )
 
 
 def start_rank(server: RankServer, rank: int) -> RankHandle:

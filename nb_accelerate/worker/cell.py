@@ -18,7 +18,7 @@ from nb_accelerate.board import here
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
-from nb_accelerate.worker import alarm, interrupt
+from nb_accelerate.worker import alarm
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import close_groups, named, serve_store
@@ -124,7 +124,8 @@ class PersistentRank:
         try:
             packed = pack(value, name="the value of the last expression")
         except Exception as error:
-            return fail(error, returned=True)
+            error.__cause__ = None  # its text is in the message, and no line of the user's is in either traceback
+            return fail(error.with_traceback(None), returned=True)
         return Result(parcel=packed.parcel), packed
 
 
@@ -139,20 +140,31 @@ def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
     return failure, packed
 
 
-_MACHINERY = ("/IPython/", "/asyncio/", "/nb_accelerate/worker/")
+_OURS = "/nb_accelerate/worker/"
+_MACHINERY = ("/IPython/", "/asyncio/", _OURS)
 
 
 def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames between this file and users' code. The whole of it, if users' code is not in it."""
-    rest = traceback
-    while rest is not None and any(part in rest.tb_frame.f_code.co_filename for part in _MACHINERY):
-        rest = rest.tb_next
-    last = rest
-    while last is not None and last.tb_next is not None:
-        if last.tb_next.tb_frame.f_code.co_filename == interrupt.__file__:
-            last.tb_next = None  # where users' code was interrupted, and not our handler, is what they look for
-        last = last.tb_next
-    return rest or traceback
+    """Without the frames between this file and users' code. The whole of it, if users' code is not in it.
+
+    Nor those below it that are ours: where it was interrupted, or asked for what a rank has not, is what they look for.
+    """
+    entries = []
+    entry = traceback
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    while entries and _is_machinery(entries[0]):
+        entries.pop(0)
+    if entries and _OURS in entries[-1].tb_frame.f_code.co_filename:
+        while len(entries) > 1 and _is_machinery(entries[-1]):
+            entries.pop()
+        entries[-1].tb_next = None
+    return entries[0] if entries else traceback
+
+
+def _is_machinery(entry: TracebackType) -> bool:
+    return any(part in entry.tb_frame.f_code.co_filename for part in _MACHINERY)
 
 
 def _visible(names: Iterable[str]) -> tuple[str, ...]:

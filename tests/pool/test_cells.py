@@ -275,15 +275,37 @@ class TestMistakes:
             ("%%distributed -n 3\n1", "PoolError", "-n 3: the ranks that run were started with -n 2"),
             ("%distributed stpo", "ConfigError", "Did you mean 'stop'"),
             ("%distributed push nothing_here", "NameError", "is not defined in the notebook"),
-            ("%distributed start", "PoolError", "cannot start"),
-            ("%%distributed\n%distributed status", "PoolError", "this runs on a rank already"),
+            ("%distributed start", "PoolError", "ranks run already. To start others"),
+            ("%%distributed --devices 0\n1", "PoolError", "were started without --devices"),
+            ("%distributed push no_pickle", "ShippingError", "['no_pickle'][0] cannot be sent"),
+            ("%%rank\n1", "ConfigError", "Write %%rank 1, say"),
+            ("%distributed restart 7", "ConfigError", "there is no rank 7"),
         ],
     )
     def test_a_mistake_is_one_line_that_says_what_to_do(self, notebook: Kernel, line: str, error: str, says: str):
+        notebook.run("import threading\nno_pickle = [threading.Lock()]").ok()
         cell = notebook.run(line)
         assert (cell.error, says in cell.message) == (error, True), cell
-        assert "Traceback" not in cell.traceback
-        assert len(cell.traceback.splitlines()) == 1 or "on a rank already" in says
+        assert len(cell.traceback.splitlines()) == 1
+
+    def test_more_ranks_than_a_machine_can_hold_are_a_slip(self, notebook: Kernel):
+        cell = notebook.run(
+            "from nb_accelerate import pool\npool.Pool().start(pool.PoolOptions(num_processes=100_000))"
+        )
+        assert (cell.error, "-n 100000: that many processes" in cell.message) == ("ConfigError", True)
+
+    @pytest.mark.parametrize(
+        "line", ["%distributed status", "%%distributed\n1", "from nb_accelerate import pool\npool.start()"]
+    )
+    def test_ranks_have_no_ranks_of_their_own(self, notebook: Kernel, line: str):
+        cell = notebook.run(f"%%distributed\n{line}")
+        assert (cell.error, "this runs on a rank already" in cell.message) == ("PoolError", True)
+        assert "interactiveshell" not in cell.traceback
+
+    def test_a_value_that_cannot_travel_is_told_without_our_frames(self, notebook: Kernel):
+        cell = notebook.run("%%distributed --out v\nimport threading\nthreading.Lock()")
+        assert (cell.error, "the value of the last expression" in cell.message) == ("ShippingError", True)
+        assert ".py" not in plain(cell.traceback)
 
     def test_help_shows_every_option(self, notebook: Kernel):
         assert "--group-outputs" in notebook.run("%%distributed --help\n").ok().stdout
