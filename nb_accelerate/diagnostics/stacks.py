@@ -23,7 +23,7 @@ _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<nam
 _SAID = {"_engine_run_backward": "backward"}
 """What people call a function of torch."""
 
-_WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$")
+_WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$|^<string>$")
 
 
 def main_thread(dump: str) -> tuple[Frame, ...]:

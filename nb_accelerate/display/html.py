@@ -22,6 +22,7 @@ MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "i
 
 _COLUMNS = (("step", "step"), ("epoch", "epoch"), ("rate", "it/s"), ("loss", "loss"), ("memory", "memory"))
 _CURVE = (150, 26)
+_FEW_POINTS = 8
 _WIDE = 10
 """Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
 
@@ -59,7 +60,7 @@ def _header(view: View) -> str:
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:
-    if len(points) < 2:
+    if len(points) < _FEW_POINTS:
         return ""
     width, height = _CURVE
     (first, _), (last, _) = points[0], points[-1]

@@ -179,7 +179,7 @@ class PanelState:
             share=share,
             step=step,
             epoch=str(sample.epoch) if sample.epoch else "",
-            rate=words.rate(rate) if rate is not None and sample.loop else "",
+            rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if loss is None else words.measured(loss),
             memory=words.size(self._peak if self._ended and not memory else memory) if memory else "",
             now=self._now(rank, kind, now, slow),

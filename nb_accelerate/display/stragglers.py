@@ -82,7 +82,7 @@ def _why(track: Track) -> str:
 
 
 _NAMES = {
-    Phase.RUNNING: "after the step, or outside of it",
+    Phase.RUNNING: "between steps",
     Phase.FORWARD: "between the batch and backward",
     Phase.STEP: "in the optimizer's step",
 }

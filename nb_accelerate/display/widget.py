@@ -145,7 +145,7 @@ class Widget(Drawing):
             layout={"width": "auto"},
         )
         logs.observe(lambda change: self._show_log(change["new"]), "value")
-        controls = ipywidgets.HBox([*buttons, logs])
+        controls = ipywidgets.HBox([*buttons, logs], layout={"margin": "0 0 0 5px"})
         self._box = ipywidgets.VBox([style, self._panel, self._charts, controls, self._aside])
         self._box.layout.display = "none"  # until there is something in it
 
