@@ -38,6 +38,7 @@ def bars_as_rows() -> None:
         widgets = sys.modules["tqdm.notebook"] = types.ModuleType("tqdm.notebook")
         widgets.tqdm = widgets.tqdm_notebook = tqdm
         widgets.trange = widgets.tnrange = trange
+        sys.modules["tqdm"].notebook = widgets  # type: ignore[attr-defined]  # as importing it does
     else:  # the notebook had imported it, and this process is a fork
         for name in _DRAWING:
             setattr(widgets.tqdm_notebook, name, getattr(tqdm, name))

@@ -100,7 +100,7 @@ def test_a_rate_is_not_guessed_from_the_first_moment():
     run = Run(1)
     run.begin_loop()
     run.train(0.3)
-    assert run.row(0).rate == ""
+    assert run.row(0).rate == "-"
 
 
 def test_a_new_loop_has_a_rate_of_its_own():

@@ -1,0 +1,229 @@
+"""Panels of real ranks, in a real kernel: what is sent to the front end, and what is left when it is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fixtures.kernels import Kernel
+
+SETUP = """
+import contextlib, functools, io, os, sys, threading, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from nb_accelerate import Accelerator, notebook_launcher
+
+def train(seconds):
+    accelerator = Accelerator(cpu=True)
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(4, 1)
+    data = DataLoader(TensorDataset(torch.ones(int(seconds * 100), 4)), batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+    for (rows,) in data:
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.04)
+
+def bar(seconds):
+    from tqdm.auto import tqdm
+    for _ in tqdm(range(20), desc="rows"):
+        time.sleep(seconds / 20)
+
+def quick():
+    return int(os.environ["RANK"])
+
+notebook_launcher(quick, num_processes=2, progress="off")
+%load_ext nb_accelerate
+"""
+
+RANKS_THAT_STAY = "%%distributed --num-processes 2\nimport time\nfrom tqdm import trange"
+
+LEFT = """
+import ipywidgets, comm
+print(sorted(t.name for t in threading.enumerate() if "panel" in t.name),
+      len(comm.get_comm_manager().comms), len(ipywidgets.Widget._instances if hasattr(ipywidgets.Widget, "_instances")
+      else ipywidgets.Widget.widgets))
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.run(SETUP).ok()
+    shared_kernel.run(RANKS_THAT_STAY).ok()
+    return shared_kernel
+
+
+@dataclass
+class Sent:
+    """All messages of a kernel while a cell ran."""
+
+    seconds: float = 0.0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [message["content"] for message in self.messages if message["msg_type"] in kinds]
+
+    @property
+    def text(self) -> str:
+        return "".join(content["text"] for content in self.of("stream"))
+
+    @property
+    def tables(self) -> list[str]:
+        """Static panels, as text."""
+        displays = self.of("display_data", "update_display_data")
+        return [one["data"]["text/plain"] for one in displays if "nba" in one["data"].get("text/html", "")]
+
+    @property
+    def num_bytes(self) -> int:
+        comms = self.of("comm_open", "comm_msg", "comm_close")
+        return sum(len(json.dumps(content, default=str)) for content in comms)
+
+
+def everything(kernel: Kernel, code: str, *, until: str = "", timeout: float = 50.0, in_lab: bool = False) -> Sent:
+    """Run a cell to its end, and on until it has displayed `until`; `in_lab` as somebody does who sees widgets."""
+    sent, began = Sent(), time.monotonic()
+    cell, done = (start_in_lab if in_lab else Kernel.start)(kernel, code), False
+    while not done or until not in "".join(sent.tables):
+        try:
+            message = kernel.client.get_iopub_msg(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"nothing came; {sent.text!r} was printed") from None
+        sent.messages.append(message)
+        content = message["content"]
+        assert message["msg_type"] != "error", "\n".join(content.get("traceback", ()))
+        if content.get("execution_state") == "idle" and message["parent_header"].get("msg_id") == cell:
+            done, sent.seconds = True, time.monotonic() - began
+    return sent
+
+
+def start_in_lab(kernel: Kernel, code: str) -> str:
+    session = kernel.client.session
+    content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False, "user_expressions": {}}
+    request = session.msg("execute_request", content, metadata={"cellId": "a-cell"})
+    kernel.client.shell_channel.send(request)
+    identity: str = request["header"]["msg_id"]
+    return identity
+
+
+def test_bars_of_ranks_are_rows_of_a_table_that_stays(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(bar, (0.3,), 2, progress='text')")
+    (table,) = sent.tables
+    assert table.startswith("✓ bar · 2 ranks · CPU · gloo · 0:0")
+    assert re.search(r"0, 1 +20 / 20 .*rows · took 0:00", table)
+    assert "it/s]" not in sent.text, "the bar was not printed too"
+    assert not sent.of("comm_open")
+
+
+@pytest.mark.slow
+def test_a_plain_training_function_prints_lines_and_leaves_a_table(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(train, (7.0,), 2, progress='text')")
+    lines = re.findall(r"^train: .*$", sent.text, re.MULTILINE)
+    assert 1 <= len(lines) <= 2
+    assert re.match(r"train: 0:\d\d, step \d+/175 \(\d+ %\) of epoch 1, [\d.]+ it/s, loss \d", lines[0])
+    (table,) = sent.tables
+    assert re.search(r"train .* done|✓ train", table)
+    assert "175 steps" in table
+    assert len(re.findall(r"^ +[01] .*done$", table, re.MULTILINE)) == 2
+
+
+def test_a_widget_is_replaced_by_a_table_and_nothing_of_it_is_left(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(train, (2.5,), 2, progress='widget')")
+    opened = {content["comm_id"] for content in sent.of("comm_open")}
+    closed = {content["comm_id"] for content in sent.of("comm_close")}
+    assert opened, "there was no widget"
+    assert opened == closed
+    ids = {content["transient"]["display_id"] for content in sent.of("display_data", "update_display_data")}
+    assert len(ids) == 1, "one place in the cell"
+    shown = [set(content["data"]) for content in sent.of("display_data", "update_display_data")]
+    assert {"application/vnd.jupyter.widget-view+json", "text/plain"} in shown
+    assert shown[-1] == {"text/html", "text/plain"}
+    (table,) = sent.tables
+    assert table.startswith("✓ train")
+    updates = sent.of("comm_msg")
+    assert 2 <= len(updates) <= 6 + 4 * sent.seconds
+    assert sent.num_bytes <= 20_000 + 20_000 * sent.seconds, "bytes"
+    assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
+
+
+def test_turned_off_there_is_no_panel_and_bars_are_printed(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(bar, (1.3,), 2, progress='off')")
+    assert not sent.of("comm_open", "comm_msg", "update_display_data")
+    assert sent.tables == []
+    assert "rows: 100%" in sent.text
+
+
+@pytest.mark.slow
+def test_without_ipywidgets_a_panel_is_text(notebook: Kernel) -> None:
+    code = (
+        "kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split('.')[0] == 'ipywidgets'}\n"
+        "sys.modules['ipywidgets'] = None\n"
+        "try:\n    notebook_launcher(bar, (1.5,), 2, progress='widget')\n"
+        "finally:\n    del sys.modules['ipywidgets']; sys.modules.update(kept)"
+    )
+    sent = everything(notebook, code)
+    assert not sent.of("comm_open")
+    assert len(sent.tables) == 1
+
+
+def test_a_cell_with_a_bar_leaves_a_table_and_a_short_one_without_leaves_nothing(notebook: Kernel) -> None:
+    short = everything(notebook, "%%distributed\nx = rank")
+    assert short.of("display_data", "update_display_data", "comm_open", "stream") == []
+    long = everything(notebook, "%%distributed\nfor _ in trange(10, desc='cell'):\n    time.sleep(0.02)")
+    (table,) = long.tables
+    assert re.search(r"0, 1 +10 / 10 .*cell · took 0:00", table)
+    assert everything(notebook, "%%distributed\nx = rank").tables == []
+
+
+@pytest.mark.slow
+def test_a_cell_of_ranks_that_stay_has_a_widget(notebook: Kernel) -> None:
+    code = "%%distributed\nfor _ in trange(100, desc='cell'):\n    time.sleep(0.025)"
+    sent = everything(notebook, code, in_lab=True)
+    opened = {content["comm_id"] for content in sent.of("comm_open")}
+    assert opened
+    assert opened == {content["comm_id"] for content in sent.of("comm_close")}
+    assert len(sent.tables) == 1
+    assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
+
+
+@pytest.mark.limit(90)
+def test_a_rank_that_was_stopped_is_named_within_three_seconds_and_recovers(notebook: Kernel) -> None:
+    stops = (
+        "def stops():\n    import signal\n    if os.environ['RANK'] == '1':\n"
+        "        print('stopping', flush=True)\n        os.kill(os.getpid(), signal.SIGSTOP)\n    return 'went on'\n"
+        "notebook_launcher(stops, num_processes=2, progress='text')"
+    )
+    cell = notebook.start(stops)
+    notebook.wait_for_output(cell, "stopping")
+    began = time.monotonic()
+    said = notebook.wait_for_output(cell, "kill -CONT")
+    seconds = time.monotonic() - began
+    pid = re.search(r"Rank 1 is stopped \(SIGSTOP\).*kill -CONT (\d+)", said)
+    assert pid is not None, said
+    os.kill(int(pid[1]), signal.SIGCONT)
+    result = notebook.finish(cell).ok()
+    assert {"text/plain": "['went on', 'went on']"} in result.displays
+    assert seconds < 3.0
+
+
+def test_a_launch_in_the_background_has_a_panel_in_its_own_cell(notebook: Kernel) -> None:
+    cell = "handle = notebook_launcher(bar, (0.6,), 2, progress='text', block=False)"
+    sent = everything(notebook, cell, until="rows")
+    parents = {message["parent_header"]["msg_id"] for message in sent.messages if message["msg_type"] == "display_data"}
+    assert len(parents) == 1
+    assert notebook.run("handle.wait(20)").ok().value == "True"
+
+
+def test_a_redirected_output_breaks_nothing(notebook: Kernel) -> None:
+    code = (
+        "with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):\n"
+        "    values = notebook_launcher(bar, (0.1,), 2, progress='text')\n"
+        "print(values)"
+    )
+    assert "[None, None]\n" in everything(notebook, code).text
