@@ -31,6 +31,7 @@ MOST_ROWS = 12
 """Ranks with a row each; more are folded into one, with those that stand out."""
 
 _OUTLIERS = 6
+_COMPARE_EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class PanelState:
         self._peak = 0
         self._rows = 0
         self._stood = False
+        self._slow: Mapping[int, Straggler] = {}
+        self._compare_at = now
         self._stacks: Mapping[int, str] = {}
         self._first_step: tuple[float, int] | None = None
         self._last_step: tuple[float, int] | None = None
@@ -92,6 +95,7 @@ class PanelState:
         if self._state == "starting" and any(one.state != "starting" for one in seen):
             self._state = "running"
         self._forget_standstill(now)
+        self._compare(now)
         self._note_steps(now)
         self._curve.add(self._sampled())
 
@@ -111,7 +115,7 @@ class PanelState:
         """The panel at this moment."""
         now = self._ended if self._ended is not None else now
         stalled = set(self.stalled(now)) if self._ended is None else set()
-        slow = stragglers(self._tracks) if self._ended is None and not self._stood else {}
+        slow = self._slow if self._ended is None and not self._stood else {}
         kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
         rows = {rank: self._row(rank, kinds[rank], now, slow.get(rank)) for rank in self._tracks}
         bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
@@ -241,12 +245,19 @@ class PanelState:
 
     # Stalls.
 
+    def _compare(self, now: float) -> None:
+        """See who is slow. Not at each look: it is the dearest part of one, and what it says should stay a while."""
+        if now >= self._compare_at:
+            self._compare_at = now + _COMPARE_EVERY
+            self._slow = stragglers(self._tracks)
+
     def _forget_standstill(self, now: float) -> None:
         """Once all move again, nobody is slow for having waited."""
         stands = bool(self.stalled(now)) or any(one.state == "stopped" for one in self._seen.values())
         if self._stood and not stands:
             for track in self._tracks.values():
                 track.forget()
+            self._slow = {}
         self._stood = stands
 
     def _is_stalled(self, rank: int, track: Track, now: float) -> bool:

@@ -14,14 +14,11 @@ from nb_accelerate.board import Phase
 from nb_accelerate.display.track import WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from nb_accelerate.display.track import Track
 
 _FACTOR = 1.3
-_DIFFERENCE = 0.15
-"""Of the whole time: a tenth of a step more or less is nothing to act upon."""
-
 _WORTH_SAYING = 0.05
 
 
@@ -51,9 +48,9 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
     found = {}
     rates = {rank: rate for rank, track in tracks.items() if (rate := track.rate)}
     middle_rate = median(rates.values()) if rates else 0.0
+    middle = median(own.values())
     for rank, share in own.items():
-        others = median(value for other, value in own.items() if other != rank)
-        factor = share / others if others > 0 and share - others > _DIFFERENCE else 1.0
+        factor = _factor(share, [value for other, value in own.items() if other != rank]) if share > middle else 1.0
         if rates.get(rank):  # those that do not wait for each other
             factor = max(factor, middle_rate / rates[rank])
         if factor > _FACTOR:
@@ -67,9 +64,17 @@ def slowest_of_all(tracks: Mapping[int, Track]) -> tuple[int, float] | None:
     if len(own) < 2:
         return None
     rank = max(own, key=lambda rank: own[rank])
-    others = median(share for other, share in own.items() if other != rank)
-    more = own[rank] / others - 1 if others > 0 else 0.0
+    more = _factor(own[rank], [share for other, share in own.items() if other != rank]) - 1
     return (rank, more) if more > _WORTH_SAYING else None
+
+
+def _factor(share: float, others: Sequence[float]) -> float:
+    """How much longer a rank takes for a step than the median of others would without it.
+
+    What is not its own part of a step is no waiting, as it is the last to come: the others need as much of it. So
+    where 0.7 of its time is its own, and 0.2 of theirs, they would take 0.2 + 0.3 for what takes it 1.
+    """
+    return 1 / max(1 - (share - median(others)), 0.01)
 
 
 def _why(track: Track) -> str:

@@ -34,7 +34,7 @@ def line(view: View) -> str:
         share = "" if middle.share is None else f" ({100 * middle.share:.0f} %)"
         epoch = f" of epoch {middle.epoch}" if middle.epoch else ""
         parts.append(f"step {middle.step.replace(' ', '')}{share}{epoch}")
-        parts += [f"{middle.rate} it/s"] if middle.rate else []
+        parts += [f"{middle.rate} it/s"] if middle.rate not in ("", "-") else []
         parts += [f"loss {middle.loss}"] if middle.loss else []
     for bar in view.bars[:2]:
         parts.append(f"{bar.label} {bar.step.replace(' ', '')}".lstrip())

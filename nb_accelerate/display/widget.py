@@ -176,7 +176,8 @@ class Widget(Drawing):
 
     def _close(self) -> None:
         def all_of(widget: Any) -> list[Any]:
-            return [widget, *(one for child in getattr(widget, "children", ()) for one in all_of(child))]
+            looks = (getattr(widget, name) for name in ("layout", "style") if hasattr(widget, name))  # widgets as well
+            return [widget, *looks, *(one for child in getattr(widget, "children", ()) for one in all_of(child))]
 
         for widget in all_of(self._box):
             with contextlib.suppress(Exception):  # the front end may be gone

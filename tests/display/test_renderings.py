@@ -214,6 +214,13 @@ def test_a_line_has_what_one_wants_to_know():
     assert text.line(run.end()).startswith("train: done in 0:05, 40 steps, ")
 
 
+def test_a_line_leaves_out_what_is_not_known_yet():
+    run = Run(2)
+    run.begin_loop(total=80)
+    run.train(0.25)
+    assert text.line(run.view) == "train: 0:00, step 2/80 (2 %) of epoch 1"
+
+
 @pytest.mark.parametrize("name", views())
 def test_lines_have_no_control_characters(name: str):
     view = views()[name]
