@@ -43,6 +43,12 @@ class Rows(Sequence[int]):
         return self._block[first - self._first : end - self._first]
 
 
+def listed_rows(numbers: Tensor) -> Sequence[int]:
+    """Return row numbers as a sequence: a list where they are few, whose slices are the cheapest."""
+    few: list[int] | None = numbers.tolist() if len(numbers) <= _BLOCK else None
+    return Rows(numbers) if few is None else few
+
+
 Broadcast = Callable[[Tensor], Tensor]
 
 

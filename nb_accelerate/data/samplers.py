@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
-from nb_accelerate.data.order import Rows
+from nb_accelerate.data.order import listed_rows
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
 from nb_accelerate.errors import ConfigError
 
@@ -75,7 +75,7 @@ def _order_of(sampler: Any) -> Sequence[Any]:
     elif generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = Rows(torch.randperm(rows, generator=generator))
+    order = listed_rows(torch.randperm(rows, generator=generator))
     if sampler.generator is not None:
         torch.randperm(rows, generator=generator)  # torch draws once more than it uses; the next epoch shows it
     return order
