@@ -102,11 +102,12 @@ class Track:
             return newest.phase
         if self.sample.evaluates and newest.phase is Phase.FORWARD:
             return Phase.EVALUATING
-        recent = Counter(
-            moment.phase
-            for moment in self._moments
-            if moment.time > newest.time - _RECENT and moment.phase is not Phase.NOTHING
-        )
+        recent: Counter[Phase] = Counter()
+        for moment in reversed(self._moments):
+            if moment.time <= newest.time - _RECENT:
+                break
+            if moment.phase is not Phase.NOTHING:
+                recent[moment.phase] += 1
         return recent.most_common(1)[0][0]
 
     def shares(self) -> dict[Phase, float]:
