@@ -1,0 +1,216 @@
+"""What a log gets: few lines, each trouble once, and at the end what it came to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fixtures.panels import SLEEPS, Run
+
+from nb_accelerate.board import Bar, Phase
+from nb_accelerate.display import Action, Facts, Panel, Seen
+from nb_accelerate.display import panel as panels
+from nb_accelerate.display.lines import Lines
+from nb_accelerate.display.panel import Drawing
+from nb_accelerate.display.view import View
+
+
+class Paper:
+    def __init__(self) -> None:
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self.displays: list[dict[str, Any]] = []
+
+    def write(self, stream: Any, text: str) -> None:
+        assert text.endswith("\n")
+        (self.out if stream == "stdout" else self.err).append(text)
+
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        assert kind == "display_data"
+        self.displays.append(content["data"])
+
+
+def draws(lines: Lines, run: Run, seconds: int) -> None:
+    for _ in range(seconds):
+        run.train(1.0)
+        lines.draw(run.view)
+
+
+def test_lines_come_ever_more_seldom_but_once_a_minute_at_least():
+    paper, run = Paper(), Run(2)
+    run.begin_loop(total=100_000)
+    lines, at = Lines(paper, is_notebook=False), []
+    for second in range(1, 260):
+        before = len(paper.out)
+        draws(lines, run, 1)
+        at += [second] * (len(paper.out) - before)
+    assert at == [5, 10, 20, 40, 80, 140, 200]
+
+
+def test_each_trouble_is_said_once_though_its_numbers_change_and_again_when_it_comes_back():
+    paper, run = Paper(), Run(3)
+    lines = Lines(paper, is_notebook=False)
+    run.begin_loop()
+    draws(lines, run, 3)
+    for _ in range(2):
+        run.put([0, 2], phase=Phase.WAITING)
+        run.put([1], phase=Phase.FORWARD)
+        for _ in range(12):
+            run.wait(1.0)
+            lines.draw(run.view)
+        draws(lines, run, 3)
+    assert len(paper.err) == 2
+    assert all(text.startswith("Rank 1 has not moved for ") for text in paper.err)
+
+
+def test_a_slow_rank_is_named_once_although_how_slow_it_is_changes():
+    paper, run = Paper(), Run(3)
+    lines = Lines(paper, is_notebook=False)
+    run.begin_loop()
+    for second in range(30):
+        own = 0.7 + 0.2 * (second % 4) / 3
+
+        def each(own: float = own) -> None:
+            run.step_of([0, 2], shares={Phase.DATA: 0.1, Phase.BACKWARD: 0.9})
+            run.step_of([1], shares={Phase.DATA: own, Phase.BACKWARD: 1 - own})
+
+        run.wait(1.0, each)
+        lines.draw(run.view)
+    assert len(paper.err) == 1
+
+
+@pytest.mark.parametrize("is_notebook", [True, False])
+def test_a_short_run_without_bars_leaves_nothing(is_notebook: bool):
+    paper, run = Paper(), Run(2)
+    lines = Lines(paper, is_notebook=is_notebook)
+    run.begin_loop(total=100)
+    draws(lines, run, 3)
+    lines.finish(run.end(), was_drawn=True)
+    assert (paper.out, paper.err, paper.displays) == ([], [], [])
+
+
+def test_a_notebook_keeps_a_table_and_a_log_a_line():
+    for is_notebook in (True, False):
+        paper, run = Paper(), Run(2)
+        lines = Lines(paper, is_notebook=is_notebook)
+        run.put(bars=(Bar(label="rows", count=5, total=5, seconds=1.0, ended=True),))
+        run.look()
+        lines.finish(run.end(), was_drawn=False)
+        if is_notebook:
+            (data,) = paper.displays
+            assert set(data) == {"text/html", "text/plain"}
+            assert "5 / 5" in data["text/html"]
+            assert "5 / 5" in data["text/plain"]
+        else:
+            assert paper.out == ["train: done in 0:00\n"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Watched:
+    """Ranks that say what they are told to say."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.asked = 0
+        self.answers: dict[int, str] = {}
+
+    def look(self) -> list[Seen]:
+        return list(self.run.ranks.values())
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def stacks(self) -> dict[int, str]:
+        return self.answers
+
+    def runs(self) -> tuple[str, ...]:
+        return ()
+
+    def log(self, rank: int) -> str:
+        return ""
+
+    def actions(self) -> tuple[Action, ...]:
+        return ()
+
+
+class Kept(Drawing):
+    every = 0.5
+
+    def __init__(self) -> None:
+        self.drawn: list[View] = []
+        self.last: list[View] = []
+
+    def draw(self, view: View) -> None:
+        self.drawn.append(view)
+
+    def finish(self, view: View, *, was_drawn: bool) -> None:
+        assert was_drawn == bool(self.drawn)
+        self.last.append(view)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr(panels, "time", one)
+    return one
+
+
+def watch(run: Run, number: int) -> tuple[Panel, Watched, Kept]:
+    for rank, seen in run.ranks.items():
+        run.ranks[rank] = Seen(rank=rank, sample=seen.sample, state=seen.state)  # of no process
+    watched, kept = Watched(run), Kept()
+    return Panel(Facts(name="train", setup=("2 ranks",)), range(number), kept, watched), watched, kept
+
+
+def refresh_for(panel: Panel, clock: Clock, seconds: float) -> int:
+    end, looks = clock.now + seconds, 0
+    while panel.due < end:
+        clock.now = panel.due
+        panel.refresh()
+        looks += 1
+    clock.now = end
+    return looks
+
+
+@pytest.mark.parametrize(("number", "looks"), [(2, 99), (64, 49)])
+def test_ranks_are_looked_at_some_times_a_second_and_drawn_as_often_as_the_drawing_wants(
+    clock: Clock, number: int, looks: int
+):
+    run = Run(number)
+    run.begin_loop()
+    panel, _, kept = watch(run, number)
+    assert refresh_for(panel, clock, 10.0) == pytest.approx(looks, abs=2)
+    assert 12 <= len(kept.drawn) <= 19
+    panel.finish("done")
+    assert panel.due == float("inf")
+    assert [view.state for view in kept.last] == ["done"]
+
+
+def test_what_is_over_at_once_has_no_panel(clock: Clock):
+    run = Run(2)
+    run.begin_loop()
+    panel, _, kept = watch(run, 2)
+    refresh_for(panel, clock, 0.9)
+    panel.finish("done")
+    assert (kept.drawn, kept.last) == ([], [])
+
+
+def test_ranks_that_do_not_move_are_asked_where_they_are_now_and_then(clock: Clock):
+    run = Run(2)
+    run.begin_loop()
+    panel, watched, kept = watch(run, 2)
+    refresh_for(panel, clock, 4.0)
+    assert watched.asked == 0
+    watched.answers = {0: SLEEPS, 1: SLEEPS}
+    refresh_for(panel, clock, 3.0)
+    assert watched.asked == 1
+    assert "slow_part" in kept.drawn[-1].rows[0].now
+    refresh_for(panel, clock, 20.0)
+    assert 4 <= watched.asked <= 6
