@@ -28,6 +28,8 @@ _LOOK_EVERY = 0.1
 _MANY = 16
 """Ranks from which on they are looked at half as often: nobody can watch so many one by one."""
 
+_DRAW_MANY_EVERY = 0.6
+
 _INSPECT_EVERY = 1.0
 _ANSWER = 0.3
 """Seconds until stacks have arrived."""
@@ -104,7 +106,9 @@ class Panel:
         self._state = PanelState(facts, ranks, now)
         self._drawing = drawing
         self._watched = watched
-        self._look_every = _LOOK_EVERY * (2 if len(ranks) > _MANY else 1)
+        many = len(ranks) > _MANY
+        self._look_every = _LOOK_EVERY * (2 if many else 1)
+        self._draw_every = max(drawing.every, _DRAW_MANY_EVERY if many else 0.0)
         self._draw_at = now + DELAY
         self._ask_at = 0.0
         self._answers_at = float("inf")
@@ -128,7 +132,7 @@ class Panel:
                 self._answers_at = float("inf")
                 self._state.explain(self._watched.stacks())
         if now >= self._draw_at:
-            self._draw_at = now + self._drawing.every
+            self._draw_at = now + self._draw_every
             self._drawing.draw(self._view(now))
             self._was_drawn = True
 

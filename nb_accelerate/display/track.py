@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ class Track:
         if _progress(sample) != _progress(self.sample):
             self.moved_at = now
         self.sample = sample
+        self._news()
         self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
         if sample.in_loop:
             self._in_loops[sample.phase] += 1
@@ -77,8 +79,13 @@ class Track:
     def forget(self) -> None:
         """What was is no measure of what comes: it stood still for a reason that is gone."""
         self._moments.clear()
+        self._news()
 
-    @property
+    def _news(self) -> None:
+        for name in ("rate", "phase"):
+            self.__dict__.pop(name, None)
+
+    @cached_property  # until the next look
     def rate(self) -> float | None:
         """Steps of the current loop in a second, lately; None if it is too early to say."""
         newest = self._moments[-1] if self._moments else None
@@ -92,7 +99,7 @@ class Track:
         seconds = newest.time - oldest.time
         return (newest.step - oldest.step) / seconds if seconds > 0.4 else None
 
-    @property
+    @cached_property
     def phase(self) -> Phase:
         """What it has mostly been doing for a moment."""
         if not self._moments:
