@@ -193,6 +193,7 @@ SHOW = (
     Option(("--group-outputs",), "group_outputs", "Wait for the end, and show what each rank printed in one place."),
     Option(("--no-capture",), "no_capture", "Show every line as it comes, with its rank; fold nothing."),
     Option(("--quiet",), "quiet", "Show no output."),
+    Option(("--progress",), "progress", "Where the panel is drawn: auto, widget, text or off.", str, "WHERE"),
 )
 
 INSERTED = Option(("--inserted",), "inserted", "")

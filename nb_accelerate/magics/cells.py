@@ -107,6 +107,7 @@ class Cells:
             timeout=values.get("timeout"),
             style=style,
             quiet=bool(values.get("quiet")),
+            progress=values.get("progress", "auto"),
             wants_values="out" in values or bool(values.get("background")),
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, main_thread, where
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.pool.merge import label
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ QUIET = 3.0
 
 _ANSWER = 0.3
 """Seconds the stacks take to arrive."""
-
-_COLLECTIVES = "torch/distributed/"
 
 
 class HangWatch:
@@ -73,12 +72,8 @@ def verdict(dumps: Mapping[int, str], finished: list[int]) -> str:
         dumps: stacks of the ranks that are still busy, by rank.
         finished: ranks that have ended the cell.
     """
-    waiting: dict[str, list[int]] = {}
-    elsewhere: dict[str, list[int]] = {}
-    for rank, dump in sorted(dumps.items()):
-        frames = main_thread(dump)
-        in_collective = bool(frames) and _COLLECTIVES in frames[0].filename
-        (waiting if in_collective else elsewhere).setdefault(where(dump), []).append(rank)
+    waits = who_waits(dumps)
+    waiting, elsewhere = waits.waiting, waits.elsewhere
     if not waiting or (not finished and not elsewhere and len(waiting) == 1):
         return ""
     parts = [f"{label(ranks)} wait{_s(ranks)} {place}" for place, ranks in waiting.items()]

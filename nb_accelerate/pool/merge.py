@@ -74,13 +74,16 @@ class Merge(Generic[T]):
             self._show_block()
 
     def _show_what_all_said(self) -> None:
-        queues = list(self._waiting.values())
-        same: list[list[T]] = [[] for _ in queues]
-        while all(queues) and len({queue[0].key for queue in queues}) == 1:
-            for items, queue in zip(same, queues, strict=True):
-                items.append(queue.popleft().item)
-        if same[0]:
-            self._show(tuple(self._waiting), same)
+        first, *others = self._waiting.values()
+        agreed = 0
+        for said in zip(first, *others, strict=False):
+            key = said[0].key
+            if any(one.key != key for one in said[1:]):
+                break
+            agreed += 1
+        if agreed:
+            queues = (first, *others)
+            self._show(tuple(self._waiting), [[queue.popleft().item for _ in range(agreed)] for queue in queues])
 
     def _show_block(self) -> None:
         """What comes before the next thing that all say: of each rank in turn, equal ones once."""

@@ -114,9 +114,14 @@ class CellOutput:
         self._add(rank, [((display.kind, place, body), _Shown(display.kind, content))])
 
     def say(self, line: str) -> None:
-        """A line of our own."""
+        """A line of our own about trouble."""
         self._merge.flush(time.monotonic())
         self._sink.write("stderr", line + "\n")
+
+    def note(self, line: str) -> None:
+        """A line of our own about what went well: apart from what the ranks print, and not red."""
+        self._merge.flush(time.monotonic())
+        self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
 
     def flush(self) -> None:
         """Pass on what has waited long enough."""

@@ -417,7 +417,8 @@ class Pool:
         self._move("repair")
         began = time.monotonic()
         self._bring_up(())
-        output.say(f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept")
+        anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
+        output.note(anew)
 
     def _settle(self, turn: Turn) -> None:
         """A cell has ended: take note of what ranks bound, and of what it did to them."""

@@ -68,6 +68,41 @@ def test_python_c_and_subprocesses_keep_their_order_within_a_stream(notebook: Ke
     assert cell.stderr.split("\n") == [*(f"error {i}" for i in range(50)), ""]
 
 
+def test_lines_printed_by_several_threads_stay_whole(notebook: Kernel) -> None:
+    notebook.run(
+        "def threads():\n"
+        "    import threading\n"
+        "    def count(name):\n"
+        "        for i in range(300): print(name, i)\n"
+        "    all_of_them = [threading.Thread(target=count, args=(name,)) for name in 'abcd']\n"
+        "    for one in all_of_them: one.start()\n"
+        "    for one in all_of_them: one.join()\n"
+    ).ok()
+    lines = notebook.run("launch(threads, (), 1)").ok().stdout.splitlines()
+    assert sorted(lines) == sorted(f"{name} {i}" for name in "abcd" for i in range(300))
+
+
+def test_print_takes_what_it_always_takes(notebook: Kernel) -> None:
+    notebook.run(
+        "def prints():\n"
+        "    print('a', 1, sep='-', end='!\\n')\n"
+        "    print('b', 2, sep=None, end=None)\n"
+        "    print()\n"
+        "    print('c', file=sys.stderr, flush=True)\n"
+        "    print('surrogate \\ud800', flush=True)\n"
+        "    try: print('d', sep=1)\n"
+        "    except TypeError as error: print(error)\n"
+        "    try: sys.stdout.write(b'bytes')\n"
+        "    except TypeError: print('no bytes')\n"
+        "    return print\n"
+    ).ok()
+    cell = notebook.run("import builtins\nlaunch(prints, (), 1) == [builtins.print]").ok()
+    assert cell.stdout.splitlines()[:4] == ["a-1!", "b 2", "", r"surrogate \ud800"]
+    assert cell.stdout.splitlines()[4:] == ["sep must be None or a string, not int", "no bytes"]
+    assert cell.stderr == "c\n"
+    assert cell.value == "True"
+
+
 def test_one_rank_shows_a_line_that_is_not_finished(notebook: Kernel) -> None:
     cell = notebook.start("launch(lambda: (print('half', end=''), time.sleep(600)))")
     assert notebook.wait_for_output(cell, "half") == "half"

@@ -69,14 +69,14 @@ class TestExceptions:
         assert f"rank {last(ranks)} of {ranks}" in plain(cell.traceback)
         assert re.search(r"Cell In\[\d+\], line 3", plain(cell.traceback))
         if ranks > 1:
-            assert re.search(r"Meanwhile ranks? 0[\d, ]* (was|were) in barrier, called from", plain(cell.traceback))
+            assert re.search(r"Meanwhile ranks? 0[-\d, and]* (was|were) in barrier, called from", plain(cell.traceback))
 
     def test_that_the_group_was_made_anew_is_said_in_the_next_cell(self, notebook: Kernel, ranks: int):
         if ranks == 1:
             pytest.skip("nobody waits for anybody")
         notebook.run("%%distributed\nif rank == 0:\n    raise KeyError('mine')\ndist.barrier()")
         cell = notebook.run("%%distributed\nprint('on')").ok()
-        assert "the process group was made anew" in cell.stderr
+        assert "the process group was made anew" in cell.displays[0]["text/plain"]
         assert "process group" not in notebook.run("%%distributed\nprint('on')").ok().stderr
 
     def test_all_ranks_fail_the_same_way_and_it_is_shown_once(self, notebook: Kernel):
