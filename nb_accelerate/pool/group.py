@@ -58,6 +58,7 @@ class RankGroup:
         self.lost: dict[int, str] = {}
         self._options = options
         self._tell = on_loss
+        self._meetings = 0
         with contextlib.ExitStack() as resources:
             self._server = resources.enter_context(STARTERS[plan.start_method](options))
             self.crew = Crew(self._on_loss)
@@ -124,6 +125,7 @@ class RankGroup:
             members=members,
             send=send,
             fellows=pids,
+            meeting=self._meetings,
             world_size=self.size,
             timeout=timeout,
             expendable=expendable,
@@ -158,9 +160,12 @@ class RankGroup:
 
             self.ask(self.turn(new, set_up, timeout=_START, expendable=True))
             everybody = sorted(self.members.values(), key=lambda one: one.rank)
-            devices = self.ask(
-                self.turn(everybody, lambda member: send_join(member, meeting, self.size), timeout=_START)
-            )
+            self._meetings += 1
+
+            def join(member: Member) -> None:
+                send_join(member, meeting, self._meetings, self.size)
+
+            devices = self.ask(self.turn(everybody, join, timeout=_START))
         for member, device in zip(everybody, devices, strict=True):
             member.device = device
             member.steps = {}

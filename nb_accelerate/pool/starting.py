@@ -99,12 +99,13 @@ def send_setup(members: Iterable[Member], options: LaunchOptions, plan: LaunchPl
                 member.handle.channel.send(setup, sources.fds)
 
 
-def send_join(member: Member, meeting: Meeting, world_size: int) -> None:
+def send_join(member: Member, meeting: Meeting, number: int, world_size: int) -> None:
     """Tell a rank where the others are; rank 0 serves the store."""
     alarm = member.take_alarm()
     serves = member.rank == 0 and meeting.listener is not None
     listener: socket.socket | None = meeting.listener if serves else None
     message = Join(
+        meeting=number,
         environ={
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),

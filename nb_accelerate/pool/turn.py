@@ -92,6 +92,7 @@ class Turn:
         members: who is asked.
         send: asks one of them.
         fellows: process ids of all ranks, to break their connections.
+        meeting: number of the meeting in which they made them, or are about to.
         world_size: number of all ranks.
         timeout: seconds, or None.
         expendable: ranks that do not answer are killed at once: they are new, and have nothing to lose.
@@ -110,6 +111,7 @@ class Turn:
     members: Sequence[Member]
     send: Callable[[Member], None]
     fellows: Sequence[int] = ()
+    meeting: int = 0
     world_size: int = 1
     timeout: float | None = None
     expendable: bool = False
@@ -228,7 +230,8 @@ class Turn:
             elif stage is Stage.CUT:
                 self.was_cut = True
                 pid = member.handle.pid
-                member.cut_off(CutOff(fellows=tuple(one for one in self.fellows if one != pid)))
+                fellows = tuple(one for one in self.fellows if one != pid)
+                member.cut_off(CutOff(meeting=self.meeting, fellows=fellows))
             elif stage is Stage.KILL:
                 member.handle.signal(signal.SIGKILL)
         if stage is Stage.WAIT and waiting:

@@ -155,12 +155,14 @@ class Join:
     """Meet the other ranks of the pool in a new process group; groups of before are left. Answered like a `Call`.
 
     Attributes:
+        meeting: counts them.
         environ: variables that say where.
         has_alarm: comes with the rank's end of its alarm channel, to be kept.
         store: address and port of the store that this rank is to serve on the socket that comes along, and the number
             of ranks; None for all ranks but one.
     """
 
+    meeting: int
     environ: Mapping[str, str]
     has_alarm: bool
     store: tuple[str, int, int] | None = None
@@ -171,9 +173,11 @@ class CutOff:
     """Over the alarm channel: whatever this rank waits for in a collective will not come.
 
     Attributes:
+        meeting: in which the collective is.
         fellows: process ids of the other ranks; connections to them are broken off.
     """
 
+    meeting: int
     fellows: tuple[int, ...]
 
 

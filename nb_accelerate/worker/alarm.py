@@ -3,6 +3,10 @@
 A rank that waits in gloo, or for the rendezvous store, waits in C code: no signal and no exception reaches it, and
 gloo has no way to give up. What it waits for is a connection to another rank. So a thread breaks those connections,
 and the collective fails with an ordinary exception, in about 50 ms. The process group is of no use afterwards.
+
+A rank can be out of its collective before its own thread has acted, because another rank's has, and by the time this
+one does the ranks may have met again. So an alarm names the meeting whose connections it is about, and a new meeting
+waits for an alarm that is being answered.
 """
 
 from __future__ import annotations
@@ -22,18 +26,45 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.channel import Channel
 
 
-def listen(channel: Channel) -> None:
-    """Answer alarms from now on, also while the main thread is blocked."""
-    threading.Thread(target=_listen, args=(channel,), name="nb_accelerate-alarm", daemon=True).start()
+class Alarm:
+    """Of a rank that stays."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._meeting = 0
+        self._given_up = 0
 
-def _listen(channel: Channel) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            message, _ = channel.recv()
-            if isinstance(message, CutOff):
-                _abort_nccl()
-                cut_connections(message.fellows)
+    def listen(self, channel: Channel) -> None:
+        """Answer alarms from now on, also while the main thread is blocked."""
+        threading.Thread(target=self._listen, args=(channel,), name="nb_accelerate-alarm", daemon=True).start()
+
+    def meet(self, meeting: int) -> None:
+        """Ranks are about to meet: alarms about meetings before this one are void.
+
+        Raises:
+            ConnectionAbortedError: this meeting was given up before this rank came to it.
+        """
+        with self._lock:
+            self._meeting = meeting
+            if self._given_up == meeting:
+                raise ConnectionAbortedError("the other ranks have given up to meet this one")
+
+    def answer(self, message: CutOff) -> bool:
+        """Break the connections of a meeting, if it is the current one. True if it is."""
+        with self._lock:
+            self._given_up = message.meeting
+            if message.meeting != self._meeting:
+                return False
+            _abort_nccl()
+            cut_connections(message.fellows)
+            return True
+
+    def _listen(self, channel: Channel) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message, _ = channel.recv()
+                if isinstance(message, CutOff):
+                    self.answer(message)
 
 
 def cut_connections(fellows: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from nb_accelerate.board import here
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
-from nb_accelerate.worker import alarm
+from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import close_groups, named, serve_store
@@ -57,6 +57,7 @@ class PersistentRank:
         self._shell = make_shell(main, DisplayPort(channel, mark), Keyboard(channel))
         self._names: dict[str, Any] = main.__dict__
         self._store: object = None
+        self._alarm = Alarm()
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
         """Do what the kernel asks; returns the answer and the parcel that travels with it."""
@@ -67,7 +68,8 @@ class PersistentRank:
     def _join(self, message: Join, fds: tuple[int, ...]) -> str:
         waiting = list(fds)
         if message.has_alarm:
-            alarm.listen(Channel.from_fd(waiting.pop(0)))
+            self._alarm.listen(Channel.from_fd(waiting.pop(0)))
+        self._alarm.meet(message.meeting)
         models = models_of_default_group()
         close_groups()
         self._store = None

@@ -1,0 +1,84 @@
+"""Alarms break the connections of the meeting they are about, and of no other."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nb_accelerate.protocol.messages import CutOff
+from nb_accelerate.worker import alarm as module
+from nb_accelerate.worker.alarm import Alarm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FELLOW = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.sendall(b'!'); s.recv(1)"
+
+
+@pytest.fixture
+def fellow() -> Iterator[tuple[int, socket.socket]]:
+    """Another process, and a connection to it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen([sys.executable, "-c", FELLOW, str(server.getsockname()[1])])
+        connection, _ = server.accept()
+    with connection:
+        assert connection.recv(1) == b"!"
+        connection.settimeout(20)
+        yield process.pid, connection
+    process.wait(20)
+
+
+def test_an_alarm_breaks_connections_of_its_meeting(fellow: tuple[int, socket.socket]):
+    pid, connection = fellow
+    alarm = Alarm()
+    alarm.meet(3)
+    assert alarm.answer(CutOff(meeting=3, fellows=(pid,)))
+    assert connection.recv(1) == b""
+
+
+def test_an_alarm_that_comes_late_leaves_the_next_meeting_alone(fellow: tuple[int, socket.socket]):
+    pid, connection = fellow
+    alarm = Alarm()
+    alarm.meet(3)
+    alarm.meet(4)
+    assert not alarm.answer(CutOff(meeting=3, fellows=(pid,)))
+    connection.settimeout(0.0)
+    with pytest.raises(BlockingIOError):  # nothing has come, and nobody has closed it
+        connection.recv(1)
+
+
+def test_ranks_meet_again_only_when_an_alarm_has_been_answered(monkeypatch: pytest.MonkeyPatch):
+    began, may_end = threading.Event(), threading.Event()
+
+    def cut(_: tuple[int, ...]) -> int:
+        began.set()
+        may_end.wait(20)
+        return 0
+
+    monkeypatch.setattr(module, "cut_connections", cut)
+    alarm, met = Alarm(), threading.Event()
+    alarm.meet(1)
+    answering = threading.Thread(target=alarm.answer, args=(CutOff(meeting=1, fellows=()),))
+    meeting = threading.Thread(target=lambda: (alarm.meet(2), met.set()))
+    answering.start()
+    assert began.wait(20)
+    meeting.start()
+    assert not met.is_set()
+    may_end.set()
+    for thread in (answering, meeting):
+        thread.join(20)
+    assert met.is_set()
+
+
+def test_a_meeting_that_was_given_up_is_not_waited_for():
+    alarm = Alarm()
+    alarm.meet(1)
+    assert not alarm.answer(CutOff(meeting=2, fellows=()))
+    with pytest.raises(ConnectionAbortedError, match="given up"):
+        alarm.meet(2)
+    alarm.meet(3)
