@@ -9,6 +9,7 @@ It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -19,10 +20,12 @@ from nb_accelerate.display.charts import charts_of
 from nb_accelerate.display.state import PanelState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nb_accelerate.display.state import Seen
     from nb_accelerate.display.view import Facts, Failure, State, View
+
+logger = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.1
 _MANY = 16
@@ -117,11 +120,33 @@ class Panel:
         self._stopped: set[int] = set()
         self._processes: dict[int, psutil.Process] = {}
         self._was_drawn = False
+        self._has_failed = False
         self.due = now + self._look_every
 
     def refresh(self) -> None:
         """Look at the ranks, and draw if it is time to."""
-        now = time.monotonic()
+        with self._apart_from_the_run():
+            self._refresh(time.monotonic())
+
+    def finish(self, state: State, failure: Failure | None = None) -> None:
+        """The run has ended."""
+        self.due = float("inf")
+        if self._has_failed:
+            return
+        with self._apart_from_the_run():
+            self._finish(time.monotonic(), state, failure)
+
+    @contextlib.contextmanager
+    def _apart_from_the_run(self) -> Iterator[None]:
+        """A picture that cannot be drawn ends no training. There is none from then on."""
+        try:
+            yield
+        except Exception:
+            self._has_failed = True
+            self.due = float("inf")
+            logger.warning("The panel cannot be drawn any more; the run goes on.", exc_info=True)
+
+    def _refresh(self, now: float) -> None:
         self.due = now + self._look_every
         self._observe(now)
         if self._state.stalled(now):
@@ -136,10 +161,7 @@ class Panel:
             self._drawing.draw(self._view(now))
             self._was_drawn = True
 
-    def finish(self, state: State, failure: Failure | None = None) -> None:
-        """The run has ended."""
-        now = time.monotonic()
-        self.due = float("inf")
+    def _finish(self, now: float, state: State, failure: Failure | None) -> None:
         self._observe(now)
         self._state.end(now, state, failure)
         view = self._view(now)

@@ -214,3 +214,19 @@ def test_ranks_that_do_not_move_are_asked_where_they_are_now_and_then(clock: Clo
     assert "slow_part" in kept.drawn[-1].rows[0].now
     refresh_for(panel, clock, 20.0)
     assert 4 <= watched.asked <= 6
+
+
+def test_a_panel_that_cannot_be_drawn_ends_no_run(clock: Clock, caplog: pytest.LogCaptureFixture):
+    run = Run(2)
+    panel, _, kept = watch(run, 2)
+
+    def fail(_: View) -> None:
+        raise OSError("the front end has gone")
+
+    kept.draw = fail  # type: ignore[method-assign]
+    refresh_for(panel, clock, 5)
+    assert panel.due == float("inf")
+    panel.finish("done")
+    assert kept.last == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the front end has gone" in caplog.text
