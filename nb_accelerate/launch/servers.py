@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import itertools
 import os
 import signal
@@ -39,6 +40,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "cloudpickle",
+    "tqdm.std",
     "nb_accelerate.accelerator",
     "nb_accelerate.worker.cell",
     *LATER,
@@ -178,6 +180,8 @@ class ForkedServer(RankServer):
     inherits_call = True
 
     def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
+        importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
+
         channel, there = Channel.pair()
         super().__init__(channel)
         parent = os.getpid()
