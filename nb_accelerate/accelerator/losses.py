@@ -42,7 +42,7 @@ class LossReport:
         self._due = now + _EVERY
         if loss.numel() == 1:
             if self._arrived is None:
-                pins = loss.device.type != "cpu" and self._kind.pins_memory
+                pins = self._kind.pins_memory
                 self._arrived = torch.full((), float("nan"), dtype=torch.float32, pin_memory=pins)
                 self._arrived.copy_(loss.detach().reshape(()))  # the first one may wait
             else:

@@ -185,7 +185,7 @@ class PanelState:
             epoch=str(sample.epoch) if sample.epoch else "",
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if loss is None else words.measured(loss),
-            memory=words.size(self._peak if self._ended and not memory else memory) if memory else "",
+            memory=words.size(memory) if memory else "",
             now=self._now(rank, kind, now, slow),
         )
 
@@ -199,11 +199,11 @@ class PanelState:
             return "done"
         if kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
             return "failed"
-        doing = WORDS[track.sample.phase if self._ended is not None else track.phase]
-        if track.sample.waits_in is not None and track.sample.phase is Phase.WAITING:
-            doing = f"waits in {track.sample.waits_in.name}"
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
+        doing = WORDS[track.phase]
+        if track.sample.waits_in is not None:  # while it waits, and only then
+            doing = f"waits in {track.sample.waits_in.name}"
         if self._is_stalled(rank, track, now):
             return f"{self._where(rank, doing)}, for {words.brief(now - track.moved_at)}"
         if track.phase is Phase.RUNNING and track.sample.in_loop:
