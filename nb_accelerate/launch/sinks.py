@@ -121,12 +121,13 @@ class CellSink(Sink):
             self._overflow.write(text)
             self.due = self._overflow.due
             return
+        text, rest = _cut(text, self._line_limit - self._shown)
         self._shown += text.count("\n")
         self._kept.append(text)
         self._pending.append((stream, text))
         self._size += len(text)
-        if self._shown >= self._line_limit:
-            self._start_overflow()
+        if rest:
+            self._start_overflow(rest)
         elif self._size >= _FLUSH_SIZE:
             self.flush()
         elif self.due == float("inf"):
@@ -151,10 +152,10 @@ class CellSink(Sink):
             self._overflow.close()
         self.due = float("inf")
 
-    def _start_overflow(self) -> None:
+    def _start_overflow(self, rest: str) -> None:
         self._send_pending()
         self._overflow = _Overflow()
-        for text in self._kept:
+        for text in (*self._kept, rest):
             self._overflow.write(text)
         self._kept.clear()
         self._send("display_data", self._overflow.drawing(self._line_limit))
@@ -169,7 +170,8 @@ class CellSink(Sink):
         self._pending.clear()
         self._size = 0
         for stream, texts in merged:
-            self._send("stream", {"name": stream, "text": "".join(texts)})
+            if any(texts):
+                self._send("stream", {"name": stream, "text": "".join(texts)})
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         if self._is_first:  # what the cell itself has printed comes before; a cell that prints nothing need not wait
@@ -178,6 +180,14 @@ class CellSink(Sink):
                 stream.flush()
         # Not through sys.stdout: that goes to the cell that runs now. The socket may be used from any thread.
         self.kernel.session.send(self.kernel.iopub_socket, kind, content, parent=self._parent)
+
+
+def _cut(text: str, lines: int) -> tuple[str, str]:
+    """The first `lines` lines of `text`, and what follows them."""
+    if text.count("\n") <= lines:
+        return text, ""
+    *first, rest = text.split("\n", lines)
+    return "".join(line + "\n" for line in first), rest
 
 
 class _Overflow:
