@@ -9,36 +9,49 @@ it is: an item that others have not said within a moment is shown for those who 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 HOLD = 0.3
 """Seconds an item waits for the other ranks'. Ranks in step are milliseconds apart."""
 
-T = TypeVar("T")
+T = TypeVar("T", bound="Hashable")
 
 
-@dataclass(slots=True)
-class Said(Generic[T]):
-    """One thing a rank said.
+class _Queue(Generic[T]):
+    """What one rank has said and nobody has seen. Moments are kept for a lot of items, not for each."""
 
-    Attributes:
-        key: equal for things that are equal.
-        item: the thing.
-        when: on the clock of whoever feeds this.
-    """
+    def __init__(self) -> None:
+        self.items: deque[T] = deque()
+        self._lots: deque[tuple[int, float]] = deque()
 
-    key: Hashable
-    item: T
-    when: float
+    @property
+    def since(self) -> float:
+        """When the first of them was said."""
+        return self._lots[0][1] if self._lots else float("inf")
+
+    def add(self, items: Sequence[T], when: float) -> None:
+        if items:
+            self.items.extend(items)
+            self._lots.append((len(items), when))
+
+    def take(self, number: int) -> list[T]:
+        """The first `number` of them, or as many as there are."""
+        taken = [self.items.popleft() for _ in range(min(number, len(self.items)))]
+        left = len(taken)
+        while left:
+            size, when = self._lots.popleft()
+            if size > left:
+                self._lots.appendleft((size - left, when))
+            left -= min(size, left)
+        return taken
 
 
 class Merge(Generic[T]):
-    """Takes what ranks say, hands on what is to be shown.
+    """Takes what ranks say, hands on what is to be shown. Items that are equal are shown as one.
 
     Args:
         ranks: their numbers.
@@ -51,16 +64,16 @@ class Merge(Generic[T]):
     ) -> None:
         self._show = show
         self._hold = hold
-        self._waiting: dict[int, deque[Said[T]]] = {rank: deque() for rank in sorted(ranks)}
+        self._waiting: dict[int, _Queue[T]] = {rank: _Queue() for rank in sorted(ranks)}
 
     @property
     def due(self) -> float:
         """When `flush` has something to do."""
-        return min((queue[0].when for queue in self._waiting.values() if queue), default=float("inf")) + self._hold
+        return min(queue.since for queue in self._waiting.values()) + self._hold
 
-    def add(self, rank: int, said: Iterable[tuple[Hashable, T]], now: float) -> None:
-        """A rank said these things, each with what it is compared by."""
-        self._waiting[rank].extend([Said(key, item, now) for key, item in said])
+    def add(self, rank: int, items: Sequence[T], now: float) -> None:
+        """A rank said these things."""
+        self._waiting[rank].add(items, now)
         self._show_what_all_said()
 
     def flush(self, now: float) -> None:
@@ -70,42 +83,37 @@ class Merge(Generic[T]):
 
     def finish(self) -> None:
         """Nothing will follow: show everything."""
-        while any(self._waiting.values()):
+        while any(queue.items for queue in self._waiting.values()):
             self._show_block()
 
     def _show_what_all_said(self) -> None:
-        first, *others = self._waiting.values()
         agreed = 0
-        for said in zip(first, *others, strict=False):
-            key = said[0].key
-            if any(one.key != key for one in said[1:]):
+        for said in zip(*(queue.items for queue in self._waiting.values()), strict=False):
+            if said.count(said[0]) < len(said):
                 break
             agreed += 1
         if agreed:
-            queues = (first, *others)
-            self._show(tuple(self._waiting), [[queue.popleft().item for _ in range(agreed)] for queue in queues])
+            self._show(tuple(self._waiting), [queue.take(agreed) for queue in self._waiting.values()])
 
     def _show_block(self) -> None:
         """What comes before the next thing that all say: of each rank in turn, equal ones once."""
         length = self._agree_again()
-        blocks: dict[tuple[Hashable, ...], tuple[list[int], list[list[T]]]] = {}
+        blocks: dict[tuple[T, ...], tuple[list[int], list[list[T]]]] = {}
         for rank, queue in self._waiting.items():
-            said = [queue.popleft() for _ in range(min(length, len(queue)))]
+            said = queue.take(length)
             if said:
-                ranks, items = blocks.setdefault(tuple(one.key for one in said), ([], []))
+                ranks, items = blocks.setdefault(tuple(said), ([], []))
                 ranks.append(rank)
-                items.append([one.item for one in said])
+                items.append(said)
         for ranks, items in blocks.values():
             self._show(tuple(ranks), items)
         self._show_what_all_said()
 
     def _agree_again(self) -> int:
         """How many items of each rank come before one that all ranks say at the same place."""
-        nothing = object()
-        columns = zip_longest(*((one.key for one in queue) for queue in self._waiting.values()), fillvalue=nothing)
         length = 0
-        for length, column in enumerate(columns):
-            if length and nothing not in column and len(set(column)) == 1:
+        for length, column in enumerate(zip_longest(*(queue.items for queue in self._waiting.values()))):
+            if length and column.count(column[0]) == len(column):
                 return length
         return length + 1
 

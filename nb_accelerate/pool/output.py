@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nb_accelerate.pool.merge import HOLD, Merge, label
 
@@ -35,20 +36,26 @@ _AT_ONCE = 200
 _NEVER = float("inf")
 
 
-class _Line(NamedTuple):
-    """Also its own key: equal lines are equal."""
-
-    stream: StreamName
-    text: str
+_Line: TypeAlias = "tuple[StreamName, str]"
+"""As light as it can be: there may be many."""
 
 
 @dataclass(frozen=True)
 class _Shown:
+    """Something rich.
+
+    Attributes:
+        kind: as in a Jupyter message.
+        looks: equal for what looks the same.
+        content: as in a Jupyter message.
+    """
+
     kind: str
-    content: dict[str, Any]
+    looks: str
+    content: dict[str, Any] = field(compare=False)
 
 
-_Item = _Line | _Shown
+_Item: TypeAlias = "_Line | _Shown"
 
 
 class CellOutput:
@@ -87,13 +94,13 @@ class CellOutput:
         if self.alone:
             self._sink.write(stream, text)
             return
-        lines = []
-        for line in _lines(text):
-            if "\r" in line and "\r" in line.rstrip("\r\n"):
+        lines = _lines(text)
+        if "\r" in text:
+            redrawn = [line for line in lines if "\r" in line.rstrip("\r\n")]
+            for line in redrawn:
                 self._bar(rank).finish(rank, _last_drawing(line))
-            else:
-                lines.append(_Line(stream, line))
-        self._add(rank, [(line, line) for line in lines])
+            lines = [line for line in lines if line not in redrawn]
+        self._add(rank, list(zip(repeat(stream), lines, strict=False)))
 
     def redrawing(self, rank: int, line: str) -> None:
         """A line that is not finished."""
@@ -106,12 +113,12 @@ class CellOutput:
             return
         content = json.loads(display.content)
         if self.alone:
-            self._publish((rank,), [_Shown(display.kind, content)])
+            self._publish((rank,), [_Shown(display.kind, "", content)])
             return
         own = content.get("transient", {}).get("display_id")
         place = "" if own is None else self._ids.order(rank, own)
-        body = json.dumps([content.get("data"), content.get("metadata")], sort_keys=True)
-        self._add(rank, [((display.kind, place, body), _Shown(display.kind, content))])
+        looks = json.dumps([place, content.get("data"), content.get("metadata")], sort_keys=True)
+        self._add(rank, [_Shown(display.kind, looks, content)])
 
     def say(self, line: str) -> None:
         """A line of our own about trouble."""
@@ -145,11 +152,11 @@ class CellOutput:
         self.finish()
         self._sink.close()
 
-    def _add(self, rank: int, said: Sequence[tuple[tuple[object, ...], _Item]]) -> None:
+    def _add(self, rank: int, items: list[_Item]) -> None:
         if self._raw:
-            self._show((rank,), [[item for _, item in said]])
+            self._show((rank,), [items])
         else:
-            self._merge.add(rank, said, time.monotonic())
+            self._merge.add(rank, items, time.monotonic())
 
     def _bar(self, rank: int) -> _Bars:
         assert rank in self._ranks
@@ -163,12 +170,13 @@ class CellOutput:
         lines: list[str] = []
         for same in zip(*said, strict=True):
             first = same[0]
-            if lines and (len(lines) == _AT_ONCE or not isinstance(first, _Line) or first.stream != stream):
+            is_line = isinstance(first, tuple)
+            if lines and (len(lines) == _AT_ONCE or not is_line or first[0] != stream):
                 self._sink.write(stream, "".join(lines))
                 lines.clear()
-            if isinstance(first, _Line):
-                stream = first.stream
-                lines.append(whose + first.text)
+            if is_line:
+                stream, text = first
+                lines.append(whose + text)
             else:
                 self._publish(ranks, [one for one in same if isinstance(one, _Shown)], whose)
         if lines:

@@ -88,6 +88,27 @@ def test_lines_printed_by_several_threads_stay_whole(notebook: Kernel) -> None:
     assert sorted(lines) == sorted(f"{name} {i}" for name in "abcd" for i in range(300))
 
 
+def test_bytes_and_text_keep_their_order_and_a_forked_process_prints_while_a_thread_does(notebook: Kernel) -> None:
+    notebook.run(
+        "def both():\n"
+        "    import threading\n"
+        "    sys.stdout.write('a'); sys.stdout.buffer.write(b'b'); print('c'); sys.stderr.buffer.write(b'd\\n')\n"
+        "    over = threading.Event()\n"
+        "    def go_on():\n"
+        "        while not over.is_set(): print('x' * 100_000)\n"
+        "    thread = threading.Thread(target=go_on); thread.start()\n"
+        "    for number in range(20):\n"
+        "        child = os.fork()\n"
+        "        if not child: print('child', number); os._exit(0)\n"
+        "        os.waitpid(child, 0)\n"
+        "    over.set(); thread.join()\n"
+    ).ok()
+    cell = notebook.run("launch(both, (), 1)").ok()
+    assert cell.stdout.startswith("abc\n")
+    assert cell.stderr == "d\n"
+    assert re.findall(r"child \d+", cell.stdout) == [f"child {number}" for number in range(20)]
+
+
 def test_print_takes_what_it_always_takes(notebook: Kernel) -> None:
     notebook.run(
         "def prints():\n"

@@ -58,7 +58,7 @@ class Story:
 
     def say(self, rank: int, *items: str, when: float = 0.0) -> None:
         for item in items:
-            self.merge.add(rank, [(item, item)], when)
+            self.merge.add(rank, [item], when)
 
 
 class TestMerge:
