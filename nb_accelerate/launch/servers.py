@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -101,7 +102,6 @@ class RankServer(ABC):
         # Said and not left to the end of the channel: a process that was forked from here meanwhile holds a copy.
         with contextlib.suppress(OSError):
             self._channel.send(Quit())
-        self._channel.close()
 
     def _signal(self, key: int, signum: int) -> None:
         with contextlib.suppress(OSError):  # it has ended, and its ranks with it
@@ -146,6 +146,7 @@ class _ExecutedServer(RankServer):
     @override
     def close(self) -> None:
         self._tell_to_quit()
+        self._channel.close()
         try:
             self._process.wait(_CLOSING)
         except subprocess.TimeoutExpired:
@@ -212,11 +213,19 @@ class ForkedServer(RankServer):
 
     @override
     def close(self) -> None:
+        if self._ended:
+            self._channel.close()
+            return
         self._tell_to_quit()
-        if not self._ended:
-            # It waits for nothing but the end of its channel, and kills its ranks itself.
-            os.waitpid(self._pid, 0)
-            self._ended = True
+        # It answers when none of its ranks is left. After that it has only its copy of this process' memory to give
+        # back, which takes longer the larger it is: nobody need wait for that.
+        while not select.select([self._channel], [], [], _CLOSING)[0] and self.alive():
+            pass
+        self._channel.close()
+        if self._ended:
+            return
+        threading.Thread(target=os.waitpid, args=(self._pid, 0), name="nb_accelerate-reaper", daemon=True).start()
+        self._ended = True
 
 
 @contextlib.contextmanager

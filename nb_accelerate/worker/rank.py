@@ -121,15 +121,16 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
 
 def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bool) -> object:
     """Make this process what `setup` says; returns what must live as long as the rank."""
-    os.environ.clear()
-    os.environ.update(setup.environ)
+    for name in os.environ.keys() - setup.environ.keys():
+        del os.environ[name]
+    os.environ.update(setup.environ.items() - os.environ.items())
     os.chdir(setup.cwd)
     sys.path[:] = setup.sys_path
     sys.argv[:] = setup.argv
     spawn_by_value()
     bars_as_rows()
-    importlib.invalidate_caches()  # packages may have been installed since this process' parent started
     if not is_fork:
+        importlib.invalidate_caches()  # packages may have been installed since this process' parent started
         main = types.ModuleType("__main__")
         main.__builtins__ = __builtins__  # type: ignore[attr-defined]
         sys.modules["__main__"] = main

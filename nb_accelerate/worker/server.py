@@ -11,8 +11,8 @@
 
 The server imports torch once; a rank forked from it starts in milliseconds, with none of the kernel's threads,
 locks, sockets or CUDA state. A few idle processes, as many as the last launches had ranks, are forked beforehand. The
-server answers nothing on the control channel: a rank speaks for itself, and its end is told by eight bytes in a pipe
-of its own.
+server answers nothing on the control channel but that it quits: a rank speaks for itself, and its end is told by eight
+bytes in a pipe of its own.
 
 Who dies with whom: the server ends when the kernel does (it waits for the kernel's process descriptor, and for the
 end of the channel), and kills its ranks first. Ranks end when the server does (parent-death signal). What a rank
@@ -152,6 +152,8 @@ class _Server:
             pidfd = os.pidfd_open(self._parent)
             self._own_fds.append(pidfd)
             self._selector.register(pidfd, selectors.EVENT_READ, "parent")
+        if self._inherited is not None:
+            self._fork_idle()  # while the kernel makes the first rank's descriptors
         while os.getppid() == self._parent:
             has_time = not self._ranks and (self._later or len(self._idle) < self._wanted)
             events = self._selector.select((_PAUSE if self._later else _QUIET) if has_time else None)
@@ -270,7 +272,7 @@ class _Server:
 
     def _kill_adopted(self) -> None:
         """End what ranks left behind."""
-        while self._adopts:
+        while self._adopts and _has_children():
             orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._idle]
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
@@ -289,7 +291,18 @@ class _Server:
         self._ranks.clear()
         self._idle.clear()
         self._kill_adopted()
+        with contextlib.suppress(OSError):  # the kernel has gone
+            self._control.send(Quit())
         os._exit(0)
+
+
+def _has_children() -> bool:
+    """Are there any, zombies too? A look at all processes takes a millisecond, this a microsecond."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _import_all(modules: tuple[str, ...]) -> BaseException | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import cloudpickle
 import torch
 from turns import medians, ratios
 
@@ -93,6 +94,8 @@ PACKAGES = ("accelerate", "nb_accelerate")
 
 
 def start_methods() -> list[str]:
+    # As a cell's functions are: a rank that has to import this file imports half of Jupyter with it.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     launch(meets, (), 2)
     actions: dict[str, Callable[[], object]] = {
         "bare fork and gloo": bare_fork,
