@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from os import getpid
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
@@ -121,7 +120,7 @@ class TrainingSlice(Slice):
                 another process than this one.
         """
         core = self.core
-        if core.process.pid != getpid():
+        if not core.process.is_here:
             raise foreign_accelerator("accelerator.backward")
         if not core.prepared.models and core.collectives.world_size > 1:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)

@@ -170,9 +170,10 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             if ahead is not None:
                 current = ahead(current)
             position = self.position
+            state = vars(self)  # a DataLoader looks at every attribute that is set, at a microsecond each
             for upcoming in source:
                 position += 1
-                self.position = position
+                state["position"] = position
                 step(position)
                 enter(works)
                 if type(current) is LastBatch:  # of one worker of several; others go on

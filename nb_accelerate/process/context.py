@@ -62,12 +62,28 @@ class ProcessContext:
     pid: int = field(default_factory=os.getpid)
 
     @property
+    def is_here(self) -> bool:
+        """Whether it describes the process that asks."""
+        return self.pid == _pid
+
+    @property
     def distributed_type(self) -> DistributedType:
         """What this setup is called."""
         return self.kind.distributed_type if self.topology.world_size > 1 else DistributedType.NO
 
 
 _context: ProcessContext | None = None
+
+_pid = os.getpid()
+"""Of this process. Every backward compares it, and a system call costs more than the rest of what we add there."""
+
+
+def _forked() -> None:
+    global _pid  # noqa: PLW0603 - a fork changes it, and nothing else does
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def current() -> ProcessContext | None:
@@ -76,7 +92,7 @@ def current() -> ProcessContext | None:
     A description is out of date, and None is returned, when it was inherited by a fork or when the process group
     it names is no longer torch's default one.
     """
-    if _context is None or _context.pid != os.getpid() or _context.group is not default_group():
+    if _context is None or not _context.is_here or _context.group is not default_group():
         return None
     return _context
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from turns import pin, ratio_of_sums
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.board import Board, Page, Phase
@@ -79,8 +80,8 @@ def _writing() -> list[str]:
 # Training.
 
 
-def _watched(width: int, batch_size: int) -> tuple[list[float], float]:
-    """By round: CPU seconds of epochs that are reported over those of others that are not. And those for a step.
+def _watched(width: int, batch_size: int) -> dict[str, list[float]]:
+    """By round: CPU seconds for a step of epochs that are reported, and of others that are not.
 
     They take turns in one process, and a panel watches all the time. CPU time, as that of others is not in it. In a
     round there are several, as the loss is looked at ten times a second only.
@@ -89,6 +90,7 @@ def _watched(width: int, batch_size: int) -> tuple[list[float], float]:
     from nb_accelerate.board import board as boards
 
     torch.set_num_threads(1)
+    pin()
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
     rows = 2 * STEPS * batch_size
@@ -115,17 +117,16 @@ def _watched(width: int, batch_size: int) -> tuple[list[float], float]:
         object.__setattr__(core, "board", board)
         core.losses.report = report  # type: ignore[method-assign]
 
-    found, seconds = [], []
+    taken: dict[str, list[float]] = {"reported": [], "silent": []}
     for _ in range(ROUNDS + 1):
-        taken = {"reported": 0.0, "silent": 0.0}
+        for seconds in taken.values():
+            seconds.append(0.0)
         for number in range(PAIRS):
             for name in ("reported", "silent") if number % 2 else ("silent", "reported"):
                 use(*(reported if name == "reported" else silent))
-                taken[name] += epoch()
-        found.append(taken["reported"] / taken["silent"])
-        seconds.append(taken["silent"] / (PAIRS * STEPS))
+                taken[name][-1] += epoch() / (PAIRS * STEPS)
     use(*reported)
-    return found[1:], statistics.median(seconds)
+    return {name: seconds[1:] for name, seconds in taken.items()}
 
 
 def _nothing(*_: Any) -> None:
@@ -149,22 +150,15 @@ class _Silent(Board):
         return 0
 
 
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """The median, and where it lies nineteen times of twenty: order statistics, which know no distribution."""
-    ordered = sorted(ratios)
-    reach = 0.98 * math.sqrt(len(ordered))
-    low = max(0, math.floor(len(ordered) / 2 - reach))
-    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + reach) - 1)
-    return ordered[low], statistics.median(ordered), ordered[high]
-
-
 def _training() -> list[str]:
-    ranks = notebook_launcher(_watched, (64, 32), num_processes=2, progress="text", timeout=300, devices="cpu")
-    ratios = [sum(pair) / 2 for pair in zip(*(ratios for ratios, _ in ranks), strict=True)]
-    low, middle, high = interval(ratios)
+    ranks = notebook_launcher(_watched, (256, 64), num_processes=2, progress="text", timeout=300, devices="cpu")
+    reported, silent = (
+        [sum(both) / 2 for both in zip(*(rank[kind] for rank in ranks), strict=True)] for kind in ("reported", "silent")
+    )
+    low, ratio, high = ratio_of_sums(reported, silent)
     return [
-        f"a step that is reported        {middle:6.4f} of one that is not  (19 of 20 times in {low:.4f} to {high:.4f}; "
-        f"{1e6 * ranks[0][1]:.0f} µs; target: under 1.01)"
+        f"a step that is reported        {ratio:6.4f} of one that is not  (19 of 20 times in {low:.4f} to {high:.4f}; "
+        f"{1e6 * statistics.mean(silent):.0f} µs; target: under 1.01)"
     ]
 
 
