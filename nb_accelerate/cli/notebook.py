@@ -4,7 +4,7 @@
 
     execute(path) ──> kernel of this Python ──> one cell after the other ──> values, read while it is alive
         │                     ▲                          │                                 │
-        │              Ctrl-C: interrupt          streams, as they come                    ▼
+        │              Ctrl-C: interrupt     streams and panels, as they come              ▼
         │              again:  end it                    ▼                            NotebookRun
         └── the kernel ends, always               the terminal              write_notebook, write_page
 """
@@ -29,6 +29,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from nb_accelerate.cli.progress import CellProgress
+from nb_accelerate.display.frontend import FROM_TERMINAL
+from nb_accelerate.display.relay import PANEL
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,6 +146,8 @@ class _Session:
         # that somebody installed for themselves may belong to another environment.
         specs = KernelSpecManager(kernel_dirs=[])
         self._manager = AsyncKernelManager(kernel_spec_manager=specs, **_encryption())
+        if self._progress.is_live:
+            self._manager.session.metadata = dict(FROM_TERMINAL)  # of every request
         self._stop = _Stop(self._manager)
         self._client = _Client(notebook, self._manager, self._progress, self._stop, path.parent)
 
@@ -236,7 +240,7 @@ class _Session:
 
 
 class _Client(NotebookClient):
-    """nbclient, telling what a cell prints while it runs, and keeping what belongs together in one output."""
+    """nbclient, telling what a cell prints and how far its ranks are, and keeping what is one output in one."""
 
     def __init__(
         self,
@@ -272,6 +276,12 @@ class _Client(NotebookClient):
                 # One message is one output for nbclient; a saved notebook would show a gap at each.
                 last["text"] += content["text"]
                 return last
+        panel = content["data"].pop(PANEL, None) if msg["msg_type"] == "display_data" else None
+        if panel is not None:
+            self._progress.panel(panel["id"], panel["lines"])
+            if not content["data"]:
+                return None
+            self._progress.lines(content["data"]["text/plain"])
         return super().output(outs, msg, display_id, cell_index)
 
 

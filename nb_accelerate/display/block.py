@@ -12,6 +12,8 @@ from nb_accelerate.display import text
 from nb_accelerate.display.panel import Drawing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nb_accelerate.display.view import View
 
 _MOST_LINES = 20
@@ -25,6 +27,9 @@ def can_redraw(stream: TextIO) -> bool:
 class Block(Drawing):
     """Lines at the bottom of a terminal. Whoever prints there calls `hide` before and `show` after.
 
+    What was printed last may be an unfinished line: then `show` is called after the rest of it, and nothing is drawn
+    until then.
+
     Args:
         stream: the terminal.
     """
@@ -35,35 +40,48 @@ class Block(Drawing):
         self._stream = stream
         self._lines: list[str] = []
         self._height = 0
+        self._is_hidden = False
 
     @override
     def draw(self, view: View) -> None:
+        self.draw_lines(text.table(view, bars=True).split("\n"))
+
+    def draw_lines(self, lines: Sequence[str]) -> None:
+        """Draw these, as many of them as there is room for, in place of those that are there."""
         size = shutil.get_terminal_size()
-        lines = text.table(view, bars=True).split("\n")[: min(_MOST_LINES, size.lines - 1)]
         # A line that wraps would be two, and redrawing would leave one of them behind.
-        lines = [line[: size.columns - 1] for line in lines]
-        if lines != self._lines:
-            self.hide()
-            self._lines = lines
-            self.show()
+        fitting = [line[: size.columns - 1] for line in lines[: min(_MOST_LINES, size.lines - 1)]]
+        if fitting != self._lines:
+            self._wipe()
+            self._lines = fitting
+            self._paint()
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
-        self.hide()
+        self._wipe()
         self._lines = []
         if view.is_worth_keeping:
-            self._stream.write(f"{text.table(view)}\n")
+            end_of_line = "\n" if self._is_hidden else ""
+            self._stream.write(f"{end_of_line}{text.table(view)}\n")
         self._stream.flush()
 
     def hide(self) -> None:
         """Wipe it, so that something can be printed where it was."""
+        self._is_hidden = True
+        self._wipe()
+
+    def show(self) -> None:
+        """Draw it again."""
+        self._is_hidden = False
+        self._paint()
+
+    def _wipe(self) -> None:
         if self._height:
             self._stream.write(f"\x1b[{self._height}F\x1b[J")
             self._height = 0
 
-    def show(self) -> None:
-        """Draw it again."""
-        if self._lines:
+    def _paint(self) -> None:
+        if self._lines and not self._is_hidden:
             self._stream.write("\n".join(self._lines) + "\n")
-            self._stream.flush()
             self._height = len(self._lines)
+        self._stream.flush()

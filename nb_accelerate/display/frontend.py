@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FrontEnd = Literal["widget", "text", "off"]
+FrontEnd = Literal["widget", "terminal", "text", "off"]
+
+FROM_TERMINAL = {"nb_accelerate.terminal": True}
+"""Metadata of a request from a front end that is a terminal and draws what a `Relay` sends."""
 
 
 def choose_front_end(progress: str) -> FrontEnd:
@@ -22,6 +25,8 @@ def choose_front_end(progress: str) -> FrontEnd:
     if progress == "off":
         return "off"
     kernel = _kernel()
+    if kernel is not None and progress != "widget" and comes_from_terminal(kernel.get_parent()):
+        return "terminal"
     if progress == "text" or kernel is None:
         return "text"
     is_shown = progress == "widget" or shows_widgets(kernel.get_parent(), os.environ)
@@ -42,6 +47,12 @@ def shows_widgets(request: Mapping[str, Any], environ: Mapping[str, str]) -> boo
     if "KAGGLE_KERNEL_RUN_TYPE" in environ:
         return environ["KAGGLE_KERNEL_RUN_TYPE"] == "Interactive"
     return "cellId" in request.get("metadata", {})
+
+
+def comes_from_terminal(request: Mapping[str, Any]) -> bool:
+    """Whether somebody watches the notebook in a terminal, as ``nb-accelerate launch`` says."""
+    metadata: Mapping[str, Any] = request.get("metadata", {})
+    return FROM_TERMINAL.items() <= metadata.items()
 
 
 def _kernel() -> Any:

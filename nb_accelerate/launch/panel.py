@@ -10,6 +10,7 @@ from nb_accelerate.diagnostics.stacks import listed
 from nb_accelerate.display import Facts, Panel
 from nb_accelerate.display.block import Block, can_redraw
 from nb_accelerate.display.lines import Lines
+from nb_accelerate.display.relay import Relay
 from nb_accelerate.display.view import Failure
 from nb_accelerate.display.widget import Widget
 from nb_accelerate.launch.incidents import RankTraceback, summary
@@ -44,6 +45,8 @@ def make_panel(
     drawing: Drawing
     if front_end == "widget" and isinstance(sink, CellSink):
         drawing = Widget(sink, sink.kernel, ranks, watched, listed, place=place)
+    elif front_end == "terminal" and isinstance(sink, CellSink):
+        drawing = Relay(sink)
     elif isinstance(sink, StreamSink) and can_redraw(sys.stdout):
         drawing = sink.block = Block(sys.stdout)
     else:

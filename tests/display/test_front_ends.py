@@ -8,7 +8,7 @@ import types
 import pytest
 
 from nb_accelerate.display import choose_front_end
-from nb_accelerate.display.frontend import shows_widgets
+from nb_accelerate.display.frontend import FROM_TERMINAL, shows_widgets
 
 CELL = {"metadata": {"cellId": "1a2b"}, "content": {"allow_stdin": True}}
 NO_CELL = {"metadata": {}, "content": {"allow_stdin": False}}
@@ -54,6 +54,15 @@ def test_in_a_kernel_it_is_what_the_user_wants_else_what_can_be_seen(in_kernel: 
     assert [choose_front_end(one) for one in ("auto", "widget", "text", "off")] == ["text", "widget", "text", "off"]
     in_kernel["metadata"] = {"cellId": "1"}
     assert [choose_front_end(one) for one in ("auto", "text", "off")] == ["widget", "text", "off"]
+
+
+def test_a_terminal_that_asks_for_the_panel_gets_it_whatever_the_environment_says(
+    in_kernel: dict[str, object], monkeypatch: pytest.MonkeyPatch
+):
+    in_kernel["metadata"] = dict(FROM_TERMINAL)
+    assert [choose_front_end(one) for one in ("auto", "text", "off")] == ["terminal", "terminal", "off"]
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
+    assert [choose_front_end(one) for one in ("auto", "widget")] == ["terminal", "widget"]
 
 
 def test_without_ipywidgets_it_is_text(in_kernel: dict[str, object], monkeypatch: pytest.MonkeyPatch):
