@@ -12,7 +12,7 @@ by an import::
      9     utils  state  data_loader  optimizer  scheduler  logging  local_sgd                      magics
      8     accelerator                                                                                pool  launchers
      7     compat                                                                                     launch
-     6     strategies                                                                                 worker  display
+     6     strategies  checkpoint                                                                     worker  display
      5     optim  data  tracking  bigmodel                                                            diagnostics
      4     precision  comm                                                                            protocol
      3     process  nested
@@ -152,7 +152,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (error.name or "").partition(".")[0] != "torch":
             raise
         from nb_accelerate.errors import MissingDependencyError
 

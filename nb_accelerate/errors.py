@@ -8,6 +8,7 @@
     ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
     ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
     ├── DispatchError (RuntimeError)      rank 0 reads data for all ranks, and could not
+    ├── CheckpointError (RuntimeError)    a checkpoint lacks something, is damaged, or does not fit
     ├── CellSyntaxError                   a cell for the ranks does not compile; no rank has seen it
     └── LaunchError (RuntimeError)        ranks were to be started, or were running
         ├── ShippingError (TypeError)     a function, argument or result cannot be sent to another process
@@ -83,6 +84,10 @@ DistributedOperationException = CollectiveMismatchError  # its name in Hugging F
 
 class DispatchError(NbAccelerateError, RuntimeError):
     """Rank 0, which reads the data of all ranks, could not go on."""
+
+
+class CheckpointError(NbAccelerateError, RuntimeError):
+    """A checkpoint lacks something, was cut off, or does not fit what it is loaded into."""
 
 
 class CellSyntaxError(NbAccelerateError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate.accelerator.checkpoints import CheckpointSlice
 from nb_accelerate.accelerator.communication import CommunicationSlice
 from nb_accelerate.accelerator.core import build_core
 from nb_accelerate.accelerator.identity import IdentitySlice
@@ -58,7 +59,14 @@ _ARGUMENTS = (
 
 
 class Accelerator(
-    IdentitySlice, OptionsSlice, TrainingSlice, CommunicationSlice, LoadersSlice, PreparingSlice, RecordingSlice
+    IdentitySlice,
+    OptionsSlice,
+    TrainingSlice,
+    CommunicationSlice,
+    LoadersSlice,
+    PreparingSlice,
+    CheckpointSlice,
+    RecordingSlice,
 ):
     """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.losses import LossReport
 from nb_accelerate.board import here
+from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
 from nb_accelerate.compat.here import Choices, inherited, remember
 from nb_accelerate.config.accumulation import resolve_accumulation
@@ -87,6 +88,7 @@ class Core:
         dynamo: how models are compiled.
         trigger: what this rank has to tell the others.
         recording: trackers, directories, profiles.
+        registry: what users add to checkpoints.
         board: where this process says how far it is.
         losses: puts losses there, now and then.
         prepared: what went through ``prepare``.
@@ -107,6 +109,7 @@ class Core:
     dynamo: TorchDynamoPlugin
     trigger: Trigger = field(default_factory=Trigger)
     recording: Recording = field(default_factory=Recording)
+    registry: Registry = field(default_factory=Registry)
     board: Board
     losses: LossReport
     prepared: Prepared = field(default_factory=Prepared)

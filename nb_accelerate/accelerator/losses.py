@@ -1,24 +1,32 @@
-"""The loss on the board, without making a device wait."""
+"""The loss on the board, and how a device is used, without making it wait."""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from nb_accelerate.board import Board
     from nb_accelerate.process.devices import DeviceKind
 
+logger = logging.getLogger(__name__)
+
 _EVERY = 0.1
 """Seconds between two looks. People cannot read faster, and a copy from a device costs some microseconds."""
 
+_ASK_EVERY = 1.0
+"""Seconds between two questions for the utilisation: the driver takes a mean over up to one, and is slow to answer."""
+
 
 class LossReport:
-    """Puts the loss of some steps on the board, and the memory of the device with it.
+    """Puts the loss of some steps on the board, and with it the memory and the utilisation of the device.
 
     A loss on a device is copied without waiting, into memory that stays; what is read there is the newest one that
     has arrived, usually that of the look before.
@@ -33,6 +41,8 @@ class LossReport:
         self._kind = kind
         self._due = 0.0
         self._arrived: Tensor | None = None
+        self._utilisation = kind.utilisation
+        self._ask_at = 0.0
 
     def report(self, loss: Tensor) -> None:
         """A step has this loss, without dimensions."""
@@ -49,3 +59,16 @@ class LossReport:
                 self._arrived.copy_(loss.detach().reshape(()), non_blocking=True)
             self._board.loss(self._arrived.item())
         self._board.memory(self._kind.memory_allocated())
+        if self._utilisation is not None and now >= self._ask_at:
+            self._ask_at = now + _ASK_EVERY
+            self._ask(self._utilisation)
+
+    def _ask(self, utilisation: Callable[[], int]) -> None:
+        """Ask the device. Who got no answer once asks no more: what is missing will not come during a training."""
+        try:
+            percent = utilisation()
+        except Exception as error:  # those of NVML and amdsmi have no common base, and neither need be installed
+            logger.debug("The utilisation of %s is not known: %s", self._kind.name, error)
+            self._utilisation = None
+        else:
+            self._board.utilisation(percent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nb_accelerate.data.epochs import EpochCounter
@@ -187,7 +188,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Start an epoch: return its batches, and set ``position`` to how many of them are left out."""
         resume_at, self._resume_at = self._resume_at, None
         self.position = self.skip_batches if resume_at is None else resume_at
-        source = self._source() if resume_at is None else self._source_from(resume_at)
+        # torch draws a number when reading begins. An epoch that is resumed has drawn it before, so what follows
+        # (dropout, say) gets the numbers it would have got.
+        with torch.random.fork_rng(devices=(), enabled=self.position > 0):
+            source = self._source() if resume_at is None else self._source_from(resume_at)
         self._epochs.epoch += 1
         return source
 

@@ -15,7 +15,9 @@ from nb_accelerate.process import context
 from nb_accelerate.process.devices import DEVICE_KINDS, device_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nb_accelerate.process.devices import DeviceKind
 
 
 class RNGType(str, Enum):
@@ -56,6 +58,52 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         xla.set_rng_state(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def capture(kind: DeviceKind) -> dict[str, Any]:
+    """Return the states of all random numbers of this process, under accelerate's names for them.
+
+    Args:
+        kind: of its devices. Others are not touched: that would wake them up.
+    """
+    states = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    if kind.get_rng_state is not None:
+        states[f"torch_{kind.name}_manual_seed"] = _of_all_devices(kind, kind.get_rng_state)
+    if (xla := _xla_model()) is not None:
+        states["xm_seed"] = xla.get_rng_state()
+    return states
+
+
+def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
+    """Put states back that `capture` returned. Those that are missing stay as they are.
+
+    Args:
+        states: by name.
+        kind: of the devices of this process.
+    """
+    if "random_state" in states:
+        version, numbers, gauss = states["random_state"]
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy_random_seed" in states:
+        np.random.set_state(states["numpy_random_seed"])
+    if "torch_manual_seed" in states:
+        torch.set_rng_state(states["torch_manual_seed"])
+    of_devices = states.get(f"torch_{kind.name}_manual_seed")
+    if of_devices is not None:
+        module = getattr(torch, kind.name)
+        for number, state in enumerate(of_devices[: max(kind.count(), 1)]):
+            module.set_rng_state(state, *((number,) if len(of_devices) > 1 else ()))
+    if "xm_seed" in states and (xla := _xla_model()) is not None:
+        xla.set_rng_state(states["xm_seed"])
+
+
+def _of_all_devices(kind: DeviceKind, of_this: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    every = getattr(getattr(torch, kind.name), "get_rng_state_all", None)
+    return list(every()) if every is not None else [of_this()]
 
 
 def resolve_rng_types(given: Sequence[str | RNGType] | None) -> tuple[RNGType, ...]:

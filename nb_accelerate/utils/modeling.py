@@ -12,9 +12,10 @@ from nb_accelerate.bigmodel.ties import (
     find_tied_parameters,
     retie_parameters,
 )
+from nb_accelerate.checkpoint.files import convert_file_size_to_int, id_tensor_storage, load_state_dict
+from nb_accelerate.checkpoint.model import load_checkpoint_in_model
 from nb_accelerate.compat.models import named_module_tensors
 from nb_accelerate.compat.numbers import get_grad_scaler, get_mixed_precision_context_manager
-from nb_accelerate.compat.saving import convert_file_size_to_int, id_tensor_storage
 
 __all__ = [
     "calculate_maximum_sizes",
@@ -28,6 +29,8 @@ __all__ = [
     "get_max_layer_size",
     "get_mixed_precision_context_manager",
     "id_tensor_storage",
+    "load_checkpoint_in_model",
+    "load_state_dict",
     "named_module_tensors",
     "retie_parameters",
 ]

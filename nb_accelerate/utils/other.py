@@ -1,5 +1,6 @@
 """Under the names of ``accelerate.utils.other``, and ``tqdm``."""
 
+from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, load
 from nb_accelerate.compat.capabilities import check_os_kernel
 from nb_accelerate.compat.environ import is_port_in_use, merge_dicts
 from nb_accelerate.compat.exchange import wait_for_everyone
@@ -13,7 +14,7 @@ from nb_accelerate.compat.models import (
 )
 from nb_accelerate.compat.progress import tqdm
 from nb_accelerate.compat.regions import compile_regions
-from nb_accelerate.compat.saving import clean_state_dict_for_safetensors, load, save
+from nb_accelerate.compat.saving import save
 from nb_accelerate.compat.sizes import convert_bytes
 
 __all__ = [

@@ -1,9 +1,8 @@
 """What accelerate's quick tours take for granted, and how their blocks are run.
 
 Each block stands as the tours print it, except that ``accelerate`` became ``nb_accelerate`` and that diffs show their
-new side; what they leave to the reader (models, loaders, metrics) is supplied by `stage`. Left out, because they
-are about something that is not supported yet: ``save_model``, ``load_checkpoint_in_model``, ``save_state``,
-``load_state`` and ``register_for_checkpointing`` (checkpoints), and everything that is typed into a shell.
+new side; what they leave to the reader (models, loaders, metrics) is supplied by `stage`. Left out is
+what is typed into a shell.
 """
 
 from __future__ import annotations

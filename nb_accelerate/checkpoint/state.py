@@ -1,0 +1,259 @@
+"""Everything that a run needs to go on: a list of named parts, saved and loaded one by one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.checkpoint.files import load, load_state_dict, write
+from nb_accelerate.checkpoint.folder import replacing
+from nb_accelerate.checkpoint.model import PLAIN, SAFE, fit
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.process import rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from nb_accelerate.process.devices import DeviceKind
+
+logger = logging.getLogger("nb_accelerate")
+
+ABOUT = "checkpoint.json"
+_RANDOM = "random_states_{}.pkl"
+_OF_A_STATE = re.compile(
+    r"((model|optimizer|scheduler|sampler|pytorch_model|custom_checkpoint|dl_state_dict|random_states)(_\d+)?(_rank\d+)?"
+    r"\.(safetensors|bin|pkl)|scaler\.pt|checkpoint\.json)"
+)
+_OF_A_RANK = re.compile(r"(?:random_states_|.*_rank)(\d+)\.\w+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One thing with a state.
+
+    Attributes:
+        file: its name.
+        save: returns the state.
+        load: takes it up again.
+        on_every_rank: whether ranks have states that differ; the first one's has the plain name.
+    """
+
+    file: str
+    save: Callable[[], Any]
+    load: Callable[[Any], object]
+    on_every_rank: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank this is, and what it writes.
+
+    Attributes:
+        rank: of this process.
+        world_size: how many there are.
+        is_writer: whether it writes what is the same on all ranks.
+        kind: its kind of device, which has random numbers of its own.
+    """
+
+    rank: int
+    world_size: int
+    is_writer: bool
+    kind: DeviceKind
+
+
+def parts_of(
+    *, optimizers: Sequence[Any], schedulers: Sequence[Any], loaders: Sequence[Any], scaler: Any, custom: Sequence[Any]
+) -> list[Part]:
+    """Return the parts of a run, models and random numbers apart, in the order in which they are loaded."""
+    parts = [
+        *(_part(name_of("optimizer.bin", number), one) for number, one in enumerate(optimizers)),
+        *(_part(name_of("scheduler.bin", number), one) for number, one in enumerate(schedulers)),
+        *(
+            _part(name_of("dl_state_dict.bin", number), one, on_every_rank=True)
+            for number, one in enumerate(loaders)
+            if one.use_stateful_dataloader
+        ),
+    ]
+    if scaler is not None:
+        parts.append(_part("scaler.pt", scaler))
+    return [*parts, *(_part(f"custom_checkpoint_{number}.pkl", one) for number, one in enumerate(custom))]
+
+
+def name_of(first: str, number: int) -> str:
+    """Return ``optimizer_2.bin`` for ``optimizer.bin`` and 2."""
+    stem, _, ending = first.rpartition(".")
+    return f"{stem}_{number}.{ending}" if number else first
+
+
+def save_state(
+    folder: Path,
+    *,
+    place: Place,
+    weights: Callable[[Path], Sequence[Mapping[str, Any]]],
+    parts: Sequence[Part],
+    loaders: Sequence[Any],
+    step: int,
+    safe_serialization: bool,
+) -> None:
+    """Write this rank's files.
+
+    Ranks do not wait for each other: scripts call it on one rank only, or under ``if is_main_process``.
+
+    Args:
+        folder: made if it is not there. What a save before has left is replaced.
+        place: of this rank.
+        weights: returns the weights of the models, given the folder that hooks may write to.
+        parts: see `parts_of`.
+        loaders: whose epochs are noted.
+        step: batches in the current accumulation window.
+        safe_serialization: write weights as safetensors.
+    """
+    with replacing(folder, place.rank, outdated=lambda name: _is_outdated(name, place)) as incoming:
+        states = weights(incoming)
+        if place.is_writer:
+            for number, state in enumerate(states):
+                name = name_of(SAFE if safe_serialization else PLAIN, number)
+                write(state, incoming / name, safe_serialization=safe_serialization)
+        for part in parts:
+            if part.on_every_rank or place.is_writer:
+                name = _on_rank(part.file, place.rank) if part.on_every_rank else part.file
+                write(part.save(), incoming / name, safe_serialization=False)
+        numbers = {"step": step, **rng.capture(place.kind)}
+        write(numbers, incoming / _RANDOM.format(place.rank), safe_serialization=False)
+        if place.is_writer:
+            epochs = [loader.iteration - (loader.position > 0) for loader in loaders]
+            about = {"format": 1, "num_processes": place.world_size, "epochs": epochs}
+            (incoming / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def check_state(folder: Path, *, models: Sequence[nn.Module], parts: Sequence[Part]) -> None:
+    """Look whether all is there that is needed, before anything is loaded.
+
+    Raises:
+        CheckpointError: it is not, or there are states of more objects than are registered now.
+    """
+    there = {entry.name for entry in folder.iterdir()}
+    missing = [part.file for part in parts if part.file not in there and not part.on_every_rank]
+    missing += [
+        name_of(SAFE, number)
+        for number in range(len(models))
+        if not there & {name_of(SAFE, number), name_of(PLAIN, number)}
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(sorted(missing))}. A state is loaded after the same models, optimizers, "
+            "schedulers and objects were prepared or registered as when it was saved, in the same order."
+        )
+    saved = [name for name in there if re.fullmatch(r"custom_checkpoint_\d+\.pkl", name)]
+    registered = [part for part in parts if part.file.startswith("custom_checkpoint_")]
+    if len(saved) != len(registered):
+        raise CheckpointError(
+            f"{folder} has the states of {len(saved)} registered objects, and {len(registered)} are registered now. "
+            "Call register_for_checkpointing with the same objects before load_state."
+        )
+
+
+def load_models(
+    folder: Path, models: Sequence[nn.Module], *, map_location: str | torch.device, strict: bool, **kwargs: Any
+) -> None:
+    """Load the weights of models.
+
+    Args:
+        folder: see `save_state`.
+        models: as prepared; they may be wrapped or compiled otherwise than when they were saved.
+        map_location: where weights are read to, before they are copied.
+        strict: see `fit`.
+        **kwargs: those of `torch.nn.Module.load_state_dict`.
+    """
+    for number, model in enumerate(models):
+        file = folder / name_of(SAFE, number)
+        if not file.exists():
+            file = folder / name_of(PLAIN, number)
+        tensors = fit(load_state_dict(file, {"": map_location}), model, str(file), strict=strict)
+        model.load_state_dict(tensors, strict=False, **kwargs)
+
+
+def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, map_location: Any, **kwargs: Any) -> None:
+    """Load the parts of a run, see `parts_of`.
+
+    Args:
+        folder: see `save_state`.
+        parts: likewise.
+        place: of this rank.
+        map_location: where tensors are read to; what they are loaded into moves them on.
+        **kwargs: those of `torch.load`.
+
+    Raises:
+        CheckpointError: a file would run code.
+    """
+    for part in parts:
+        file = folder / (_on_rank(part.file, place.rank) if part.on_every_rank else part.file)
+        if part.on_every_rank and not file.exists():
+            file = folder / part.file  # of accelerate's, which has one for all
+            if not file.exists():
+                continue
+        part.load(_read(file, map_location, **kwargs))
+
+
+def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int | None:
+    """Restore random numbers, and the epochs of loaders.
+
+    Returns:
+        Batches in the accumulation window when it was saved; None if that is not known.
+    """
+    about = json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).exists() else {}
+    for loader, epoch in zip(loaders, about.get("epochs", ()), strict=False):
+        loader.set_epoch(epoch)
+    file = folder / _RANDOM.format(place.rank)
+    if not file.exists():
+        logger.warning(
+            "%s is not there: rank %d goes on with other random numbers than it had. %s",
+            file,
+            place.rank,
+            f"It was saved by {about['num_processes']} processes, and this run has {place.world_size}."
+            if about.get("num_processes", place.world_size) != place.world_size
+            else "Was save_state called on the main process only?",
+        )
+        return None
+    states = _read(file, "cpu")
+    rng.restore(states, place.kind)
+    step: int | None = states.get("step")
+    return step
+
+
+def _read(file: Path, map_location: Any, **kwargs: Any) -> Any:
+    from pickle import UnpicklingError
+
+    try:
+        return load(file, map_location=map_location, **kwargs)
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds more than tensors and plain data, and loading it would run its code. If you wrote it "
+            "yourself, write load_state(..., load_kwargs={'weights_only': False})."
+        ) from error
+    except (EOFError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read, it may have been cut off: {error}") from error
+
+
+def _part(file: str, thing: Any, *, on_every_rank: bool = False) -> Part:
+    return Part(file=file, save=thing.state_dict, load=thing.load_state_dict, on_every_rank=on_every_rank)
+
+
+def _on_rank(name: str, rank: int) -> str:
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}_rank{rank}.{ending}" if rank else name
+
+
+def _is_outdated(name: str, place: Place) -> bool:
+    """Whether a file of a save before is in the way: what one rank writes, no other removes while it exists."""
+    if not place.is_writer or not _OF_A_STATE.fullmatch(name):
+        return False
+    of_a_rank = _OF_A_RANK.fullmatch(name)
+    return of_a_rank is None or int(of_a_rank[1]) >= place.world_size

@@ -1,0 +1,36 @@
+"""Do something on all ranks, and fail on all of them if it fails on one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.comm import Collectives
+
+T = TypeVar("T")
+
+
+def together(collectives: Collectives, action: Callable[[], T]) -> T:
+    """Return what ``action`` returns on this rank, when it has ended on all. All ranks call it together.
+
+    A rank that cannot read a file would otherwise leave the others waiting in their next collective.
+
+    Raises:
+        CheckpointError: it failed on other ranks only. On those, their own errors are raised.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    told = collectives.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    if failed:
+        raise CheckpointError("\n".join(failed))
+    return result

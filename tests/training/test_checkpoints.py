@@ -1,0 +1,598 @@
+"""Checkpoints: a run goes on as if nothing had happened, whatever happened; and accelerate and we read each other's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.ranks import RunRanks
+from safetensors.torch import load_file
+from torch import nn
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.checkpoint import folder as folders
+from nb_accelerate.checkpoint.folder import numbered, replacing, settle
+from nb_accelerate.checkpoint.model import load_checkpoint_in_model
+from nb_accelerate.config.project import ProjectConfiguration
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.process import context, group
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    context.reset()
+    yield
+    group.close()
+
+
+def _parts(accelerator: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+    generator = torch.Generator().manual_seed(7)
+    data = torch.utils.data.TensorDataset(torch.randn(22, 3, generator=generator), torch.randn(22, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    return tuple(accelerator.prepare(model, optimizer, scheduler, loader))
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+# --- Going on ---------------------------------------------------------------------------------------------------
+
+
+def _interrupted(where: str, *, stop_after: int, way: str) -> tuple[list[float], list[float]]:
+    """Losses of a run, and of one that was saved after some steps and went on with new objects."""
+    import torch
+    from training.test_checkpoints import _parts
+
+    from nb_accelerate import Accelerator, DataLoaderConfiguration
+
+    configuration = DataLoaderConfiguration(
+        use_seedable_sampler=way != "between epochs", use_stateful_dataloader=way == "stateful"
+    )
+    epochs = 3
+
+    def steps(accelerator: Any, objects: Any, loaders: list[Any], save_at: int | None = None) -> list[float]:
+        model, optimizer, scheduler, _ = objects
+        losses = []
+        for loader in loaders:
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    loss = torch.nn.functional.mse_loss(model(x), y)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+                if len(losses) == save_at:
+                    accelerator.save_state(where)
+        return losses
+
+    def new() -> tuple[Any, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration, gradient_accumulation_steps=2)
+        return accelerator, _parts(accelerator)
+
+    accelerator, objects = new()
+    torch.manual_seed(accelerator.process_index)  # what dropout draws differs over ranks
+    whole = steps(accelerator, objects, [objects[3]] * epochs, save_at=stop_after)
+    accelerator.free_memory()
+
+    torch.manual_seed(99)
+    accelerator, objects = new()
+    accelerator.load_state(where)
+    loader = objects[3]
+    epoch, position = divmod(stop_after, len(loader))
+    first = accelerator.skip_first_batches(loader, position) if way == "skip" else loader
+    rest = steps(accelerator, objects, [first, *[loader] * (epochs - epoch - 1)])
+    return whole[stop_after:], rest
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["between epochs", "skip", "stateful"])
+def test_a_run_goes_on_as_if_it_had_not_been_interrupted(run_ranks: RunRanks, tmp_path: Path, ranks: int, way: str):
+    per_epoch = 11 if ranks == 1 else 6
+    stop_after = per_epoch if way == "between epochs" else per_epoch + 4  # where a window closes
+    for expected, got in run_ranks(
+        _interrupted, str(tmp_path / "state"), stop_after=stop_after, way=way, world_size=ranks
+    ):
+        assert got == expected
+        assert len(got) == 3 * per_epoch - stop_after
+
+
+def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> Any:
+        from training.test_checkpoints import _parts, _weights
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, _, loader = _parts(accelerator)
+        for x, y in loader:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+        accelerator.save_state(where)
+        return [w.tolist() for w in _weights(model)]
+
+    def load(where: str) -> Any:
+        from training.test_checkpoints import _parts, _weights
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, _, _ = _parts(accelerator)
+        accelerator.load_state(where)
+        return [w.tolist() for w in _weights(model)], float(optimizer.state_dict()["state"][0]["step"])
+
+    for savers, loaders in ((2, 1), (1, 2)):
+        where = str(tmp_path / str(savers))
+        saved = run_ranks(save, where, world_size=savers)
+        for weights, steps in run_ranks(load, where, world_size=loaders):
+            assert weights == saved[0]
+            assert steps == (6 if savers == 2 else 11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate_loads_what_we_saved_and_we_what_it_saved(run_ranks: RunRanks, tmp_path: Path, ranks: int):
+    def cross(where: str) -> dict[str, Any]:
+        import random
+
+        import accelerate
+        import numpy as np
+        from training.test_checkpoints import _parts, _weights
+
+        import nb_accelerate.utils
+
+        found = {}
+        for saver, loader in ((accelerate, nb_accelerate), (nb_accelerate, accelerate)):
+            folder = f"{where}/{saver.__name__}"
+            accelerator = saver.Accelerator(cpu=True)
+            model, optimizer, scheduler, batches = _parts(accelerator)
+            for x, y in batches:
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+            accelerator.save_state(folder)
+            accelerator.save_model(model, f"{folder}/weights")
+            accelerator.wait_for_everyone()
+            drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
+            expected = [w.tolist() for w in _weights(model)], scheduler.state_dict(), drawn
+            accelerator.free_memory()
+
+            accelerator = loader.Accelerator(cpu=True)
+            model, optimizer, scheduler, batches = _parts(accelerator)
+            accelerator.load_state(folder)
+            drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
+            got = [w.tolist() for w in _weights(model)], scheduler.state_dict(), drawn
+            found[saver.__name__] = expected == got, expected, got
+            accelerator.free_memory()
+            plain = accelerator.unwrap_model(model)
+            with torch.no_grad():
+                for weight in plain.parameters():
+                    weight.zero_()
+            loader.utils.load_checkpoint_in_model(plain, f"{folder}/weights", device_map={"": "cpu"})
+            found[f"{saver.__name__}, the model"] = [w.tolist() for w in _weights(plain)] == expected[0], 0, 0
+        return found
+
+    for found in run_ranks(cross, str(tmp_path), world_size=ranks):
+        for what, (is_same, expected, got) in found.items():
+            assert is_same, (what, expected, got)
+
+
+# --- Nothing is lost --------------------------------------------------------------------------------------------
+
+CUT_OFF = """
+import os, sys, torch
+from nb_accelerate import Accelerator
+from nb_accelerate.checkpoint import folder, state
+
+where, moment = sys.argv[1:]
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 2)
+with torch.no_grad():
+    model.weight.fill_(2.0)
+model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+if moment == "writing":
+    accelerator.register_save_state_pre_hook(lambda *_: os._exit(9))
+elif moment == "written":
+    folder._flush_to_disk = lambda _: os._exit(9)
+else:
+    moved = []
+    def move(source, target, whole=folder._move):
+        if len(moved) == 2:
+            os._exit(9)
+        moved.append(target)
+        whole(source, target)
+    folder._move = move
+accelerator.save_state(where)
+"""
+
+
+def _filled(value: float) -> tuple[Accelerator, nn.Module]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    return accelerator, model
+
+
+@pytest.mark.parametrize(("moment", "value"), [("writing", 1.0), ("written", 1.0), ("moving", 2.0)])
+def test_a_process_that_dies_while_it_saves_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, moment: str, value: float
+):
+    where = tmp_path / "state"
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(where)
+    (where / "notes.txt").write_text("mine")
+    program = subprocess.run([sys.executable, "-c", CUT_OFF, str(where), moment], timeout=60, check=False)
+    assert program.returncode == 9
+    accelerator.load_state(where)
+    assert torch.equal(model.weight, torch.full((2, 2), value))
+    assert (where / "notes.txt").read_text() == "mine"
+    assert not list(where.glob(".incoming*"))
+
+
+def test_an_error_while_saving_leaves_the_old_checkpoint(tmp_path: Path):
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    accelerator.register_for_checkpointing(Unpicklable())
+    with pytest.raises(TypeError, match="pickle"):
+        accelerator.save_state(tmp_path)
+    assert not list(tmp_path.glob(".incoming*"))
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], torch.ones(2, 2))
+
+
+class Unpicklable:
+    def state_dict(self) -> Any:
+        import threading
+
+        return {"lock": threading.Lock()}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError(state)
+
+
+def test_a_checkpoint_of_fewer_or_other_files_does_not_mix_with_the_one_before(tmp_path: Path):
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    accelerator.save_state(tmp_path, safe_serialization=False)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "checkpoint.json",
+    }  # fmt: skip
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, torch.full((2, 2), 2.0))
+
+
+def test_folders_are_settled_by_name_and_nothing_else_is_touched(tmp_path: Path):
+    with replacing(tmp_path / "new", 3) as incoming:
+        (incoming / "sub").mkdir()
+        (incoming / "sub" / "a").write_text("1")
+        assert not (tmp_path / "new" / "sub").exists()
+    assert (tmp_path / "new" / "sub" / "a").read_text() == "1"
+    with replacing(tmp_path / "new", 3) as incoming:
+        (incoming / "sub").mkdir()
+    assert not list((tmp_path / "new" / "sub").iterdir())
+    (tmp_path / "checkpoint_7").mkdir()
+    (tmp_path / "checkpoint_7" / ".incoming-0").mkdir()
+    assert numbered(tmp_path) == []
+    settle(tmp_path / "checkpoint_7", 0)
+    assert not list((tmp_path / "checkpoint_7").iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"), replacing(tmp_path / "file"):
+        pass
+    assert folders.holds_something(tmp_path)
+
+
+# --- What is wrong is said, before anything changes -------------------------------------------------------------
+
+
+def _saved(where: Path) -> tuple[Accelerator, nn.Module]:
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(where)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    return accelerator, model
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_file_that_is_missing_is_named(tmp_path: Path, name: str):
+    accelerator, model = _saved(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, torch.full((2, 2), 5.0))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path, name: str):
+    accelerator, _ = _saved(tmp_path)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=name):
+        accelerator.load_state(tmp_path)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_names(tmp_path: Path):
+    _saved(tmp_path)
+    context.reset()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="It has bias, which the model has not"):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_numbers_of_registered_objects_have_to_agree(tmp_path: Path):
+    accelerator, _ = _saved(tmp_path)
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl"):
+        accelerator.load_state(tmp_path)
+    accelerator.save_state(tmp_path)
+    context.reset()
+    fewer, _ = _filled(1.0)
+    with pytest.raises(CheckpointError, match="1 registered objects, and 0"):
+        fewer.load_state(tmp_path)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count: Any = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_an_error_on_one_rank_is_raised_on_all(run_ranks: RunRanks, tmp_path: Path):
+    def load(where: str) -> Any:
+        import os
+
+        from training.test_checkpoints import _filled
+
+        accelerator, _ = _filled(1.0)
+        accelerator.save_state(where)
+        accelerator.wait_for_everyone()
+        if accelerator.process_index == 1:
+            os.truncate(f"{where}/random_states_1.pkl", 10)
+        try:
+            accelerator.load_state(where)
+        except CheckpointError as error:
+            return str(error)
+
+    first, second = run_ranks(load, str(tmp_path))
+    assert first.startswith("on rank 1: CheckpointError")
+    assert "random_states_1.pkl" in first
+    assert second.startswith(str(tmp_path / "random_states_1.pkl"))
+
+
+def test_saving_on_the_main_process_only_does_not_wait_and_is_said_when_loading(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> list[str]:
+        import logging
+
+        from training.test_checkpoints import _filled
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("nb_accelerate").addHandler(handler)
+        accelerator, _ = _filled(1.0)
+        if accelerator.is_main_process:
+            accelerator.save_state(where)
+        accelerator.wait_for_everyone()
+        accelerator.load_state(where)
+        return lines
+
+    first, second = run_ranks(save_and_load, str(tmp_path))
+    assert first == []
+    assert len(second) == 1
+    assert "main process only?" in second[0]
+
+
+def test_a_file_that_would_run_code_is_refused_unless_it_is_trusted(tmp_path: Path):
+    accelerator, _ = _filled(1.0)
+    counter = Counter()
+    counter.count = Path("somewhere")
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(tmp_path)
+    counter.count = 0
+    with pytest.raises(CheckpointError, match="would run its code"):
+        accelerator.load_state(tmp_path)
+    accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
+    assert counter.count == Path("somewhere")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a, where: a.save_state(), "automatic_checkpoint_naming=True"),
+        (lambda a, where: a.load_state(), "input_dir"),
+        (lambda a, where: a.load_state(where / "nowhere"), "There is no folder"),
+        (lambda a, where: a.load_state(where, map_location="gpu"), "on_device"),
+        (lambda a, where: a.register_for_checkpointing(Counter(), object()), "state_dict"),
+        (lambda a, where: a.save_state(where, exclude=True), "exclude"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, call: Any, words: str):
+    accelerator, _ = _filled(1.0)
+    with pytest.raises(ConfigError, match=words):
+        call(accelerator, tmp_path)
+    assert accelerator.core.registry.objects == []
+
+
+# --- Numbered folders, hooks ------------------------------------------------------------------------------------
+
+
+def test_checkpoints_number_themselves_and_the_oldest_go(tmp_path: Path):
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        accelerator.load_state()
+    for counter.count in range(12):
+        assert accelerator.save_state().name == f"checkpoint_{counter.count}"
+    assert [number for number, _ in numbered(tmp_path / "checkpoints")] == [10, 11]
+    project.iteration = 0
+    counter.count = 99
+    accelerator.load_state()
+    assert (counter.count, accelerator.save_iteration) == (11, 12)
+    project.iteration = 11
+    with pytest.raises(ConfigError, match="is there already"):
+        accelerator.save_state()
+
+
+def test_numbered_folders_on_two_ranks(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> list[str]:
+        from nb_accelerate import Accelerator
+
+        project = ProjectConfiguration(project_dir=where, automatic_checkpoint_naming=True, total_limit=1)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        for _ in range(3):
+            accelerator.save_state()
+        accelerator.wait_for_everyone()
+        accelerator.load_state()
+        return sorted(path.name for path in Path(where).rglob("*") if path.is_file())
+
+    files = ["checkpoint.json", "random_states_0.pkl", "random_states_1.pkl"]
+    assert run_ranks(save, str(tmp_path)) == [files, files]
+    assert json.loads((tmp_path / "checkpoints" / "checkpoint_2" / "checkpoint.json").read_text())["num_processes"] == 2
+
+
+def test_hooks_write_and_read_weights_in_their_own_way(tmp_path: Path):
+    accelerator, model = _filled(1.0)
+
+    def save(models: list[nn.Module], weights: list[Any], where: str) -> None:
+        (Path(where) / "mine").mkdir()
+        torch.save(weights.pop(), Path(where) / "mine" / "weights.pt")
+        assert models[0] is model
+
+    def load(models: list[nn.Module], where: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(where) / "mine" / "weights.pt"))
+
+    saving = accelerator.register_save_state_pre_hook(save)
+    loading = accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state(tmp_path)
+    accelerator.save_state(tmp_path)  # also where there is one already
+    assert not (tmp_path / "model.safetensors").exists()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    saving.remove()
+    loading.remove()
+    accelerator.save_state(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+# --- A model ----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.arange(3))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("size", ["10GB", 100])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_a_model_is_saved_in_pieces_and_loaded(tmp_path: Path, safe: bool, size: Any, device_map: Any):
+    accelerator = Accelerator(cpu=True)
+    model = Tied()
+    accelerator.save_model(model, tmp_path, max_shard_size="10GB", safe_serialization=not safe)
+    accelerator.save_model(model, tmp_path, max_shard_size=size, safe_serialization=safe)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert all(name.startswith("model" if safe else "pytorch_model") for name in names)  # the other way's have gone
+    assert (len(names) > 1) == (size == 100)
+    assert any(name.endswith(".index.json") for name in names) == (size == 100)
+    other = Tied()
+    load_checkpoint_in_model(other, tmp_path, device_map=device_map, strict=True)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    assert other.head.weight is other.embed.weight
+
+
+def test_a_model_on_meta_gets_its_weights_in_the_numbers_that_are_asked_for(tmp_path: Path):
+    Accelerator(cpu=True).save_model(Tied(), tmp_path)
+    with torch.device("meta"):
+        empty = Tied()
+    with pytest.raises(CheckpointError, match="meta"):
+        Accelerator(cpu=True).save_model(empty, tmp_path / "b")
+    load_checkpoint_in_model(
+        empty, tmp_path, device_map={"": "cpu"}, dtype="float16", keep_in_fp32_modules=["body"], strict=True
+    )
+    assert {name: tensor.dtype for name, tensor in empty.state_dict().items()} == {
+        "embed.weight": torch.float16,
+        "head.weight": torch.float16,
+        "body.weight": torch.float32,
+        "body.bias": torch.float32,
+        "seen": torch.int64,
+    }
+    assert empty.head.weight is empty.embed.weight
+
+
+def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(Tied(), tmp_path / "pieces", max_shard_size=100)
+    for part in (tmp_path / "pieces").glob("model-00001*"):
+        part.unlink()
+    with pytest.raises(CheckpointError, match="model-00001-of-"):
+        load_checkpoint_in_model(Tied(), tmp_path / "pieces")
+    accelerator.save_model(Tied(), tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"It lacks bias, weight\. It has body"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "whole", strict=True)
+    with pytest.raises(ConfigError, match="not supported yet"):
+        load_checkpoint_in_model(Tied(), tmp_path / "whole", device_map={"": "disk"})
+    with pytest.raises(CheckpointError, match="no file"):
+        load_checkpoint_in_model(Tied(), tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        accelerator.save_model(Tied(), tmp_path / "file")
+    shutil.rmtree(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        load_checkpoint_in_model(Tied(), tmp_path / "whole")
+
+
+def test_a_compiled_model_is_loaded_from_one_that_was_not(tmp_path: Path):
+    accelerator, model = _filled(3.0)
+    accelerator.save_state(tmp_path)
+    context.reset()
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    other = nn.Linear(2, 2)
+    other, _ = accelerator.prepare(other, torch.optim.Adam(other.parameters()))
+    assert list(other.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+    accelerator.load_state(tmp_path)
+    assert torch.equal(other.weight, model.weight)
+    assert list(accelerator.get_state_dict(other)) == ["weight", "bias"]
+
+
+@pytest.mark.gpu
+def test_random_numbers_of_a_gpu_are_saved(tmp_path: Path):
+    accelerator = Accelerator()
+    accelerator.save_state(tmp_path)
+    drawn = torch.rand(4, device=accelerator.device)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(torch.rand(4, device=accelerator.device), drawn)
