@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
+import functools
 import selectors
 import signal
 import threading
@@ -32,6 +32,7 @@ from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.display import Action, Seen
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
+from nb_accelerate.launch.sources import Sources
 from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
 
 if TYPE_CHECKING:
@@ -41,10 +42,8 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.handle import RankHandle
     from nb_accelerate.launch.output import RankOutput
     from nb_accelerate.launch.router import Router
-    from nb_accelerate.protocol.channel import Channel
     from nb_accelerate.protocol.shipping import Packed
 
-_CHUNK = 1 << 16
 _INTERRUPT, _STOP = b"i", b"s"
 
 
@@ -137,10 +136,7 @@ class Supervisor:
         self._monitor_interval = monitor_interval
         self._monitor_at = time.monotonic() + monitor_interval
         self._ranks = [_Rank(handle, output) for handle, output in zip(handles, router.outputs, strict=True)]
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
+        self._sources = Sources(self._on_bell)
         self._stage: Stage | None = None
         self._stage_ends = float("inf")
         self._overdue_at = float("inf")
@@ -148,7 +144,6 @@ class Supervisor:
         self._quit_ends = float("inf")
         self._incidents: list[Incident] = []
         self._oom_kills = oom_kills()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         for rank in self._ranks:
             for source, action in (
                 (rank.handle.channel, self._on_channel),
@@ -157,17 +152,15 @@ class Supervisor:
                 (rank.handle.stacks, self._on_stacks),
                 (rank.handle.status, self._on_status),
             ):
-                self._selector.register(source, selectors.EVENT_READ, (action, rank))
+                self._sources.add(source, functools.partial(action, rank))
 
     def interrupt(self) -> None:
         """Stop the launch as if the user had interrupted the cell; a second time, kill it. Any thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, _INTERRUPT)
+        self._sources.ring(_INTERRUPT)
 
     def stop(self) -> None:
         """Terminate every rank without asking its code. Any thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, _STOP)
+        self._sources.ring(_STOP)
 
     def states(self) -> list[str]:
         """By rank: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` or ``ended``."""
@@ -223,13 +216,7 @@ class Supervisor:
         with self._interrupts_come_here():
             while not all(rank.handle.ended for rank in self._ranks):
                 self._act_on_deadlines()
-                wait = max(0.0, self._next_deadline() - time.monotonic())
-                for key, _ in self._selector.select(wait if wait < 1e6 else None):
-                    if key.data == self._on_wake:
-                        self._on_wake()
-                    else:
-                        action, rank = key.data
-                        action(rank)
+                self._sources.wait(self._next_deadline() - time.monotonic())
         for rank in self._ranks:
             self._read_rest(rank)
         self._router.finish()
@@ -250,9 +237,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Let go of what this waits with. The handles are their owner's."""
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._sources.close()
 
     # What can happen.
 
@@ -267,27 +252,26 @@ class Supervisor:
                 rank.answer = (message, fds)
                 self._when_answered(rank, message, fds)
         if not is_open:
-            self._unwatch(rank.handle.channel)
+            self._sources.drop(rank.handle.channel)
 
     def _on_stdout(self, rank: _Rank) -> None:
-        rank.output.feed(self._read(rank.handle.stdout))
+        rank.output.feed(self._sources.read(rank.handle.stdout))
 
     def _on_stderr(self, rank: _Rank) -> None:
-        rank.output.feed_stderr(self._read(rank.handle.stderr))
+        rank.output.feed_stderr(self._sources.read(rank.handle.stderr))
 
     def _on_stacks(self, rank: _Rank) -> None:
-        rank.stacks += self._read(rank.handle.stacks)
+        rank.stacks += self._sources.read(rank.handle.stacks)
 
     def _on_status(self, rank: _Rank) -> None:
         self._read_rest(rank)  # what it wrote last belongs to the story of its end
-        self._unwatch(rank.handle.status)
+        self._sources.drop(rank.handle.status)
         rank.handle.read_status()
         if rank.answer is None and not self._signals_were_sent():
             ran_out = oom_kills() > self._oom_kills
             self._stop(died(rank.handle, rank.output.tail, started=rank.ready, out_of_memory=ran_out))
 
-    def _on_wake(self) -> None:
-        asked = os.read(self._wake_read, 64)
+    def _on_bell(self, asked: bytes) -> None:
         was_stopping = any(isinstance(incident.error, Interrupted) for incident in self._incidents)
         how = "stopped" if _STOP in asked else "interrupted"
         self._incidents.append(Incident(error=Interrupted(how), when=time.monotonic()))
@@ -297,21 +281,6 @@ class Supervisor:
             self._enter(Stage.TERMINATE)
         elif self._stage is None or self._stage < Stage.INTERRUPT:
             self._enter(Stage.INTERRUPT)
-
-    def _read(self, fd: int) -> bytes:
-        """What is there; at the end of the stream, stop watching it."""
-        try:
-            data = os.read(fd, _CHUNK)
-        except BlockingIOError:
-            return b""
-        if not data:
-            self._unwatch(fd)
-        return data
-
-    def _unwatch(self, source: Channel | int) -> None:
-        """Stop waiting for it. An event of the same round may still be on its way, and ask for this again."""
-        if source in self._selector.get_map():
-            self._selector.unregister(source)
 
     def _read_rest(self, rank: _Rank) -> None:
         """Whatever is left in a rank's pipes, without waiting for an end that a stray child may hold back."""
@@ -324,9 +293,9 @@ class Supervisor:
         for fd, action in sources:
             with selectors.DefaultSelector() as poll:
                 poll.register(fd, selectors.EVENT_READ)
-                while fd in self._selector.get_map() and poll.select(0):
+                while fd in self._sources and poll.select(0):
                     action(rank)
-        if handle.channel in self._selector.get_map():
+        if handle.channel in self._sources:
             self._on_channel(rank)
         if handle.ended:
             rank.output.finish()

@@ -14,14 +14,13 @@ Everything below the public methods runs in that thread, so nothing here needs a
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
+import functools
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nb_accelerate.launch.sources import Sources
 from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.hang import HangWatch
 from nb_accelerate.pool.member import Member
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from nb_accelerate.pool.turn import Turn
     from nb_accelerate.protocol.output import StreamName
 
-_CHUNK = 1 << 16
 _RUSH = 0.0003
 """Seconds between two lots of output that follow one another at once."""
 
@@ -46,7 +44,6 @@ _LUMP = 1 << 13
 """Bytes that are worth waking up for."""
 
 _NEVER = float("inf")
-_FAR = 1e6
 
 
 class Crew:
@@ -74,11 +71,7 @@ class Crew:
         self._ending = False
         self._printed = False
         self._last_printed = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, (self._on_wake, None))
+        self._sources = Sources(self._on_bell)
         self._thread = threading.Thread(target=self._run, name="nb_accelerate-pool", daemon=True)
         self._thread.start()
 
@@ -144,14 +137,11 @@ class Crew:
             self._output.close()
         for member in self.members.values():
             member.close()
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._sources.close()
 
     def _post(self, action: Callable[[], None]) -> None:
         self._requests.append(action)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"!")
+        self._sources.ring(b"!")
 
     def _do(self, action: Callable[[], object]) -> None:
         """Run something in the thread, and wait until it is done."""
@@ -172,10 +162,7 @@ class Crew:
         try:
             while not self._ending:
                 self._act_on_deadlines()
-                wait = max(0.0, self._next_deadline() - time.monotonic())
-                for key, _ in self._selector.select(wait if wait < _FAR else None):
-                    action, member = key.data
-                    action(member)
+                self._sources.wait(self._next_deadline() - time.monotonic())
                 self._see_whether_turn_is_done()
                 self._let_output_gather()
         except BaseException as error:
@@ -193,9 +180,7 @@ class Crew:
         if self._printed:
             self._last_printed, self._printed = now, False
 
-    def _on_wake(self, _: None) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+    def _on_bell(self, _: bytes) -> None:
         while self._requests:
             self._requests.popleft()()
 
@@ -208,12 +193,12 @@ class Crew:
             (member.handle.stacks, self._on_stacks),
             (member.handle.status, self._on_status),
         ):
-            self._selector.register(source, selectors.EVENT_READ, (action, member))
+            self._sources.add(source, functools.partial(action, member))
 
     def _remove(self, member: Member) -> None:
         handle = member.handle
         for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
-            self._unwatch(source)
+            self._sources.drop(source)
         if self.members.get(member.rank) is member:
             del self.members[member.rank]
         member.close()
@@ -273,11 +258,11 @@ class Crew:
 
     def _receive(self, member: Member) -> None:
         """Take what has come. Displays wait for their place in the output, the rest for the end of it."""
-        if member.handle.channel not in self._selector.get_map():
+        if member.handle.channel not in self._sources:
             return
         messages, is_open = member.handle.channel.drain()
         if not is_open:
-            self._unwatch(member.handle.channel)
+            self._sources.drop(member.handle.channel)
         for message, fds in messages:
             if isinstance(message, Display):
                 member.displays.append(message)
@@ -309,14 +294,14 @@ class Crew:
         question.answer(None)
 
     def _on_stdout(self, member: Member) -> None:
-        data = self._read(member.handle.stdout)
+        data = self._sources.read(member.handle.stdout)
         member.output.feed(data)
         self._printed = self._printed or len(data) < _LUMP
         self._moved(member)
         self._handle_answers(member)
 
     def _on_stderr(self, member: Member) -> None:
-        data = self._read(member.handle.stderr)
+        data = self._sources.read(member.handle.stderr)
         # Once connections were broken, C++ code complains about that at length.
         if self._turn is None or not self._turn.was_cut:
             member.output.feed_stderr(data)
@@ -330,12 +315,12 @@ class Crew:
             self._output.redrawing(member.rank, member.output.unfinished("stdout"))
 
     def _on_stacks(self, member: Member) -> None:
-        member.stacks += self._read(member.handle.stacks)
+        member.stacks += self._sources.read(member.handle.stacks)
 
     def _on_status(self, member: Member) -> None:
         self._on_channel(member)
         self._read_rest(member)
-        self._unwatch(member.handle.status)
+        self._sources.drop(member.handle.status)
         member.handle.read_status()
         member.output.finish()
         self._on_loss(member)
@@ -356,16 +341,6 @@ class Crew:
             if self._output is not None:
                 self._output.display(member.rank, display)
 
-    def _read(self, fd: int) -> bytes:
-        """What is there; at the end of the stream, stop watching it."""
-        try:
-            data = os.read(fd, _CHUNK)
-        except BlockingIOError:
-            return b""
-        if not data:
-            self._unwatch(fd)
-        return data
-
     def _read_rest(self, member: Member) -> None:
         """Everything a rank wrote before it answered, or ended."""
         handle = member.handle
@@ -374,14 +349,9 @@ class Crew:
             (handle.stderr, member.output.feed_stderr),
             (handle.stacks, member.stacks.extend),
         ):
-            while fd in self._selector.get_map():
-                data = self._read(fd)
+            while fd in self._sources:
+                data = self._sources.read(fd)
                 if not data:
                     break
                 if fd != handle.stderr or self._turn is None or not self._turn.was_cut:
                     take(data)
-
-    def _unwatch(self, source: Any) -> None:
-        """Stop waiting for it. An event of the same round may still be on its way, and ask for this again."""
-        if source in self._selector.get_map():
-            self._selector.unregister(source)

@@ -1,0 +1,78 @@
+"""What a thread that watches over ranks waits for, all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.protocol.channel import Channel
+
+_CHUNK = 1 << 16
+_FAR = 1e6
+"""Seconds. Waits that are longer have no end: the operating system takes no such numbers."""
+
+
+class Sources:
+    """Descriptors and channels, each with what is done when something has come; and a bell for other threads.
+
+    Args:
+        on_bell: takes the bytes that were rung since the last time.
+    """
+
+    def __init__(self, on_bell: Callable[[bytes], None]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._on_bell = on_bell
+        self._bell_read, self._bell_write = os.pipe()
+        for fd in (self._bell_read, self._bell_write):
+            os.set_blocking(fd, False)
+        self.add(self._bell_read, self._answer_bell)
+
+    def __contains__(self, source: Channel | int) -> bool:
+        return source in self._selector.get_map()
+
+    def add(self, source: Channel | int, action: Callable[[], None]) -> None:
+        """Call ``action`` in `wait` whenever there is something to read."""
+        self._selector.register(source, selectors.EVENT_READ, action)
+
+    def drop(self, source: Channel | int) -> None:
+        """Stop waiting for it. An event of the same round may still be on its way, and ask for this again."""
+        if source in self:
+            self._selector.unregister(source)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something has come, or some seconds have passed, and do what is to be done."""
+        for key, _ in self._selector.select(max(0.0, seconds) if seconds < _FAR else None):
+            key.data()
+
+    def read(self, fd: int) -> bytes:
+        """Return what is there; at the end of the stream, drop it."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return b""
+        if not data:
+            self.drop(fd)
+        return data
+
+    def ring(self, what: bytes) -> None:
+        """Wake up the thread that waits. From any thread, also in a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._bell_write, what)
+
+    def close(self) -> None:
+        """Let go of everything. Descriptors that were added are their owners'."""
+        self._selector.close()
+        os.close(self._bell_read)
+        os.close(self._bell_write)
+
+    def _answer_bell(self) -> None:
+        try:
+            rung = os.read(self._bell_read, 4096)
+        except BlockingIOError:  # an event of the same round has answered it
+            return
+        self._on_bell(rung)
