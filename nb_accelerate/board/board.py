@@ -65,6 +65,7 @@ class Board:
         self._loops.clear()
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
+        words[layout.UTILISATION] = -1
         words[layout.PHASE] = Phase.RUNNING
         words[layout.TURN] = turn
 
@@ -141,6 +142,10 @@ class Board:
         words = self._words
         words[layout.MEMORY] = used
         words[layout.MEMORY_PEAK] = max(words[layout.MEMORY_PEAK], used)
+
+    def utilisation(self, percent: int) -> None:
+        """Part of the time, in percent, in which the device computed lately."""
+        self._words[layout.UTILISATION] = percent
 
     def log(self, values: Mapping[str, object]) -> None:
         """Numbers that were logged, by name; the first sixteen names are kept, and of others nothing."""

@@ -28,7 +28,8 @@ BARS_SEEN = 15  # counts changes of bars
 IN_LOOP = 16  # the current loop has not ended
 TRAINS = 17  # there was a backward, or an optimizer's step, in the current loop
 TRAINED_EPOCH = 18  # of the last loop that trained and has ended, or has another in it
-NUM_WORDS = 19
+UTILISATION = 19  # percent of the device's time; -1 if the device does not say
+NUM_WORDS = 20
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN: that a loss is no number is just what one wants to see."""

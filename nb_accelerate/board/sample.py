@@ -56,6 +56,8 @@ class Sample:
         collectives: how many it has begun.
         memory: bytes of the device in use; 0 if the device does not say.
         peak: the most that was seen.
+        utilisation: part of the time, in percent, in which the device computed when a step last asked; None if it does
+            not say.
         loss: the newest, or None.
         scalars: what was logged last, by name.
         bars: progress bars, outermost first.
@@ -76,6 +78,7 @@ class Sample:
     collectives: int = 0
     memory: int = 0
     peak: int = 0
+    utilisation: int | None = None
     loss: float | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)
     bars: tuple[Bar, ...] = ()
@@ -92,6 +95,7 @@ _SURE = 2
 
 _NAMED_COLLECTIVES = tuple(Collective)
 _NAMED_PHASES = tuple(Phase)
+_ALL = 100
 _ENDLESS = 1e18
 """Nothing counts so far."""
 
@@ -120,6 +124,7 @@ def read(memory: Buffer) -> Sample:
         collectives=words[layout.COLLECTIVES],
         memory=max(0, words[layout.MEMORY]),
         peak=max(0, words[layout.MEMORY_PEAK]),
+        utilisation=words[layout.UTILISATION] if 0 <= words[layout.UTILISATION] <= _ALL else None,
         loss=None if loss == layout.NO_LOSS else loss,
         scalars=_scalars(memory),
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),

@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
 MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "interrupted": "■"}
 
-_COLUMNS = (("step", "step"), ("epoch", "epoch"), ("rate", "it/s"), ("loss", "loss"), ("memory", "memory"))
+_COLUMNS = (
+    ("step", "step"),
+    ("epoch", "epoch"),
+    ("rate", "it/s"),
+    ("loss", "loss"),
+    ("memory", "memory"),
+    ("gpu", "GPU"),
+    ("cpu", "CPU"),
+)
+_HINTS = {
+    "gpu": "part of the last second or less in which the GPU computed",
+    "cpu": "of one core, over the last second; several threads together make more than 100 %",
+}
 _CURVE = (150, 26)
 _FEW_POINTS = 8
 _WIDE = 10
@@ -95,7 +107,7 @@ def _table(rows: Sequence[Row]) -> str:
         return ""
     columns = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in rows)]
     has_bars = any(row.share is not None for row in rows)
-    head = "".join(f'<th class="nba-{name}">{title}</th>' for name, title in columns)
+    head = "".join(f'<th class="nba-{name}"{_hint(name)}>{title}</th>' for name, title in columns)
     bar = '<th class="nba-bar"></th>' if has_bars else ""
     lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars) for row in rows)
     return (
@@ -103,6 +115,10 @@ def _table(rows: Sequence[Row]) -> str:
         f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
+
+
+def _hint(name: str) -> str:
+    return f' title="{_HINTS[name]}"' if name in _HINTS else ""
 
 
 def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:

@@ -117,6 +117,7 @@ class Panel:
         self._answers_at = float("inf")
         self._inspect_at = 0.0
         self._memory: dict[int, int] = {}
+        self._cpu: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._processes: dict[int, psutil.Process] = {}
         self._was_drawn = False
@@ -183,13 +184,22 @@ class Panel:
 
     def _with_process(self, seen: Seen) -> Seen:
         state = "stopped" if seen.rank in self._stopped and seen.state == "running" else seen.state
-        return replace(seen, state=state, memory=self._memory.get(seen.rank, 0))
+        return replace(seen, state=state, memory=self._memory.get(seen.rank, 0), cpu=self._cpu.get(seen.rank))
 
     def _inspect(self, rank: int, pid: int) -> None:
-        """Look at the process: its memory, and whether somebody has stopped it, which sends no event to anyone."""
+        """Look at the process: its memory, its CPU time, and whether somebody has stopped it, which sends no event.
+
+        From outside, so that a rank that hangs or has no `Accelerator` is seen as well.
+        """
+        self._cpu.pop(rank, None)
         with contextlib.suppress(psutil.Error):  # it has just ended
             process = self._processes.get(pid)
+            is_known = process is not None
             if process is None:
                 process = self._processes[pid] = psutil.Process(pid)
-            self._memory[rank] = int(process.memory_info().rss)
-            (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)
+            with process.oneshot():
+                self._memory[rank] = int(process.memory_info().rss)
+                (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)
+                used = process.cpu_percent()  # since the last call, so the first means nothing
+            if is_known:
+                self._cpu[rank] = used

@@ -43,6 +43,7 @@ class Seen:
         sample: what its board says.
         state: ``starting``, ``running``, ``stopped`` (SIGSTOP), ``returned``, ``failed`` or ``ended``.
         memory: bytes of its process.
+        cpu: percent of one core that its process used lately; None if that is not known.
         pid: its process; None while it starts.
     """
 
@@ -50,6 +51,7 @@ class Seen:
     sample: Sample = field(default_factory=Sample)
     state: str = "running"
     memory: int = 0
+    cpu: float | None = None
     pid: int | None = None
 
 
@@ -130,7 +132,7 @@ class PanelState:
             summary=self._summary() if self._ended is not None else (),
             remarks=self._remarks() if self._ended is not None else (),
             bars=bars,
-            rows=self._folded(rows, kinds) if many else tuple(rows.values()),
+            rows=self._folded(rows, kinds, now) if many else tuple(rows.values()),
             dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
             if many
             else (),
@@ -186,8 +188,32 @@ class PanelState:
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if loss is None else words.measured(loss),
             memory=words.size(memory) if memory else "",
+            gpu=self._gpu([rank], now),
+            cpu=self._cpu([rank]),
             now=self._now(rank, kind, now, slow),
         )
+
+    def _gpu(self, ranks: Sequence[int], now: float) -> str:
+        """What a step was told last; "-" if ranks take none, of which it would say nothing."""
+        known = [rank for rank in ranks if self._tracks[rank].sample.utilisation is not None]
+        if not known or self._ended is not None:
+            return ""
+        values = [
+            track.sample.utilisation or 0
+            for track in (self._tracks[rank] for rank in known if self._seen[rank].state == "running")
+            if not track.sample.evaluates and now - track.moved_at <= STALL
+        ]
+        return words.percent(median(values)) if values else "-"
+
+    def _cpu(self, ranks: Sequence[int]) -> str:
+        """As with memory: that of the process, where nothing is known of a device."""
+        values = [
+            seen.cpu
+            for seen in (self._seen[rank] for rank in ranks)
+            if seen.cpu is not None and seen.state in ("starting", "running", "stopped")
+            if not seen.sample.memory and seen.sample.utilisation is None
+        ]
+        return words.percent(median(values)) if values and self._ended is None else ""
 
     def _now(self, rank: int, kind: Kind, now: float, slow: Straggler | None) -> str:
         track, seen = self._tracks[rank], self._seen[rank]
@@ -217,7 +243,7 @@ class PanelState:
         waits = who_waits({rank: self._stacks[rank]})
         return f"waits in {innermost(self._stacks[rank])}" if waits.waits else waits.place
 
-    def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind]) -> tuple[Row, ...]:
+    def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind], now: float) -> tuple[Row, ...]:
         apart = [rank for rank, kind in kinds.items() if kind in ("late", "bad")]
         apart.sort(key=lambda rank: (kinds[rank] != "bad", rows[rank].share or 0.0))
         others = [rank for rank in rows if rank not in apart] or list(rows)
@@ -233,6 +259,8 @@ class PanelState:
             rate=rows[middle].rate,
             loss=rows[middle].loss,
             memory=words.size(memory) if memory else "",
+            gpu=self._gpu(others, now),
+            cpu=self._cpu(others),
             now=f"{words.plural(len(others), 'rank')}: {doing[0]}" if apart else doing[0],
         )
         return (whole, *(rows[rank] for rank in apart[:_OUTLIERS]))

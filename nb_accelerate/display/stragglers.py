@@ -51,8 +51,9 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
     middle = median(own.values())
     for rank, share in own.items():
         factor = _factor(share, [value for other, value in own.items() if other != rank]) if share > middle else 1.0
-        if rates.get(rank):  # those that do not wait for each other
-            factor = max(factor, middle_rate / rates[rank])
+        rate = rates.get(rank)  # differs for those that do not wait for each other
+        if rate and middle_rate / (tracks[rank].rate_at_most or rate) > _FACTOR:
+            factor = max(factor, middle_rate / rate)
         if factor > _FACTOR:
             found[rank] = Straggler(factor=min(factor, 99.0), why=_why(tracks[rank]))
     return found if len(found) <= len(own) // 2 else {}

@@ -18,6 +18,8 @@ _COLUMNS = (
     ("rate", "it/s"),
     ("loss", "loss"),
     ("memory", "memory"),
+    ("gpu", "GPU"),
+    ("cpu", "CPU"),
     ("said", "now"),
 )
 _WIDTH = 12

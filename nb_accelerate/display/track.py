@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _WINDOW = 4.0
 """Seconds over which a rate is taken."""
 
+_SHORT = 0.4
+"""Seconds that say nothing about a rate."""
+
 _LONG = 10.0
 """Seconds over which it is seen what a rank spends its time on."""
 
@@ -82,22 +85,46 @@ class Track:
         self._news()
 
     def _news(self) -> None:
-        for name in ("rate", "phase"):
+        for name in ("_pace", "phase"):
             self.__dict__.pop(name, None)
 
-    @cached_property  # until the next look
+    @property
     def rate(self) -> float | None:
         """Steps of the current loop in a second, lately; None if it is too early to say."""
-        newest = self._moments[-1] if self._moments else None
-        if newest is None:
+        return self._pace[0] / self._pace[1] if self._pace is not None else None
+
+    @property
+    def rate_at_most(self) -> float | None:
+        """The same if a step was missed by a moment: of ranks that are as fast, one may be seen to take one less."""
+        return (self._pace[0] + 1) / self._pace[1] if self._pace is not None else None
+
+    @cached_property  # until the next look
+    def _pace(self) -> tuple[int, float] | None:
+        """So many steps in so many seconds, lately; None if it is too early to say.
+
+        Taken from a step to a step, if there were two: in a window of four seconds there are three steps of 1.2 seconds
+        at times, and four at others, and a rate that jumps between the two would be wrong both times.
+        """
+        if not self._moments:
             return None
-        oldest = newest
+        newest = oldest = after = self._moments[-1]
+        first = last = None
         for moment in reversed(self._moments):
-            if moment.loop != newest.loop or moment.time < newest.time - _WINDOW:
+            in_window = moment.time >= newest.time - _WINDOW
+            if moment.loop != newest.loop or not (in_window or first is last):
                 break
-            oldest = moment
+            if moment.step != after.step:
+                first = after
+                last = last or after
+            if in_window:
+                oldest = moment
+            after = moment
+        if first is not None and last is not None and last.time - first.time > _SHORT:
+            steps = last.step - first.step
+            # Who has taken longer than that for the next one has become slower.
+            return steps, max(last.time - first.time, (newest.time - first.time) * steps / (steps + 1))
         seconds = newest.time - oldest.time
-        return (newest.step - oldest.step) / seconds if seconds > 0.4 else None
+        return (newest.step - oldest.step, seconds) if seconds > _SHORT else None
 
     @cached_property
     def phase(self) -> Phase:

@@ -40,6 +40,8 @@ class Row:
         rate: how many in a second.
         loss: the newest.
         memory: in use.
+        gpu: percent of its time in which the device computed.
+        cpu: percent of one core that the process used.
         now: what it does, in words.
         label: of a bar.
     """
@@ -52,6 +54,8 @@ class Row:
     rate: str = ""
     loss: str = ""
     memory: str = ""
+    gpu: str = ""
+    cpu: str = ""
     now: str = ""
     label: str = ""
 

@@ -53,6 +53,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.0f} MB"
 
 
+def percent(part: float) -> str:
+    """Of a hundred: ``97 %``."""
+    return f"{part:.0f} %"
+
+
 def plural(number: int, thing: str) -> str:
     """``1 rank``, ``4 ranks``."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

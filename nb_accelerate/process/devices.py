@@ -48,6 +48,8 @@ class DeviceKind:
         set_rng_state: put such a state back.
         empty_cache: give cached memory back to the device.
         memory_allocated: bytes that tensors use on it now.
+        utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
+            and the driver's library raise where that library is missing, or does not know this device.
         supports_bf16: whether it computes in bfloat16.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
         pins_memory: whether copies from it to pinned memory of the host need not be waited for.
@@ -64,6 +66,7 @@ class DeviceKind:
     set_rng_state: Callable[[torch.Tensor], None] = _nothing
     empty_cache: Callable[[], None] = _nothing
     memory_allocated: Callable[[], int] = lambda: 0
+    utilisation: Callable[[], int] | None = None
     supports_bf16: Callable[[], bool] = lambda: True
     pci_address: Callable[[int], str | None] = lambda _: None
     pins_memory: bool = False
@@ -99,6 +102,7 @@ DEVICE_KINDS = (
         set_rng_state=lambda state: torch.cuda.set_rng_state(state),
         empty_cache=lambda: torch.cuda.empty_cache(),
         memory_allocated=lambda: torch.cuda.memory_allocated(),
+        utilisation=lambda: torch.cuda.utilization(),
         supports_bf16=lambda: torch.cuda.is_bf16_supported(),
         pci_address=lambda index: _pci_address(torch.cuda.get_device_properties(index)),
     ),
@@ -114,6 +118,7 @@ DEVICE_KINDS = (
         set_rng_state=lambda state: torch.xpu.set_rng_state(state),
         empty_cache=lambda: torch.xpu.empty_cache(),
         memory_allocated=lambda: torch.xpu.memory_allocated(),
+        # No utilisation: torch.xpu.utilization measures for a tenth of a second, in which the step would wait.
         supports_bf16=lambda: torch.xpu.is_bf16_supported(),
     ),
     DeviceKind(

@@ -307,6 +307,15 @@ def test_memory_keeps_its_peak(board: Board, memory: bytearray) -> None:
     assert (read(memory).memory, read(memory).peak) == (2, 9)
 
 
+@pytest.mark.parametrize(("written", "said"), [(0, 0), (97, 97), (100, 100), (101, None), (-7, None)])
+def test_a_device_may_say_how_busy_it_is(board: Board, memory: bytearray, written: int, said: int | None) -> None:
+    assert read(memory).utilisation is None
+    board.utilisation(written)
+    assert read(memory).utilisation == said
+    board.begin_turn()
+    assert read(memory).utilisation is None
+
+
 @pytest.mark.parametrize("loss", [0.0, -1.5, 1e300, float("inf"), float("-inf")])
 def test_a_loss_is_read_as_it_was_written(board: Board, memory: bytearray, loss: float) -> None:
     assert read(memory).loss is None

@@ -36,6 +36,12 @@ def bar(seconds):
     for _ in tqdm(range(20), desc="rows"):
         time.sleep(seconds / 20)
 
+def uneven(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.05)
+
 def quick():
     return int(os.environ["RANK"])
 
@@ -150,6 +156,16 @@ def test_a_widget_is_replaced_by_a_table_and_nothing_of_it_is_left(notebook: Ker
     assert 2 <= len(updates) <= 6 + 4 * sent.seconds
     assert sent.num_bytes <= 20_000 + 20_000 * sent.seconds, "bytes"
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
+
+
+def test_a_rank_that_computes_and_one_that_waits_are_told_apart_by_their_cpu(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(uneven, (4.0,), 2, progress='widget')")
+    drawn = [content["data"].get("state", {}).get("value", "") for content in sent.of("comm_msg")]
+    percents = [re.findall(r'<td class="nba-cpu">(\d+) %</td>', str(one)) for one in drawn]
+    pairs = [(int(one[0]), int(one[1])) for one in percents if len(one) == 2]
+    assert pairs, "nobody said anything"
+    assert all(computes > waits + 20 for computes, waits in pairs), pairs
+    assert max(waits for _, waits in pairs) < 20
 
 
 def test_turned_off_there_is_no_panel_and_bars_are_printed(notebook: Kernel) -> None:

@@ -70,6 +70,16 @@ def starting(number: int = 2) -> Run:
     return Run(number, started=False)
 
 
+def busy(what: str) -> View:
+    run = running()
+    run.put([0], **{what: 97})
+    run.put([1], **{what: 12})
+    if what == "cpu":
+        run.put(memory=0)
+    run.look()
+    return run.view
+
+
 def views() -> dict[str, View]:
     failed = running()
     failed.put([1], state="failed")
@@ -92,6 +102,8 @@ def views() -> dict[str, View]:
         "one": running(1).view,
         "many": running(64).view,
         "many starting": starting(64).view,
+        "on GPUs": busy("utilisation"),
+        "on the CPU": busy("cpu"),
         "done": running().end(),
         "many done": running(64).end(),
         "failed": failed.end("failed", failure),
@@ -193,6 +205,16 @@ def test_a_table_is_aligned_to_the_right_but_for_its_last_column():
 
 def test_columns_that_nobody_uses_are_left_out():
     assert columns(text.table(starting().view)) == ["rank  now", "   0  starting", "   1  starting"]
+
+
+@pytest.mark.parametrize(("name", "title"), [("on GPUs", "GPU"), ("on the CPU", "CPU")])
+def test_how_busy_devices_are_is_a_column_that_says_of_what(name: str, title: str):
+    view = views()[name]
+    said = Strict(html.render(view)).said
+    assert [said.count(one) for one in (title, "97 %", "12 %")] == [1, 1, 1]
+    lines = text.table(view).splitlines()
+    assert lines[1].split()[-2:] == [title, "now"]
+    assert [line[lines[1].index(title) + len(title) - 4 :][:4] for line in lines[2:]] == ["97 %", "12 %"]
 
 
 def test_a_bar_is_as_long_as_what_is_done():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
-from fixtures.panels import ALL_REDUCE, EVEN, SLEEPS, Run
+from fixtures.panels import ALL_REDUCE, EVEN, LOOK, SLEEPS, Run
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from nb_accelerate.board import Bar, Collective, Phase, Sample, layout
 from nb_accelerate.board.sample import read
 from nb_accelerate.display import html, text
-from nb_accelerate.display.view import Failure
+from nb_accelerate.display.view import Failure, View
 
 # Its life.
 
@@ -103,6 +104,51 @@ def test_a_rate_is_not_guessed_from_the_first_moment():
     run.begin_loop()
     run.train(0.3)
     assert run.row(0).rate == "-"
+
+
+def slow_steps(run: Run, seconds_each: float, seconds: float) -> list[View]:
+    """A step now and then: rank 0 is seen to take it at once, each other one a look after the one before."""
+    views: list[View] = []
+    looks = itertools.count()
+
+    def each() -> None:
+        look = next(looks)
+        for rank in run.ranks:
+            taken = int((look - rank) * LOOK / seconds_each)
+            run.put([rank], step=max(0, taken), phase=Phase.BACKWARD)
+        views.append(run.view)
+
+    run.wait(seconds, each)
+    return views
+
+
+@pytest.mark.parametrize(("seconds_each", "rate"), [(1.25, 0.8), (1.5, 0.667), (3.0, 0.333), (4.75, 0.21)])
+def test_the_rate_of_slow_steps_stands_still(seconds_each: float, rate: float):
+    run = Run(1)
+    run.begin_loop()
+    views = slow_steps(run, seconds_each, 40.0)
+    assert {row.rate for view in views[-200:] for row in view.rows} == {f"{rate:.2f}"}
+
+
+def test_the_rate_of_a_rank_that_takes_no_more_steps_falls():
+    run = Run(1)
+    run.begin_loop()
+    run.train(5.0)
+    rates = []
+    for _ in range(4):
+        run.wait(1.0)
+        rates.append(float(run.row(0).rate))
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] < 7.5
+    assert rates[-1] < 1.0
+
+
+@pytest.mark.parametrize("seconds_each", [0.5, 1.25, 2.0, 3.0, 5.5])
+def test_of_ranks_that_are_as_fast_none_is_slow_whenever_one_looks(seconds_each: float):
+    run = Run(5)
+    run.begin_loop()
+    for view in slow_steps(run, seconds_each, 60.0):
+        assert [row.kind for row in view.rows] == [""] * 5
 
 
 def test_a_new_loop_has_a_rate_of_its_own():
@@ -478,6 +524,80 @@ def test_memory_is_that_of_the_device_and_its_peak_is_kept():
     assert "peak 11.2 GB" in run.end().remarks
 
 
+# What the ranks use of their devices.
+
+
+def test_each_device_says_how_busy_it_is_and_nothing_is_said_of_the_cpu_then():
+    run = Run(2)
+    run.begin_loop()
+    run.put(memory=1_000_000_000, cpu=100.0)
+    run.put([0], utilisation=97)
+    run.put([1], utilisation=12)
+    run.train(1.0)
+    assert [row.gpu for row in run.view.rows] == ["97 %", "12 %"]
+    assert [row.cpu for row in run.view.rows] == ["", ""]
+
+
+def test_devices_that_do_not_say_how_busy_they_are_have_no_column():
+    run = Run(2)
+    run.begin_loop()
+    run.put(memory=1_000_000_000, cpu=100.0)
+    run.train(1.0)
+    assert {(row.gpu, row.cpu) for row in run.view.rows} == {("", "")}
+    assert re.search("memory</th><th [^>]*>now</th>", html.render(run.view))
+    assert text.table(run.view).splitlines()[1].split() == ["rank", "step", "epoch", "it/s", "memory", "now"]
+
+
+def test_without_a_device_it_is_the_cpu_that_is_busy():
+    run = Run(3)
+    run.begin_loop()
+    run.put([0], cpu=97.4)
+    run.put([1], cpu=3.0)
+    run.train(1.0)
+    assert [row.cpu for row in run.view.rows] == ["97 %", "3 %", ""]
+    assert {row.gpu for row in run.view.rows} == {""}
+
+
+def test_what_a_step_was_told_is_not_said_of_what_comes_after_it():
+    run = Run(2)
+    run.begin_loop()
+    run.put(utilisation=0)
+    run.train(1.0)
+    assert run.row(0).gpu == "0 %"
+    run.begin_loop([0], loop=2, evaluates=True)
+    run.wait(3.0)
+    assert (run.row(0).gpu, run.row(1).gpu) == ("-", "0 %"), "an evaluation asks nobody"
+    run.wait(3.0)
+    assert run.row(1).gpu == "-", "it has not moved for a while"
+    assert run.end().rows[1].gpu == ""
+
+
+def test_of_many_ranks_it_is_the_median_of_those_that_are_well():
+    run = Run(64)
+    run.begin_loop()
+    run.put(cpu=50.0)
+    run.put(range(20), cpu=10.0)
+    run.put([63], cpu=0.0, loss=float("nan"))
+    run.train(2.0)
+    whole, bad = run.view.rows
+    assert (whole.cpu, bad.cpu) == ("50 %", "0 %")
+    run.put(utilisation=90)
+    run.put([3], utilisation=20)
+    run.train(1.0)
+    assert [row.gpu for row in run.view.rows] == ["90 %", "90 %"]
+
+
+def test_a_rank_that_has_ended_uses_nothing():
+    run = Run(2)
+    run.begin_loop()
+    run.put(cpu=40.0)
+    run.train(1.0)
+    run.put([1], state="returned")
+    run.look()
+    assert [row.cpu for row in run.view.rows] == ["40 %", ""]
+    assert {row.cpu for row in run.end().rows} == {""}
+
+
 # Bars.
 
 
@@ -566,6 +686,7 @@ SAMPLES = st.builds(
     rows=WORDS,
     memory=WORDS,
     peak=WORDS,
+    utilisation=st.none() | st.integers(0, 100),
     loss=st.none() | st.floats(),
     bars=st.lists(BARS, max_size=3).map(tuple),
 )
