@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -28,6 +34,39 @@ def die_with_parent(parent: int) -> None:
         threading.Thread(target=_watch_parent, args=(parent,), name="nb_accelerate-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+@contextlib.contextmanager
+def ending_with(parent: int) -> Iterator[None]:
+    """Meanwhile, end this process as soon as process `parent` ends, from which it was started in whichever thread.
+
+    A thread watches. It is gone when this is left, so that what is forked then inherits nothing of it. Nothing happens
+    where a process cannot be watched: it takes a process descriptor.
+    """
+    try:
+        process = os.pidfd_open(parent)
+    except (AttributeError, OSError):  # not on macOS, not on old or emulated kernels; or it has ended
+        process = -1
+    if os.getppid() != parent:
+        os._exit(1)
+    if process < 0:
+        yield
+        return
+    wake_read, wake_write = os.pipe()
+
+    def watch() -> None:
+        if process in select.select([process, wake_read], [], [])[0]:
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="nb_accelerate-parent")
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(wake_write)
+        thread.join()
+        os.close(wake_read)
+        os.close(process)
 
 
 def adopt_orphans() -> bool:

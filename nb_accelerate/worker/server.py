@@ -15,8 +15,8 @@ server answers nothing on the control channel but that it quits: a rank speaks f
 bytes in a pipe of its own.
 
 Who dies with whom: the server ends when the kernel does (it waits for the kernel's process descriptor, and for the
-end of the channel), and kills its ranks first. Ranks end when the server does (parent-death signal). What a rank
-leaves behind, a loader's workers say, is adopted by the server and killed.
+end of the channel; while it imports, a thread does), and kills its ranks first. Ranks end when the server does
+(parent-death signal). What a rank leaves behind, a loader's workers say, is adopted by the server and killed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ import importlib
 import os
 import select
 import selectors
-import shutil
 import signal
 import struct
 import sys
-import tempfile
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -39,8 +37,9 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
-from nb_accelerate.worker.lineage import adopt_orphans, children, die_with_parent, set_name
+from nb_accelerate.worker.lineage import adopt_orphans, children, die_with_parent, ending_with, set_name
 from nb_accelerate.worker.rank import run_rank
+from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 
 EXIT_STATUS = struct.Struct("!q")
 """What is written to the pipe of a rank that ended: exit code, or minus the signal's number."""
@@ -86,7 +85,6 @@ _MOST_IDLE = 8
 class _Rank:
     key: int
     status_fd: int
-    scratch: str
 
 
 def serve(control_fd: int, parent: int, preload: tuple[str, ...]) -> NoReturn:
@@ -119,7 +117,8 @@ class _Server:
         self._adopts = adopt_orphans()
         self._selector = selectors.DefaultSelector()
         self._own_fds: list[int] = []
-        self._broken = _import_all(tuple(module for module in preload if module not in LATER))
+        self._scratch = Scratch()
+        self._broken = self._import(tuple(module for module in preload if module not in LATER))
         self._later = tuple(module for module in preload if module in LATER)
         if self._later and not self._is_waited_for():
             self._import_later()
@@ -130,7 +129,13 @@ class _Server:
 
     def _import_later(self) -> None:
         modules, self._later = self._later, ()
-        self._broken = self._broken or _import_all(modules)
+        self._broken = self._broken or self._import(modules)
+
+    def _import(self, modules: tuple[str, ...]) -> BaseException | None:
+        if not modules:
+            return None
+        with ending_with(self._parent):  # it takes seconds, and nobody else looks meanwhile
+            return _import_all(modules)
 
     def _freeze(self) -> None:
         """What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank."""
@@ -154,6 +159,7 @@ class _Server:
             self._selector.register(pidfd, selectors.EVENT_READ, "parent")
         if self._inherited is not None:
             self._fork_idle()  # while the kernel makes the first rank's descriptors
+        remove_abandoned()
         while os.getppid() == self._parent:
             has_time = not self._ranks and (self._later or len(self._idle) < self._wanted)
             events = self._selector.select((_PAUSE if self._later else _QUIET) if has_time else None)
@@ -191,13 +197,13 @@ class _Server:
         if not self._idle:
             self._fork_idle()
         pid, channel = self._idle.popitem()
-        scratch = tempfile.mkdtemp(prefix="nb_accelerate-")
+        scratch = self._scratch.make(str(message.key))
         with contextlib.suppress(OSError):  # it has just been killed; its end is told like any other's
             channel.send((message, scratch), rank_fds)
         channel.close()
         for fd in rank_fds:
             os.close(fd)
-        self._ranks[pid] = _Rank(message.key, status_fd, scratch)
+        self._ranks[pid] = _Rank(message.key, status_fd)
         if self._keeps_idle:
             self._wanted = min(_MOST_IDLE, max(self._wanted, len(self._ranks)))
 
@@ -237,6 +243,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         self._control.close()
+        self._scratch.leave()
         for fd in self._own_fds:
             os.close(fd)
         for channel in self._idle.values():
@@ -263,7 +270,7 @@ class _Server:
         # gone once its launch returns.
         if status != 0:
             self._kill_adopted()
-        shutil.rmtree(rank.scratch, ignore_errors=True)
+        self._scratch.remove(str(rank.key))
         with contextlib.suppress(BrokenPipeError):
             os.write(rank.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
         os.close(rank.status_fd)
@@ -287,7 +294,7 @@ class _Server:
         for pid in (*self._ranks, *self._idle):
             os.waitpid(pid, 0)
         for rank in self._ranks.values():
-            shutil.rmtree(rank.scratch, ignore_errors=True)
+            self._scratch.remove(str(rank.key))
         self._ranks.clear()
         self._idle.clear()
         self._kill_adopted()
