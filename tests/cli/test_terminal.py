@@ -161,6 +161,7 @@ def test_a_rank_that_fails_is_in_the_table_and_its_traceback_below(
 
 def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal, tmp_path: Path) -> None:
     wait_for_step(launched, 0)
+    launched.wait_for(lambda text: "rank 0 begins 0" in text and "rank 1 begins 0" in text)
     for step in range(2):
         (tmp_path / str(step)).touch()
     assert launched.finish() == 1
