@@ -119,10 +119,11 @@ class Track:
             if in_window:
                 oldest = moment
             after = moment
-        if first is not None and last is not None and last.time - first.time > _SHORT:
-            steps = last.step - first.step
-            # Who has taken longer than that for the next one has become slower.
-            return steps, max(last.time - first.time, (newest.time - first.time) * steps / (steps + 1))
+        if first is not None and last is not None:
+            steps, seconds = last.step - first.step, last.time - first.time
+            if steps > 0 and seconds > _SHORT:
+                # Who has taken longer than that for the next one has become slower.
+                return steps, max(seconds, (newest.time - first.time) * steps / (steps + 1))
         seconds = newest.time - oldest.time
         return (newest.step - oldest.step, seconds) if seconds > _SHORT else None
 
@@ -143,6 +144,11 @@ class Track:
             if moment.phase is not Phase.NOTHING:
                 recent[moment.phase] += 1
         return recent.most_common(1)[0][0]
+
+    @property
+    def looks(self) -> int:
+        """How often it was lately seen in the current loop."""
+        return sum(moment.loop == self.sample.loop for moment in self._moments)
 
     def shares(self) -> dict[Phase, float]:
         """Which part of its time it has lately spent in each phase. Empty if it is too early to say.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from nb_accelerate.display.view import View
 
 _WAIT = 10.0
-_NOBODY = -1
 _CHARTS_EVERY = 5
 """Drawings of the panel for one of its charts, which are larger and move less."""
 
@@ -40,7 +39,7 @@ class Widget(Drawing):
     Args:
         paper: the cell.
         kernel: it runs in.
-        ranks: for the choice of a log.
+        ranks: those whose log one can look at.
         watched: what the buttons are about.
         where: says where a rank is, from a dump of its stacks.
         place: id of a display that this takes the place of; "" for a new one.
@@ -68,6 +67,7 @@ class Widget(Drawing):
         self._panel: Any = None
         self._aside: Any = None
         self._shown: Callable[[], str] | None = None
+        self._log_of = min(ranks)
         self._last = ""
         self._is_shown = bool(place)
         self._draws = 0
@@ -139,13 +139,7 @@ class Widget(Drawing):
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
             self._button("Stacks", "show where every rank is", self._show_stacks),
         ]
-        logs = ipywidgets.Dropdown(
-            # Not None for nothing: a dropdown takes that as having no choice at all, and is blank.
-            options=[("log of ...", _NOBODY), *((f"log of rank {rank}", rank) for rank in self._ranks)],
-            layout={"width": "auto"},
-        )
-        logs.observe(lambda change: self._show_log(change["new"]), "value")
-        controls = ipywidgets.HBox([*buttons, logs], layout={"margin": "0 0 0 5px"})
+        controls = ipywidgets.HBox([*buttons, *self._logs()], layout={"margin": "0 0 0 5px"})
         self._box = ipywidgets.VBox([style, self._panel, self._charts, controls, self._aside])
         self._box.layout.display = "none"  # until there is something in it
 
@@ -156,23 +150,53 @@ class Widget(Drawing):
         button.on_click(lambda _: action())
         return button
 
-    def _show_stacks(self) -> None:
-        if self._shown == self._stacks:
+    def _toggle(self, aside: Callable[[], str]) -> None:
+        """Show something below the panel, or no longer."""
+        if self._shown == aside:
             self._shown, self._aside.value = None, ""
-            return
-        self._watched.ask()
-        self._shown = self._stacks
+        else:
+            self._shown = aside
+
+    def _show_stacks(self) -> None:
+        self._toggle(self._stacks)
+        if self._shown == self._stacks:
+            self._watched.ask()
 
     def _stacks(self) -> str:
         found = self._watched.stacks()
         lines = [f"{named([rank])}:\n{indent(self._where(dump), '  ')}" for rank, dump in sorted(found.items()) if dump]
         return _pre("\n\n".join(lines) or "no answer yet")
 
+    def _logs(self) -> list[Any]:
+        """A button for the log of a rank, and a field for which.
+
+        No list to choose from: in a cell's output JupyterLab takes the arrow keys, and all letters, for itself, but
+        where one can write.
+        """
+        import ipywidgets
+
+        button = self._button("Log", "show what a rank printed last", lambda: self._toggle(self._log))
+        if len(self._ranks) == 1:
+            return [button]
+        field = ipywidgets.BoundedIntText(
+            value=self._log_of,
+            min=self._log_of,
+            max=max(self._ranks),
+            description="of rank",
+            tooltip="rank whose log is shown",
+            style={"description_width": "initial"},
+            layout={"width": "108px"},
+        )
+        field.observe(lambda change: self._show_log(change["new"]), "value")
+        return [button, field]
+
     def _show_log(self, rank: int) -> None:
-        if rank == _NOBODY:
-            self._shown, self._aside.value = None, ""
-            return
-        self._shown = lambda: _pre("".join(self._watched.log(rank).splitlines(keepends=True)[-40:]) or "nothing yet")
+        self._log_of, self._shown = rank, self._log
+
+    def _log(self) -> str:
+        if self._log_of not in self._ranks:
+            return _pre(f"rank {self._log_of} does not run this")
+        return _pre("".join(self._watched.log(self._log_of).splitlines(keepends=True)[-40:]) or "nothing yet")
 
     def _close(self) -> None:
         def all_of(widget: Any) -> list[Any]:

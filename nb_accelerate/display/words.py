@@ -10,11 +10,13 @@ if TYPE_CHECKING:
 
 _MINUTE = 60
 _HOUR = 3600
+_ENDLESS = 1e9
+"""Seconds. What takes longer was computed from a number that means nothing."""
 
 
 def duration(seconds: float) -> str:
     """Seconds as ``0:42``, ``12:07`` or ``3:05:12``."""
-    whole = max(0, int(seconds))
+    whole = max(0, int(min(seconds, _ENDLESS)))
     hours, rest = divmod(whole, _HOUR)
     minutes, left = divmod(rest, _MINUTE)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 
+from browser.server import THEMES
+
 if TYPE_CHECKING:
     import psutil
     from playwright.async_api import BrowserContext, Page
@@ -124,6 +126,15 @@ class Notebook:
         return int(
             self.evaluate(f"selector => {_OUTPUT.format(cell=cell)}.querySelectorAll(selector).length", selector)
         )
+
+    def change_theme(self, theme: Theme) -> None:
+        """Change how this page looks, as the menu does."""
+        name = THEMES[theme]
+        change = "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})"
+        self.evaluate(change, name)
+        # While a theme is loaded, a picture of Jupyter lies over the page.
+        shown = "document.body.dataset.jpThemeName === name && document.getElementById('jupyterlab-splash') === null"
+        self.wait_until(f"name => {shown}", name)
 
     def scroll_to(self, cell: int) -> None:
         self.evaluate(f"() => {_OUTPUT.format(cell=cell)}.scrollIntoView({{block: 'center'}})")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Where = Literal["lab", "nb7"]
 Theme = Literal["light", "dark"]
 
+THEMES: dict[Theme, str] = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
+
 _START = 90.0
 _STOP = 20.0
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -113,8 +115,7 @@ class JupyterServer:
 
     def use_theme(self, theme: Theme) -> None:
         """How pages look that are opened from now on."""
-        name = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}[theme]
-        self._set("apputils-extension/themes", {"theme": name, "adaptive-theme": False})
+        self._set("apputils-extension/themes", {"theme": THEMES[theme], "adaptive-theme": False})
 
     def address(self, name: str, where: Where) -> str:
         """Where a notebook of `notebooks` is shown: in JupyterLab without side bars, or in Notebook 7."""

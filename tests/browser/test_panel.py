@@ -159,6 +159,42 @@ def test_a_slow_rank_a_stuck_rank_and_a_failed_rank_are_named(
     notebook.wait_for_output(4, "the next cell")
 
 
+# Blocks that are wider than their place, but for those that say so by an ellipsis or a scroll bar.
+TOO_WIDE = """() => [...document.querySelectorAll('.nba, .nba *')]
+    .filter(one => one.clientWidth && one.scrollWidth > one.clientWidth)
+    .filter(one => getComputedStyle(one).overflowX === 'visible')
+    .map(one => `${one.tagName}.${one.className}: ${one.innerText}`)"""
+
+
+def test_of_64_ranks_one_sees_how_all_are_and_who_is_slow(open_notebook: OpenNotebook) -> None:
+    # What DistributedDataParallel imports takes a second: forked ranks have it from here.
+    setup = SETUP + "\nimport torch._dynamo\n"
+    cell = launch(64, steps=20, pause=0.25, slow=20).replace(")", ", start_method='fork');")
+    notebook = open_notebook([setup, cell])
+    notebook.run(0)
+    notebook.wait_until_done()
+    start(notebook, 1)
+    assert len(ranks_of(notebook)) == 64
+    notebook.wait_for_output(1, "x slower: ", timeout=60)
+    notebook.screenshot("panel-64-light-running", cell=1)
+    whole, slow = notebook.evaluate("() => [...document.querySelectorAll('.nba tbody tr')].map(row => row.innerText)")
+    assert whole.split()[0] == "0-63"
+    assert "63 ranks: backward" in whole
+    assert slow.split()[0] == "20", "no other rank stands out"
+    assert notebook.count(1, ".nba-dot") == 64
+    assert notebook.count(1, ".nba-dot.nba-late") == 1
+    assert notebook.evaluate(TOO_WIDE) == []
+    notebook.change_theme("dark")
+    notebook.screenshot("panel-64-dark-running", cell=1)
+    notebook.wait_until_done(90)
+    assert "slowest rank 20 (+" in notebook.wait_for_output(1, "✓")
+    assert notebook.evaluate(TOO_WIDE) == []
+    notebook.evaluate("() => { document.querySelector('.nba details').open = true; }")
+    notebook.screenshot("panel-64-dark-done", cell=1)
+    notebook.change_theme("light")
+    notebook.screenshot("panel-64-light-done", cell=1)
+
+
 def test_a_stopped_rank_is_named_and_its_row_recovers_when_it_goes_on(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook([SETUP, launch(2, steps=1000)])
     notebook.run(0)
@@ -178,9 +214,17 @@ def test_a_stopped_rank_is_named_and_its_row_recovers_when_it_goes_on(open_noteb
     notebook.wait_until_done()
 
 
-def test_stacks_and_logs_are_shown_while_the_cell_runs(open_notebook: OpenNotebook) -> None:
+def wait_for_log(notebook: Notebook, rank: int) -> None:
+    text = f"a line of rank {rank}\n"
+    notebook.wait_until("text => document.querySelector('.nba pre')?.textContent === text", text)
+
+
+@pytest.mark.parametrize("where", ["lab", "nb7"])
+def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
+    open_notebook: OpenNotebook, where: Where
+) -> None:
     talking = "def talk():\n    print('a line of rank', Accelerator().process_index)\n    return train(steps=1000)"
-    notebook = open_notebook([SETUP, talking, launch(2).replace("train", "talk").replace("{}", "None")])
+    notebook = open_notebook([SETUP, talking, launch(3).replace("train", "talk").replace("{}", "None")], where)
     notebook.run(0)
     notebook.run(1)
     notebook.wait_until_done()
@@ -190,12 +234,18 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs(open_notebook: OpenNotebo
         notebook.press("Tab")
     notebook.press("Enter")
     assert "train, Cell In[1] line" in notebook.wait_for_output(2, "talk, Cell In[2] line")
-    notebook.screenshot("panel-stacks", cell=2)
-    chosen = "document.querySelector('.jp-OutputArea select').selectedOptions"
-    assert notebook.evaluate(f"() => [...{chosen}].map(option => option.value)") == ["log of ..."]
-    notebook.choose(2, "log of rank 0")
-    notebook.wait_until(
-        "() => [...document.querySelectorAll('.nba pre')].some(one => one.innerText.includes('a line of rank 0'))"
-    )
+    notebook.screenshot(f"panel-stacks-{where}", cell=2)
+    notebook.press("Tab")
+    notebook.press("Enter")
+    wait_for_log(notebook, 0)
+    notebook.press("Tab")
+    for key, rank in (("ArrowUp", 1), ("ArrowUp", 2), ("ArrowUp", 2), ("ArrowDown", 1)):
+        notebook.press(key)
+        wait_for_log(notebook, rank)
+        assert notebook.evaluate("() => window.jupyterapp.shell.currentWidget.content.activeCellIndex") == 2
+    notebook.screenshot(f"panel-log-{where}", cell=2)
+    notebook.press("Shift+Tab")
+    notebook.press("Enter")
+    notebook.wait_until("() => document.querySelector('.nba pre') === null")
     notebook.interrupt()
     notebook.wait_until_done()

@@ -312,7 +312,15 @@ def test_the_newest_loss_at_a_step_is_its_loss_and_older_steps_change_nothing():
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0, "0:00"), (42.9, "0:42"), (727, "12:07"), (11112, "3:05:12"), (360000, "100:00:00"), (-5, "0:00")],
+    [
+        (0, "0:00"),
+        (42.9, "0:42"),
+        (727, "12:07"),
+        (11112, "3:05:12"),
+        (360000, "100:00:00"),
+        (-5, "0:00"),
+        (float("inf"), "277777:46:40"),
+    ],
 )
 def test_durations(seconds: float, said: str):
     assert words.duration(seconds) == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 
 import pytest
@@ -149,6 +150,15 @@ def test_of_ranks_that_are_as_fast_none_is_slow_whenever_one_looks(seconds_each:
     run.begin_loop()
     for view in slow_steps(run, seconds_each, 60.0):
         assert [row.kind for row in view.rows] == [""] * 5
+
+
+def test_a_step_number_that_falls_has_no_pace():
+    run = Run(1)
+    run.begin_loop(step=100)
+    for step in (99, 98, 90, 7):
+        run.put(step=step)
+        run.wait(0.5)
+        assert html.render(run.view)
 
 
 def test_a_new_loop_has_a_rate_of_its_own():
@@ -379,6 +389,24 @@ def test_even_ranks_are_not_compared():
     run.begin_loop()
     run.train(30.0)
     assert run.view.warnings == ()
+
+
+@pytest.mark.parametrize("seed", [9, 10, 16, 17])
+def test_of_64_ranks_that_are_seen_by_chance_only_the_slow_one_is_named(seed: int):
+    run, chance, looks = Run(64), random.Random(seed), itertools.count()
+    run.begin_loop()
+    named: list[set[str]] = []
+
+    def each() -> None:
+        step = next(looks) // 10
+        for rank in run.ranks:
+            waits = chance.random() > (0.98 if rank == 20 else 0.5)
+            run.put([rank], step=step, phase=Phase.BACKWARD if waits else Phase.FORWARD)
+        named.append({row.ranks for row in run.view.rows if row.kind == "late"})
+
+    run.wait(10.0, each)
+    assert set().union(*named) == {"20"}
+    assert all("20" in one for one in named[int(6.0 / LOOK) :])
 
 
 def test_a_difference_nobody_would_act_upon_is_not_named():
