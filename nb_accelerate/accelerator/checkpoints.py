@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -65,21 +66,20 @@ class CheckpointSlice(Slice):
             safe_serialization: safetensors; else what `torch.save` writes.
 
         Raises:
-            CheckpointError: a weight is on the device ``meta``: it has no numbers.
+            CheckpointError: a weight is on the device ``meta``, or is nothing that safetensors can hold.
             ConfigError: there is a file of that name, or ``max_shard_size`` is not a size.
         """
-        lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        lacking = [name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)]
         if lacking:
             raise CheckpointError(f"{lacking[0]} is on the device meta: it has no numbers that could be saved.")
         if self.should_save_model:
-            self.core.board.enter(Phase.SAVING)
-            write_model(
-                self.get_state_dict(model),
-                save_directory,
-                max_shard_size=max_shard_size,
-                safe_serialization=safe_serialization,
-            )
-            self.core.board.enter(Phase.RUNNING)
+            with self._shown_as_saving():
+                write_model(
+                    self.get_state_dict(model),
+                    save_directory,
+                    max_shard_size=max_shard_size,
+                    safe_serialization=safe_serialization,
+                )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what `save_state` saves.
@@ -125,10 +125,11 @@ class CheckpointSlice(Slice):
 
         A checkpoint that is there already is replaced when the new one is on the disk: a run that is killed while it
         saves has one or the other. Every process calls it, since each has random numbers of its own; where only the
-        main one does, those of the others are not restored.
+        main one does, those of the others are not restored. Numbered folders need all of them: they wait for each
+        other.
 
         Args:
-            output_dir: a folder. Not needed with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
+            output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
                 makes ``checkpoints/checkpoint_<number>`` in the ``project_dir``, and removes the oldest if there are
                 more than its ``total_limit``.
             safe_serialization: write weights as safetensors; else as `torch.save` does.
@@ -138,6 +139,7 @@ class CheckpointSlice(Slice):
             The folder.
 
         Raises:
+            CheckpointError: a weight is nothing that safetensors can hold.
             ConfigError: there is no folder to write to, or one with this number is there already.
         """
         if save_model_func_kwargs:
@@ -145,23 +147,22 @@ class CheckpointSlice(Slice):
         project = self.core.recording.project
         folder = self._next_folder() if project.automatic_checkpoint_naming else _given(output_dir, "output_dir")
         core, place = self.core, self._place()
-        core.board.enter(Phase.SAVING)
-        state.save_state(
-            folder,
-            place=place,
-            weights=self._weights,
-            parts=self._parts(),
-            loaders=core.prepared.loaders,
-            step=core.accumulation.step,
-            safe_serialization=safe_serialization,
-        )
-        if project.automatic_checkpoint_naming:
-            core.collectives.barrier()
-            if project.total_limit is not None and place.is_writer:
-                for _, old in numbered(folder.parent)[: -project.total_limit]:
-                    shutil.rmtree(old)
+        with self._shown_as_saving():
+            state.save_state(
+                folder,
+                place=place,
+                weights=self._weights,
+                parts=self._parts(),
+                loaders=core.prepared.loaders,
+                step=core.accumulation.step,
+                safe_serialization=safe_serialization,
+            )
+            if project.automatic_checkpoint_naming:
+                core.collectives.barrier()
+                if project.total_limit is not None and place.is_writer:
+                    for _, old in numbered(folder.parent)[: -project.total_limit]:
+                        shutil.rmtree(old)
         project.iteration += 1
-        core.board.enter(Phase.RUNNING)
         return folder
 
     def load_state(
@@ -198,7 +199,9 @@ class CheckpointSlice(Slice):
         project = core.recording.project
         automatic = input_dir is None and project.automatic_checkpoint_naming
         folder = together(core.collectives, self._newest if automatic else lambda: _there(input_dir))
-        together(core.collectives, lambda: settle_all(folder) if place.is_writer else settle(folder, place.rank))
+        # One after the other: two ranks must not move the same files.
+        together(core.collectives, lambda: settle(folder, place.rank))
+        together(core.collectives, lambda: settle_all(folder) if place.is_writer else None)
         models = list(core.prepared.models)
         for hook in core.registry.before_load.values():
             hook(models, str(folder))
@@ -215,6 +218,14 @@ class CheckpointSlice(Slice):
             core.accumulation.step = step
         if automatic:
             project.iteration = int(folder.name.rpartition("_")[2]) + 1
+
+    @contextlib.contextmanager
+    def _shown_as_saving(self) -> Iterator[None]:
+        self.core.board.enter(Phase.SAVING)
+        try:
+            yield
+        finally:
+            self.core.board.enter(Phase.RUNNING)
 
     def _place(self) -> state.Place:
         topology, project = self.core.process.topology, self.core.recording.project
@@ -266,7 +277,7 @@ class CheckpointSlice(Slice):
         project_dir = self.core.recording.project.project_dir
         if project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...).")
-        return Path(project_dir) / "checkpoints"
+        return Path(project_dir).expanduser() / "checkpoints"
 
 
 def _given(folder: str | os.PathLike[str] | None, argument: str) -> Path:

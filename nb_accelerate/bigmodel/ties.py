@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -60,10 +62,10 @@ def check_tied_parameters_on_same_device(
         device_map: devices by the names of modules.
 
     Raises:
-        ValueError: the device map says nothing about a parameter.
+        ConfigError: the device map says nothing about a parameter.
     """
     for group in tied_params:
-        devices = {name: _device_of(name, device_map) for name in group}
+        devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
             logger.warning(
                 "Tied parameters are on different devices: %s. Give their modules the same device in device_map, or "
@@ -72,13 +74,23 @@ def check_tied_parameters_on_same_device(
             )
 
 
-def _device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> int | str | torch.device:
+def device_of(
+    name: str,
+    device_map: Mapping[str, int | str | torch.device],
+    default: int | str | torch.device | None = None,
+) -> int | str | torch.device:
+    """Return the device of a tensor: that of the innermost module around it that a device map names.
+
+    Raises:
+        ConfigError: it names none, and there is no default.
+    """
     part = name
-    while part not in device_map:
-        if not part:
-            raise ValueError(f"device_map has no device for {name}. Add one for it, for a module around it, or for ''.")
+    while part and part not in device_map:
         part = part.rpartition(".")[0]
-    return device_map[part]
+    device = device_map.get(part, default)
+    if device is None:
+        raise ConfigError(f"device_map has no device for {name}. Add one for it, for a module around it, or for ''.")
+    return device
 
 
 def extract_submodules_state_dict(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import re
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from nb_accelerate.bigmodel.ties import device_of
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.errors import CheckpointError, ConfigError
 
@@ -51,6 +53,29 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         return torch.load(f, map_location=map_location, **kwargs)
 
 
+def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
+    """Do as `load` does, and say which file it was that could not be loaded.
+
+    Args:
+        file: its path.
+        map_location: where tensors go.
+        if_trusted: what to write if the file may run code.
+        **kwargs: those of `torch.load`.
+
+    Raises:
+        CheckpointError: the file would run code, or was cut off.
+    """
+    try:
+        return load(file, map_location=map_location, **kwargs)
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds more than tensors and plain data, and loading it would run its code. If you wrote it "
+            f"yourself, {if_trusted}"
+        ) from error
+    except (EOFError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read, it may have been cut off: {error}") from error
+
+
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, int | str | torch.device] | None = None
 ) -> dict[str, Tensor]:
@@ -61,11 +86,17 @@ def load_state_dict(
         device_map: devices by the names of modules; ``""`` stands for all others, which else stay on the CPU.
 
     Raises:
-        CheckpointError: the file is no safetensors file, was cut off, or holds tensors of another framework.
+        CheckpointError: the file was cut off, would run code, or holds tensors of another framework.
     """
+    places = device_map or {}
     if not str(checkpoint_file).endswith(".safetensors"):
-        tensors: dict[str, Tensor] = load(checkpoint_file, map_location="cpu")
-        return {name: tensor.to(device_of(name, device_map)) for name, tensor in tensors.items()}
+        trusted = "load it with torch.load(..., weights_only=False), and save its weights alone."
+        tensors: dict[str, Any] = read(checkpoint_file, "cpu", if_trusted=trusted)
+        return {
+            # What is no tensor belongs to a module with a state of its own kind (get_extra_state).
+            name: tensor.to(device_of(name, places, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
+            for name, tensor in tensors.items()
+        }
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -74,23 +105,18 @@ def load_state_dict(
             if kind != "pt":
                 raise CheckpointError(f"{checkpoint_file} was saved by {kind}, and not by PyTorch.")
             # To its device one by one: a large file is never in memory twice.
-            return {name: file.get_tensor(name).to(device_of(name, device_map)) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name).to(device_of(name, places, "cpu")) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{checkpoint_file} cannot be read, it may have been cut off: {error}") from error
 
 
-def device_of(name: str, device_map: Mapping[str, int | str | torch.device] | None) -> int | str | torch.device:
-    """Return the device of a tensor: that of the innermost module around it that the map names; else the CPU."""
-    if not device_map:
-        return "cpu"
-    part = name
-    while part and part not in device_map:
-        part = part.rpartition(".")[0]
-    return device_map.get(part, "cpu")
-
-
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what two tensors have in common when they share memory: device, address and size of their storage."""
+    """Return what two tensors have in common when they share memory: device, address and size of their storage.
+
+    A sparse tensor, which has several, shares with itself only.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.device, id(tensor), 0
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -99,18 +125,26 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
     """Return a state dict that safetensors can write: contiguous, and with one name for tensors that are tied.
 
     Of several names for the same memory the first is kept; loading ties the others again.
+
+    Raises:
+        CheckpointError: something is not a tensor, or one that is sparse.
     """
     kept: dict[str, Tensor] = {}
     seen: set[tuple[object, ...]] = set()
     for name, tensor in state_dict.items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        tied = (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            kind = f"a tensor of {tensor.layout}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            raise CheckpointError(
+                f"{name} is {kind}, which safetensors has no place for. Write safe_serialization=False."
+            )
+        storage = id_tensor_storage(tensor)
+        tied = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and tied in seen:
             continue
-        seen.add(tied)
-        own = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tied[2]
-        # A slice or transpose of something that is written as well would share its memory, which the format refuses.
+        # Views of something that is written as well would share its memory, which the format refuses.
+        whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage[2]
+        own = whole and storage not in seen
+        seen |= {tied, storage}
         kept[name] = tensor.detach() if own else tensor.detach().clone(memory_format=torch.contiguous_format)
     return kept
 
@@ -131,11 +165,12 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def _numpy_globals() -> list[Any]:
-    """What the state of NumPy's random numbers is made of: an array of numbers, which runs no code."""
-    reconstruct = np.zeros(1).__reduce__()[0]
-    # Under its names of NumPy 1 and 2: a file may come from either.
-    names = [(reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-    return [*names, codecs.encode, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    """What NumPy's arrays and numbers are made of, which run no code: its random numbers, and metrics of users."""
+    makers = {"_reconstruct": np.zeros(1).__reduce__()[0], "scalar": np.float64(1).__reduce__()[0]}
+    # Under their names of NumPy 1 and 2: a file may come from either.
+    names = [(make, f"numpy.{core}.multiarray.{name}") for name, make in makers.items() for core in ("core", "_core")]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}  # not objects
+    return [*names, *kinds, codecs.encode, np.ndarray, np.dtype]
 
 
 _NUMPY = _numpy_globals()

@@ -44,7 +44,7 @@ def replacing(
     Raises:
         ConfigError: there is a file of that name.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file. Give the name of a folder for the checkpoint.")
     settle(folder, rank)
@@ -76,7 +76,7 @@ def settle(folder: Path, rank: int) -> None:
         for entry in incoming.iterdir():
             if entry.name != _COMPLETE:
                 _move(entry, folder / entry.name)
-    shutil.rmtree(incoming)
+    shutil.rmtree(incoming, ignore_errors=True)  # what is left counts for nothing, and the disk may be read-only
 
 
 def settle_all(folder: Path) -> None:
@@ -109,6 +109,8 @@ def _incoming(folder: Path, rank: int) -> Path:
 def _move(source: Path, target: Path) -> None:
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
+    elif source.is_dir():
+        target.unlink(missing_ok=True)  # a folder takes the place of another one only
     source.replace(target)
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.bigmodel.ties import find_tied_parameters, retie_parameters
+from nb_accelerate.bigmodel.ties import device_of, find_tied_parameters, retie_parameters
 from nb_accelerate.checkpoint.files import (
     clean_state_dict_for_safetensors,
-    device_of,
     id_tensor_storage,
     load_state_dict,
     write,
@@ -23,7 +22,8 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ def write_model(
     name = SAFE if safe_serialization else PLAIN
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=_PARTS[name], max_shard_size=max_shard_size)
     with replacing(folder, outdated=lambda other: bool(_OF_A_MODEL.fullmatch(other))) as incoming:
-        for file, names in split.filename_to_tensors.items():
+        for file, names in (split.filename_to_tensors or {name: []}).items():
             write({one: tensors[one] for one in names}, incoming / file, safe_serialization=safe_serialization)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -84,8 +84,8 @@ def load_checkpoint_in_model(
     Args:
         model: the user's, unwrapped; may be on ``meta`` if there is a ``device_map``.
         checkpoint: a file, an index of several, or a folder with either.
-        device_map: devices by the names of modules, ``""`` for all. Weights then move there; without it they stay
-            where they are.
+        device_map: devices by the names of modules, ``""`` for all. Every weight needs one, and moves there; without
+            a map they stay where they are.
         offload_folder: for weights on disk, which are not supported yet.
         dtype: numbers the weights are to have; by default those of the model. Used with a ``device_map``.
         offload_state_dict: not supported yet.
@@ -99,7 +99,7 @@ def load_checkpoint_in_model(
 
     Raises:
         CheckpointError: there are no weights, a file of several is missing or cut off, or names differ and ``strict``.
-        ConfigError: something was asked for that is not supported yet.
+        ConfigError: ``device_map`` has no device for a weight, or something is not supported yet.
     """
     _refuse(
         offload_folder=offload_folder,
@@ -112,6 +112,9 @@ def load_checkpoint_in_model(
         _load_distributed(model, checkpoint, strict=strict, full=full_state_dict, broadcast=broadcast_from_rank0)
         return
     files = weight_files(checkpoint)
+    if device_map is not None:
+        for name in model.state_dict():
+            device_of(name, device_map)  # raises, before anything changes
     tied = find_tied_parameters(model)
     found: set[str] = set()
     for file in files:
@@ -154,8 +157,12 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
         raise CheckpointError(f"There is no checkpoint at {path}.")
     if path.suffix != ".json":
         return [path]
-    index = json.loads(path.read_text())
-    files = [path.parent / name for name in sorted(set(index.get("weight_map", index).values()))]
+    try:
+        index = json.loads(path.read_text())
+        names = sorted(set(index.get("weight_map", index).values()))
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not the index of a checkpoint, it may have been cut off: {error}") from error
+    files = [path.parent / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{path} names files that are not there: {', '.join(missing)}.")
@@ -180,13 +187,15 @@ def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict:
     now = model.state_dict()
     if tensors.keys() - now.keys():
         names = {_plain(name): name for name in now}
-        tensors = {names.get(_plain(name), name): tensor for name, tensor in tensors.items()}
+        ways = [{way(_plain(name)): tensor for name, tensor in tensors.items()} for way in _WRAPPED_OTHERWISE]
+        best = max(ways, key=lambda way: len(way.keys() & names.keys()))
+        tensors = {names.get(name, name): tensor for name, tensor in best.items()}
     if strict:
         _compare(tensors.keys(), model, source, strict=True)
     return dict(tensors)
 
 
-def _compare(found: Collection[str], model: nn.Module, source: str, *, strict: bool) -> None:
+def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: bool) -> None:
     now = model.state_dict()
     here = {id_tensor_storage(now[name]) for name in found if name in now and isinstance(now[name], torch.Tensor)}
     missing = [
@@ -194,7 +203,7 @@ def _compare(found: Collection[str], model: nn.Module, source: str, *, strict: b
         for name in now.keys() - found
         if not isinstance(now[name], torch.Tensor) or id_tensor_storage(now[name]) not in here
     ]
-    extra = found - now.keys() if isinstance(found, set) else [name for name in found if name not in now]
+    extra = found - now.keys()
     kind = type(model).__name__
     if strict and (missing or extra):
         raise CheckpointError(
@@ -213,7 +222,15 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("_orig_mod.").removeprefix("module.").replace("_orig_mod.", "")
+    return name.replace("_orig_mod.", "")
+
+
+# A model may have a part that is called ``module``, so the prefix alone does not tell.
+_WRAPPED_OTHERWISE: tuple[Callable[[str], str], ...] = (
+    str,
+    "module.{}".format,
+    lambda name: name.removeprefix("module."),
+)
 
 
 def _refuse(**unsupported: Any) -> None:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.checkpoint.files import load, load_state_dict, write
+from nb_accelerate.checkpoint.files import load_state_dict, read, write
 from nb_accelerate.checkpoint.folder import replacing
 from nb_accelerate.checkpoint.model import PLAIN, SAFE, fit
 from nb_accelerate.errors import CheckpointError
@@ -27,9 +27,11 @@ logger = logging.getLogger("nb_accelerate")
 
 ABOUT = "checkpoint.json"
 _RANDOM = "random_states_{}.pkl"
+_IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
+# Exactly the names that are written, here or by accelerate: in the folder there may be files of the user's.
 _OF_A_STATE = re.compile(
-    r"((model|optimizer|scheduler|sampler|pytorch_model|custom_checkpoint|dl_state_dict|random_states)(_\d+)?(_rank\d+)?"
-    r"\.(safetensors|bin|pkl)|scaler\.pt|checkpoint\.json)"
+    r"model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt|checkpoint\.json"
+    r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin|(random_states|custom_checkpoint)_\d+\.pkl"
 )
 _OF_A_RANK = re.compile(r"(?:random_states_|.*_rank)(\d+)\.\w+")
 
@@ -111,7 +113,7 @@ def save_state(
         place: of this rank.
         weights: returns the weights of the models, given the folder that hooks may write to.
         parts: see `parts_of`.
-        loaders: whose epochs are noted.
+        loaders: whose epochs and seeds are noted.
         step: batches in the current accumulation window.
         safe_serialization: write weights as safetensors.
     """
@@ -128,8 +130,12 @@ def save_state(
         numbers = {"step": step, **rng.capture(place.kind)}
         write(numbers, incoming / _RANDOM.format(place.rank), safe_serialization=False)
         if place.is_writer:
-            epochs = [loader.iteration - (loader.position > 0) for loader in loaders]
-            about = {"format": 1, "num_processes": place.world_size, "epochs": epochs}
+            about = {
+                "format": 1,
+                "num_processes": place.world_size,
+                "epochs": [loader.whereabouts[0] for loader in loaders],
+                "seeds": [getattr(loader.get_sampler(), "initial_seed", None) for loader in loaders],
+            }
             (incoming / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -140,6 +146,10 @@ def check_state(folder: Path, *, models: Sequence[nn.Module], parts: Sequence[Pa
         CheckpointError: it is not, or there are states of more objects than are registered now.
     """
     there = {entry.name for entry in folder.iterdir()}
+    if not models and not parts and there & {SAFE, PLAIN}:
+        raise CheckpointError(
+            f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
+        )
     missing = [part.file for part in parts if part.file not in there and not part.on_every_rank]
     missing += [
         name_of(SAFE, number)
@@ -191,7 +201,7 @@ def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, map_locatio
         **kwargs: those of `torch.load`.
 
     Raises:
-        CheckpointError: a file would run code.
+        CheckpointError: a file would run code, or was cut off.
     """
     for part in parts:
         file = folder / (_on_rank(part.file, place.rank) if part.on_every_rank else part.file)
@@ -199,11 +209,11 @@ def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, map_locatio
             file = folder / part.file  # of accelerate's, which has one for all
             if not file.exists():
                 continue
-        part.load(_read(file, map_location, **kwargs))
+        part.load(read(file, map_location, if_trusted=_IF_TRUSTED, **kwargs))
 
 
 def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int | None:
-    """Restore random numbers, and the epochs of loaders.
+    """Restore random numbers, and the epochs and seeds of loaders.
 
     Returns:
         Batches in the accumulation window when it was saved; None if that is not known.
@@ -211,6 +221,9 @@ def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int |
     about = json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).exists() else {}
     for loader, epoch in zip(loaders, about.get("epochs", ()), strict=False):
         loader.set_epoch(epoch)
+    for loader, seed in zip(loaders, about.get("seeds", ()), strict=False):
+        if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
+            loader.get_sampler().initial_seed = seed
     file = folder / _RANDOM.format(place.rank)
     if not file.exists():
         logger.warning(
@@ -222,24 +235,10 @@ def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int |
             else "Was save_state called on the main process only?",
         )
         return None
-    states = _read(file, "cpu")
+    states = read(file, "cpu", if_trusted=_IF_TRUSTED)
     rng.restore(states, place.kind)
     step: int | None = states.get("step")
     return step
-
-
-def _read(file: Path, map_location: Any, **kwargs: Any) -> Any:
-    from pickle import UnpicklingError
-
-    try:
-        return load(file, map_location=map_location, **kwargs)
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} holds more than tensors and plain data, and loading it would run its code. If you wrote it "
-            "yourself, write load_state(..., load_kwargs={'weights_only': False})."
-        ) from error
-    except (EOFError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read, it may have been cut off: {error}") from error
 
 
 def _part(file: str, thing: Any, *, on_every_rank: bool = False) -> Part:

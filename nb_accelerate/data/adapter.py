@@ -119,6 +119,18 @@ class DataLoaderAdapter(DataLoader[Any]):
     def iteration(self, epoch: int) -> None:
         self._epochs.epoch = epoch
 
+    @property
+    def whereabouts(self) -> tuple[int, int]:
+        """The epoch it is in, from 0, and the batches of that so far; between epochs the next one, and 0.
+
+        A loader that `skipping` returned moves the one that it was made of along.
+        """
+        if self._resume_at is not None:  # loaded, and not begun yet
+            return self.iteration, self._resume_at
+        reader = self._epochs.reader
+        position = 0 if reader is None else reader.position
+        return self.iteration - (position > 0), position
+
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and dataset which epoch comes, those that want to know."""
         self._epochs.set(epoch)
@@ -161,9 +173,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Change ``dl_state_dict`` before `state_dict` returns it: for subclasses that read ahead. It is exact here."""
 
     def _state(self) -> dict[str, Any]:
-        if self._resume_at is not None:  # loaded, and not begun yet
-            return {"epoch": self.iteration, "position": self._resume_at}
-        return {"epoch": self.iteration - (self.position > 0), "position": self.position}
+        epoch, position = self.whereabouts
+        return {"epoch": epoch, "position": position}
 
     def __len__(self) -> int:
         return self._read_length()
@@ -193,6 +204,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         with torch.random.fork_rng(devices=(), enabled=self.position > 0):
             source = self._source() if resume_at is None else self._source_from(resume_at)
         self._epochs.epoch += 1
+        self._epochs.reader = self
         return source
 
     def _source(self) -> Iterator[Any]:

@@ -122,12 +122,12 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     @override
     def _source(self) -> Iterator[Any]:
-        return self._deal() if self._collectives.rank == 0 else self._receive()
+        return self._deal(super()._source()) if self._collectives.rank == 0 else self._receive()
 
-    def _deal(self) -> Iterator[Any]:
+    def _deal(self, source: Iterator[Any]) -> Iterator[Any]:
         """Read, send the others their parts, and yield our own. Runs on rank 0."""
         collectives = self._collectives
-        groups = self._groups(super()._source())
+        groups = self._groups(source)
         parcel, failure = _next(groups)
         collectives.broadcast_objects([_headline(parcel, failure)], 0)
         while parcel is not None:

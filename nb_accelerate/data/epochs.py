@@ -14,10 +14,12 @@ class EpochCounter:
 
     Attributes:
         epoch: which one comes next, from 0.
+        reader: the loader that began an epoch last; None since the epoch was set.
     """
 
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
+        self.reader: Any = None
         self.listen(*things)
 
     def listen(self, *things: Any) -> None:
@@ -28,6 +30,7 @@ class EpochCounter:
     def set(self, epoch: int) -> None:
         """Start again from ``epoch``, and tell everyone."""
         self.epoch = epoch
+        self.reader = None
         for index, one in enumerate(self._listeners):
             one.set_epoch(epoch)
             self._told[index] = getattr(one, "epoch", None)

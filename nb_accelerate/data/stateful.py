@@ -46,7 +46,11 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
             return self._remembered(super()._source())
 
         def _source_from(self, position: int) -> Iterator[Any]:  # noqa: ARG002 - torchdata's loader knows it
-            return self._remembered(iter(StatefulDataLoader.__iter__(self)))
+            source: Any = iter(StatefulDataLoader.__iter__(self))
+            # torchdata reads up to here in a dataset that has no state, and counts what it reads a second time.
+            if self._before is not None and "_num_yielded" in self._before:
+                source._num_yielded = self._before["_num_yielded"]  # noqa: SLF001 - nothing public tells it
+            return self._remembered(source)
 
         def _remembered(self, source: Iterator[Any]) -> Iterator[Any]:
             while True:
@@ -60,8 +64,8 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
         def _state(self) -> dict[str, Any]:
             # Between epochs there is no position inside torchdata's loader, and one that is over starts samplers twice.
             now = self._before if self._looks_ahead else StatefulDataLoader.state_dict(self)
-            inside = now if self.position else None
-            return {**super()._state(), "loader": inside or {}}
+            state = super()._state()
+            return {**state, "loader": (now if state["position"] else None) or {}}
 
         def state_dict(self) -> dict[str, Any]:
             return kind.state_dict(self)  # of the two bases
@@ -69,6 +73,7 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             kind.load_state_dict(self, state_dict)
             StatefulDataLoader.load_state_dict(self, state_dict["loader"])
+            self._before = state_dict["loader"]
 
     Stateful.__name__ = Stateful.__qualname__ = f"Stateful{kind.__name__}"
     return Stateful

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures.ranks import RunRanks
@@ -108,6 +109,56 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(run_ranks: RunRanks, tm
         assert len(got) == 3 * per_epoch - stop_after
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["skip", "stateful", "dispatch"])
+def test_a_run_that_was_resumed_is_saved_and_resumed_again(run_ranks: RunRanks, tmp_path: Path, ranks: int, way: str):
+    def run(where: str, way: str) -> list[Any]:
+        from training.test_checkpoints import Numbers
+
+        from nb_accelerate import Accelerator, DataLoaderConfiguration
+
+        configuration = DataLoaderConfiguration(
+            use_seedable_sampler=True, use_stateful_dataloader=way == "stateful", dispatch_batches=way == "dispatch"
+        )
+
+        def go_on(save_at: int, since: int | None = None) -> list[Any]:
+            """Two epochs of batches, each with a random number; from a checkpoint on if there is one."""
+            accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+            torch.manual_seed(save_at)  # not what the run before had: shuffling is in the checkpoint as well
+            data: Any = Numbers() if way == "stateful" else torch.arange(24.0)[:, None]
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle=way != "stateful"))
+            epochs = [loader, loader]
+            if since is not None:
+                accelerator.load_state(f"{where}/{since}")
+                epoch, position = divmod(since, len(loader) if way != "stateful" else 12 // accelerator.num_processes)
+                del epochs[:epoch]
+                if way != "stateful":
+                    epochs[0] = accelerator.skip_first_batches(loader, position)
+            seen: list[Any] = []
+            for one in epochs:
+                for batch in one:
+                    seen.append((batch.flatten().tolist(), torch.rand(1).item()))
+                    if len(seen) + (since or 0) == save_at:
+                        accelerator.save_state(f"{where}/{save_at}")
+            accelerator.free_memory()
+            accelerator.wait_for_everyone()
+            return seen
+
+        per_epoch = 12 // Accelerator(cpu=True).num_processes
+        first, second = per_epoch + 2, per_epoch + 4
+        whole = go_on(first)
+        return [whole[first:], go_on(second, since=first), whole[second:], go_on(99, since=second)]
+
+    for whole, once, later, twice in run_ranks(run, str(tmp_path), way, world_size=ranks):
+        assert once == whole
+        assert twice == later
+
+
+class Numbers(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(24.0)[:, None])
+
+
 def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         from training.test_checkpoints import _parts, _weights
@@ -132,8 +183,8 @@ def test_what_two_ranks_saved_one_process_loads_and_the_other_way_round(run_rank
         accelerator.load_state(where)
         return [w.tolist() for w in _weights(model)], float(optimizer.state_dict()["state"][0]["step"])
 
-    for savers, loaders in ((2, 1), (1, 2)):
-        where = str(tmp_path / str(savers))
+    for savers, loaders in ((2, 1), (1, 2), (2, 2)):
+        where = str(tmp_path / f"{savers}{loaders}")
         saved = run_ranks(save, where, world_size=savers)
         for weights, steps in run_ranks(load, where, world_size=loaders):
             assert weights == saved[0]
@@ -253,6 +304,26 @@ def test_an_error_while_saving_leaves_the_old_checkpoint(tmp_path: Path):
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], torch.ones(2, 2))
 
 
+def test_saves_of_two_ranks_that_were_cut_off_are_finished_when_they_load(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> float:
+        from training.test_checkpoints import _filled
+
+        from nb_accelerate.checkpoint import folder
+
+        accelerator, model = _filled(1.0)
+        whole = folder.settle
+        for number in range(20):
+            folder.settle = lambda *_: None
+            accelerator.save_state(f"{where}/{number}")
+            folder.settle = whole
+            accelerator.wait_for_everyone()
+            accelerator.load_state(f"{where}/{number}")
+        return float(model.module.weight.sum())
+
+    assert run_ranks(save_and_load, str(tmp_path)) == [4.0, 4.0]
+    assert not list(tmp_path.glob("*/.incoming*"))
+
+
 class Unpicklable:
     def state_dict(self) -> Any:
         import threading
@@ -266,10 +337,13 @@ class Unpicklable:
 def test_a_checkpoint_of_fewer_or_other_files_does_not_mix_with_the_one_before(tmp_path: Path):
     accelerator, model = _filled(1.0)
     accelerator.save_state(tmp_path)
+    mine = {"model.pkl", "model_1.bin", "scheduler.pt", "random_states.pkl"}
+    for name in mine:
+        (tmp_path / name).write_text("mine")
     with torch.no_grad():
         model.weight.fill_(2.0)
     accelerator.save_state(tmp_path, safe_serialization=False)
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert {path.name for path in tmp_path.iterdir()} == mine | {
         "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl", "checkpoint.json",
     }  # fmt: skip
     with torch.no_grad():
@@ -287,6 +361,13 @@ def test_folders_are_settled_by_name_and_nothing_else_is_touched(tmp_path: Path)
     with replacing(tmp_path / "new", 3) as incoming:
         (incoming / "sub").mkdir()
     assert not list((tmp_path / "new" / "sub").iterdir())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b").write_text("2")
+    (tmp_path / "new" / "link").symlink_to(tmp_path / "elsewhere")
+    with replacing(tmp_path / "new", 3) as incoming:
+        (incoming / "link").mkdir()
+    assert not (tmp_path / "new" / "link").is_symlink()
+    assert (tmp_path / "elsewhere" / "b").exists()
     (tmp_path / "checkpoint_7").mkdir()
     (tmp_path / "checkpoint_7" / ".incoming-0").mkdir()
     assert numbered(tmp_path) == []
@@ -318,9 +399,28 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path, name: str):
     assert torch.equal(model.weight, torch.full((2, 2), 5.0))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_the_home_folder_is_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    project = ProjectConfiguration(project_dir="~/project", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert accelerator.save_state() == tmp_path / "project" / "checkpoints" / "checkpoint_0"
+    accelerator.save_model(nn.Linear(2, 2), "~/model")
+    load_checkpoint_in_model(nn.Linear(2, 2), "~/model", strict=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"project", "model"}
+
+
+def test_a_state_that_is_loaded_before_prepare_is_refused(tmp_path: Path):
+    _saved(tmp_path)
+    context.reset()
+    with pytest.raises(CheckpointError, match="after prepare"):
+        Accelerator(cpu=True).load_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"])
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path, name: str):
     accelerator, _ = _saved(tmp_path)
+    accelerator.save_state(tmp_path, safe_serialization=name != "pytorch_model.bin")
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=name):
@@ -418,6 +518,21 @@ def test_a_file_that_would_run_code_is_refused_unless_it_is_trusted(tmp_path: Pa
         accelerator.load_state(tmp_path)
     accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
     assert counter.count == Path("somewhere")
+    torch.save({"weight": Path("somewhere")}, tmp_path / "weights.bin")
+    with pytest.raises(CheckpointError, match="would run its code"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "weights.bin")
+
+
+def test_numbers_of_numpy_run_no_code(tmp_path: Path):
+    accelerator, _ = _filled(1.0)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    state = {"best": np.float64(0.5), "steps": np.int64(3), "history": np.arange(3.0), "names": np.array(["a", "b"])}
+    counter.count = state
+    accelerator.save_state(tmp_path)
+    counter.count = None
+    accelerator.load_state(tmp_path)
+    assert str(counter.count) == str(state)
 
 
 @pytest.mark.parametrize(
@@ -516,6 +631,76 @@ class Tied(nn.Module):
         self.register_buffer("seen", torch.arange(3))
 
 
+class Odd(nn.Module):
+    """What else there may be in a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 3)  # as DistributedDataParallel has one
+        self.turned = nn.Parameter(torch.randn(4, 3).t())
+        weight = self.module.weight.data
+        self.register_buffer("flat", weight.view(6))
+        self.register_buffer("row", weight[0])
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("short", torch.randn(3).bfloat16())
+        self.register_buffer("number", torch.tensor(3))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_odd_models_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path, safe: bool, ranks: int):
+    def save_and_load(where: str, safe: bool) -> list[str]:
+        from training.test_checkpoints import Odd
+
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(Odd())
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        accelerator.save_state(where, safe_serialization=safe)
+        accelerator.wait_for_everyone()
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.zero_()
+        accelerator.load_state(where)
+        return [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+
+    assert run_ranks(save_and_load, str(tmp_path), safe, world_size=ranks) == [[]] * ranks
+
+
+class Stateful(nn.Linear):
+    def __init__(self, seen: Any) -> None:
+        super().__init__(2, 2)
+        self.seen = seen
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_safetensors_cannot_hold_is_said_and_saved_otherwise(tmp_path: Path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Stateful(7))
+    with pytest.raises(CheckpointError, match=r"_extra_state is a dict.*safe_serialization=False"):
+        accelerator.save_state(tmp_path)
+    accelerator.save_state(tmp_path, safe_serialization=False)
+    model.seen = 0
+    accelerator.load_state(tmp_path)
+    assert model.seen == 7
+    model.register_buffer("thin", torch.eye(2).to_sparse())
+    with pytest.raises(CheckpointError, match=r"thin is a tensor of torch\.sparse_coo"):
+        accelerator.save_model(model, tmp_path / "model")
+    accelerator.save_state(tmp_path, safe_serialization=False)
+    accelerator.load_state(tmp_path)
+
+
+def test_a_model_without_weights_is_a_file_without_weights(tmp_path: Path):
+    Accelerator(cpu=True).save_model(nn.ReLU(), tmp_path)
+    load_checkpoint_in_model(nn.ReLU(), tmp_path, strict=True)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("size", ["10GB", 100])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
@@ -566,6 +751,15 @@ def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "whole", strict=True)
     with pytest.raises(ConfigError, match="not supported yet"):
         load_checkpoint_in_model(Tied(), tmp_path / "whole", device_map={"": "disk"})
+    with pytest.raises(ConfigError, match=r"no device for (seen|embed)"):
+        load_checkpoint_in_model(Tied(), tmp_path / "whole", device_map={"body": "cpu"})
+    accelerator.save_model(nn.Linear(2, 4), tmp_path / "wide")
+    with pytest.raises(CheckpointError, match=r"\(4,\) in the checkpoint"):
+        load_checkpoint_in_model(nn.Linear(2, 3), tmp_path / "wide" / "model.safetensors", device_map={"": "cpu"})
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+    with pytest.raises(CheckpointError, match="not the index"):
+        load_checkpoint_in_model(Tied(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="no file"):
         load_checkpoint_in_model(Tied(), tmp_path)
     (tmp_path / "file").write_text("")
