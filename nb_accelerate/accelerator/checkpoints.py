@@ -155,6 +155,7 @@ class CheckpointSlice(Slice):
                 parts=self._parts(),
                 loaders=core.prepared.loaders,
                 step=core.accumulation.step,
+                number=project.iteration,
                 safe_serialization=safe_serialization,
             )
             if project.automatic_checkpoint_naming:

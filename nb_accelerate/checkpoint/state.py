@@ -102,6 +102,7 @@ def save_state(
     parts: Sequence[Part],
     loaders: Sequence[Any],
     step: int,
+    number: int,
     safe_serialization: bool,
 ) -> None:
     """Write this rank's files.
@@ -115,6 +116,7 @@ def save_state(
         parts: see `parts_of`.
         loaders: whose epochs and seeds are noted.
         step: batches in the current accumulation window.
+        number: of this save, the same on all ranks; tells their files from those that a save before has left.
         safe_serialization: write weights as safetensors.
     """
     with replacing(folder, place.rank, outdated=lambda name: _is_outdated(name, place)) as incoming:
@@ -127,11 +129,12 @@ def save_state(
             if part.on_every_rank or place.is_writer:
                 name = _on_rank(part.file, place.rank) if part.on_every_rank else part.file
                 write(part.save(), incoming / name, safe_serialization=False)
-        numbers = {"step": step, **rng.capture(place.kind)}
+        numbers = {"step": step, "save": number, **rng.capture(place.kind)}
         write(numbers, incoming / _RANDOM.format(place.rank), safe_serialization=False)
         if place.is_writer:
             about = {
                 "format": 1,
+                "save": number,
                 "num_processes": place.world_size,
                 "epochs": [loader.whereabouts[0] for loader in loaders],
                 "seeds": [getattr(loader.get_sampler(), "initial_seed", None) for loader in loaders],
@@ -203,8 +206,9 @@ def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, map_locatio
     Raises:
         CheckpointError: a file would run code, or was cut off.
     """
+    rank = 0 if _numbers(folder, place) is None else place.rank
     for part in parts:
-        file = folder / (_on_rank(part.file, place.rank) if part.on_every_rank else part.file)
+        file = folder / (_on_rank(part.file, rank) if part.on_every_rank else part.file)
         if part.on_every_rank and not file.exists():
             file = folder / part.file  # of accelerate's, which has one for all
             if not file.exists():
@@ -218,27 +222,39 @@ def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int |
     Returns:
         Batches in the accumulation window when it was saved; None if that is not known.
     """
-    about = json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).exists() else {}
+    about = _about(folder)
     for loader, epoch in zip(loaders, about.get("epochs", ()), strict=False):
         loader.set_epoch(epoch)
     for loader, seed in zip(loaders, about.get("seeds", ()), strict=False):
         if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
             loader.get_sampler().initial_seed = seed
-    file = folder / _RANDOM.format(place.rank)
-    if not file.exists():
+    states = _numbers(folder, place)
+    if states is None:
         logger.warning(
-            "%s is not there: rank %d goes on with other random numbers than it had. %s",
-            file,
+            "%s is not there, or of another save: rank %d goes on with other random numbers than it had. %s",
+            folder / _RANDOM.format(place.rank),
             place.rank,
             f"It was saved by {about['num_processes']} processes, and this run has {place.world_size}."
             if about.get("num_processes", place.world_size) != place.world_size
-            else "Was save_state called on the main process only?",
+            else "Was save_state called on the main process only, or was it cut off between two ranks?",
         )
         return None
-    states = read(file, "cpu", if_trusted=_IF_TRUSTED)
     rng.restore(states, place.kind)
     step: int | None = states.get("step")
     return step
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """Return what is noted about a checkpoint; nothing for one of accelerate's."""
+    about: dict[str, Any] = json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).exists() else {}
+    return about
+
+
+def _numbers(folder: Path, place: Place) -> dict[str, Any] | None:
+    """Return this rank's random numbers, or None if the rank wrote nothing in the save that is there."""
+    file = folder / _RANDOM.format(place.rank)
+    numbers: dict[str, Any] | None = read(file, "cpu", if_trusted=_IF_TRUSTED) if file.exists() else None
+    return None if numbers is None or numbers.get("save") != _about(folder).get("save") else numbers
 
 
 def _part(file: str, thing: Any, *, on_every_rank: bool = False) -> Part:

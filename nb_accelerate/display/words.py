@@ -65,17 +65,22 @@ def plural(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
-def ranges(ranks: Sequence[int]) -> str:
-    """Ranks as short as can be: ``0-2, 5``."""
+def ranges(ranks: Sequence[int], *, shortest: int = 3) -> str:
+    """Ranks as short as can be: ``0-2, 5``; so many in a row are written with a dash."""
     parts: list[str] = []
     ordered = sorted(ranks)
     start = 0
     for index in range(1, len(ordered) + 1):
         if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
-            first, last = ordered[start], ordered[index - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}" if last > first + 1 else f"{first}, {last}")
+            run = ordered[start:index]
+            parts += [f"{run[0]}-{run[-1]}"] if len(run) >= max(shortest, 2) else map(str, run)
             start = index
     return ", ".join(parts)
+
+
+def label(ranks: Sequence[int]) -> str:
+    """Ranks as what they print is marked: ``rank 3``, ``ranks 0-1``, ``ranks 0, 2-3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, shortest=2)}"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.display.words import label
 from nb_accelerate.launch.incidents import summary
-from nb_accelerate.pool.merge import label
 
 if TYPE_CHECKING:
     from nb_accelerate.pool.pool import Pool

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
 from nb_accelerate.diagnostics.waits import who_waits
-from nb_accelerate.pool.merge import label
+from nb_accelerate.display.words import label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -116,15 +116,3 @@ class Merge(Generic[T]):
             if length and column.count(column[0]) == len(column):
                 return length
         return length + 1
-
-
-def label(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2``, ``ranks 0, 2-3``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.diagnostics.stacks import main_thread
+from nb_accelerate.display.words import label
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch.incidents import Incident, failed, first_cause, interrupted, signal_name
-from nb_accelerate.pool.merge import label
 from nb_accelerate.protocol import channel
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import unpack

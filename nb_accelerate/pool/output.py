@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nb_accelerate.pool.merge import HOLD, Merge, label
+from nb_accelerate.display.words import label
+from nb_accelerate.pool.merge import HOLD, Merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,8 +10,8 @@ from nb_accelerate.diagnostics.render import cell_name, render_report
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.display import Action, Seen
 from nb_accelerate.display.view import Failure
+from nb_accelerate.display.words import label
 from nb_accelerate.launch.panel import facts_of, make_panel
-from nb_accelerate.pool.merge import label
 from nb_accelerate.protocol.messages import Result
 
 if TYPE_CHECKING:

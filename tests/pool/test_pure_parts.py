@@ -7,6 +7,7 @@ import gc
 
 import pytest
 
+from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
@@ -14,7 +15,7 @@ from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.hang import verdict
 from nb_accelerate.pool.ledger import Ledger, Verdict, is_plain
 from nb_accelerate.pool.lifecycle import State, move
-from nb_accelerate.pool.merge import Merge, label
+from nb_accelerate.pool.merge import Merge
 from nb_accelerate.pool.names import free_names, names_in
 from nb_accelerate.pool.source import read_cell
 

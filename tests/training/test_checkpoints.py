@@ -504,7 +504,28 @@ def test_saving_on_the_main_process_only_does_not_wait_and_is_said_when_loading(
     first, second = run_ranks(save_and_load, str(tmp_path))
     assert first == []
     assert len(second) == 1
-    assert "main process only?" in second[0]
+    assert "main process only" in second[0]
+
+
+def test_what_another_rank_has_left_of_a_save_before_is_not_mixed_with_this_one(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> Any:
+        from nb_accelerate import Accelerator, DataLoaderConfiguration
+
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=2))
+        for position, _ in enumerate(loader, 1):
+            if position == 2:
+                accelerator.save_state(where)
+                accelerator.wait_for_everyone()
+                before = torch.get_rng_state()
+                torch.manual_seed(5)
+            if position == 4 and accelerator.is_main_process:  # as if rank 1 had been killed
+                accelerator.save_state(where)
+        accelerator.wait_for_everyone()
+        accelerator.load_state(where)
+        return len(list(loader)), torch.equal(torch.get_rng_state(), before)
+
+    assert run_ranks(save_and_load, str(tmp_path)) == [(2, False), (2, False)]
 
 
 def test_a_file_that_would_run_code_is_refused_unless_it_is_trusted(tmp_path: Path):
