@@ -30,8 +30,8 @@ _COLUMNS = (
     ("cpu", "CPU"),
 )
 _HINTS = {
-    "gpu": "part of the last second or less in which the GPU computed",
-    "cpu": "of one core, over the last second; several threads together make more than 100 %",
+    "gpu": "part of the time in which the GPU computed, a moment ago",
+    "cpu": "of one core, a moment ago; several threads together make more than 100 %",
 }
 _CURVE = (150, 26)
 _FEW_POINTS = 8

@@ -111,6 +111,7 @@ class Panel:
         self._watched = watched
         many = len(ranks) > _MANY
         self._look_every = _LOOK_EVERY * (2 if many else 1)
+        self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
         self._draw_every = max(drawing.every, _DRAW_MANY_EVERY if many else 0.0)
         self._draw_at = now + DELAY
         self._ask_at = 0.0
@@ -176,7 +177,7 @@ class Panel:
     def _observe(self, now: float) -> None:
         seen = self._watched.look()
         if now >= self._inspect_at:
-            self._inspect_at = now + _INSPECT_EVERY
+            self._inspect_at = now + self._inspect_every
             for one in seen:
                 if one.pid is not None:
                     self._inspect(one.rank, one.pid)

@@ -99,11 +99,6 @@ class Notebook:
         area = self._page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
         self._chromium.wait_for(area.get_by_role("button", name=title).click(), timeout)
 
-    def choose(self, cell: int, option: str, timeout: float = 10.0) -> None:
-        """Choose from the list under a cell."""
-        area = self._page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
-        self._chromium.wait_for(area.locator("select").select_option(option), timeout)
-
     def press(self, key: str) -> None:
         self._chromium.wait_for(self._page.keyboard.press(key))
 
