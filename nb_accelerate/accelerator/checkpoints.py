@@ -125,8 +125,8 @@ class CheckpointSlice(Slice):
 
         A checkpoint that is there already is replaced when the new one is on the disk: a run that is killed while it
         saves has one or the other. Every process calls it, since each has random numbers of its own; where only the
-        main one does, those of the others are not restored. Numbered folders need all of them: they wait for each
-        other.
+        main one does, or was done when the others were killed, those of the others are not restored, and a line says
+        so. Numbered folders need all processes: they wait for each other.
 
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
@@ -155,7 +155,7 @@ class CheckpointSlice(Slice):
                 parts=self._parts(),
                 loaders=core.prepared.loaders,
                 step=core.accumulation.step,
-                number=project.iteration,
+                serial=project.iteration,
                 safe_serialization=safe_serialization,
             )
             if project.automatic_checkpoint_naming:

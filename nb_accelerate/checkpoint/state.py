@@ -102,7 +102,7 @@ def save_state(
     parts: Sequence[Part],
     loaders: Sequence[Any],
     step: int,
-    number: int,
+    serial: int,
     safe_serialization: bool,
 ) -> None:
     """Write this rank's files.
@@ -116,7 +116,7 @@ def save_state(
         parts: see `parts_of`.
         loaders: whose epochs and seeds are noted.
         step: batches in the current accumulation window.
-        number: of this save, the same on all ranks; tells their files from those that a save before has left.
+        serial: of this save, the same on all ranks; tells their files from those that a save before has left.
         safe_serialization: write weights as safetensors.
     """
     with replacing(folder, place.rank, outdated=lambda name: _is_outdated(name, place)) as incoming:
@@ -129,12 +129,12 @@ def save_state(
             if part.on_every_rank or place.is_writer:
                 name = _on_rank(part.file, place.rank) if part.on_every_rank else part.file
                 write(part.save(), incoming / name, safe_serialization=False)
-        numbers = {"step": step, "save": number, **rng.capture(place.kind)}
+        numbers = {"step": step, "save": serial, **rng.capture(place.kind)}
         write(numbers, incoming / _RANDOM.format(place.rank), safe_serialization=False)
         if place.is_writer:
             about = {
                 "format": 1,
-                "save": number,
+                "save": serial,
                 "num_processes": place.world_size,
                 "epochs": [loader.whereabouts[0] for loader in loaders],
                 "seeds": [getattr(loader.get_sampler(), "initial_seed", None) for loader in loaders],

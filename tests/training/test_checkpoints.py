@@ -513,6 +513,7 @@ def test_what_another_rank_has_left_of_a_save_before_is_not_mixed_with_this_one(
 
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
         loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=2))
+        accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
         for position, _ in enumerate(loader, 1):
             if position == 2:
                 accelerator.save_state(where)
