@@ -133,9 +133,9 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
     seen: set[tuple[object, ...]] = set()
     for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            kind = f"a tensor of {tensor.layout}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise CheckpointError(
-                f"{name} is {kind}, which safetensors has no place for. Write safe_serialization=False."
+                f"{name} is of type {kind}, which safetensors cannot hold. Write safe_serialization=False."
             )
         storage = id_tensor_storage(tensor)
         tied = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())

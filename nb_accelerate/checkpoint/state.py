@@ -135,6 +135,7 @@ def save_state(
             about = {
                 "format": 1,
                 "save": serial,
+                "step": step,
                 "num_processes": place.world_size,
                 "epochs": [loader.whereabouts[0] for loader in loaders],
                 "seeds": [getattr(loader.get_sampler(), "initial_seed", None) for loader in loaders],
@@ -223,6 +224,7 @@ def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int |
         Batches in the accumulation window when it was saved; None if that is not known.
     """
     about = _about(folder)
+    step: int | None = about.get("step")  # the same on all ranks, those without a file of their own too
     for loader, epoch in zip(loaders, about.get("epochs", ()), strict=False):
         loader.set_epoch(epoch)
     for loader, seed in zip(loaders, about.get("seeds", ()), strict=False):
@@ -238,10 +240,9 @@ def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int |
             if about.get("num_processes", place.world_size) != place.world_size
             else "Was save_state called on the main process only, or was it cut off between two ranks?",
         )
-        return None
+        return step
     rng.restore(states, place.kind)
-    step: int | None = states.get("step")
-    return step
+    return states.get("step") if step is None else step
 
 
 def _about(folder: Path) -> dict[str, Any]:

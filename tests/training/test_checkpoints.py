@@ -521,12 +521,13 @@ def test_what_another_rank_has_left_of_a_save_before_is_not_mixed_with_this_one(
                 before = torch.get_rng_state()
                 torch.manual_seed(5)
             if position == 4 and accelerator.is_main_process:  # as if rank 1 had been killed
+                accelerator.core.accumulation.step = 3
                 accelerator.save_state(where)
         accelerator.wait_for_everyone()
         accelerator.load_state(where)
-        return len(list(loader)), torch.equal(torch.get_rng_state(), before)
+        return len(list(loader)), torch.equal(torch.get_rng_state(), before), accelerator.core.accumulation.step
 
-    assert run_ranks(save_and_load, str(tmp_path)) == [(2, False), (2, False)]
+    assert run_ranks(save_and_load, str(tmp_path)) == [(2, False, 3), (2, False, 3)]
 
 
 def test_a_file_that_would_run_code_is_refused_unless_it_is_trusted(tmp_path: Path):
@@ -705,14 +706,14 @@ class Stateful(nn.Linear):
 def test_what_safetensors_cannot_hold_is_said_and_saved_otherwise(tmp_path: Path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Stateful(7))
-    with pytest.raises(CheckpointError, match=r"_extra_state is a dict.*safe_serialization=False"):
+    with pytest.raises(CheckpointError, match=r"_extra_state is of type dict.*safe_serialization=False"):
         accelerator.save_state(tmp_path)
     accelerator.save_state(tmp_path, safe_serialization=False)
     model.seen = 0
     accelerator.load_state(tmp_path)
     assert model.seen == 7
     model.register_buffer("thin", torch.eye(2).to_sparse())
-    with pytest.raises(CheckpointError, match=r"thin is a tensor of torch\.sparse_coo"):
+    with pytest.raises(CheckpointError, match=r"thin is of type torch\.sparse_coo"):
         accelerator.save_model(model, tmp_path / "model")
     accelerator.save_state(tmp_path, safe_serialization=False)
     accelerator.load_state(tmp_path)

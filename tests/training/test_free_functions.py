@@ -244,12 +244,14 @@ def test_tied_and_sliced_tensors_can_be_written_as_safetensors(tmp_path: Path):
     from safetensors.torch import load_file
 
     big = torch.arange(6.0).reshape(2, 3)
-    state = {"a": big, "tied": big, "slice": big[:1], "turned": big.T, "empty": torch.zeros(0), "step": 3}
+    state = {"a": big, "tied": big, "slice": big[:1], "turned": big.T, "empty": torch.zeros(0)}
     utils.save(state, tmp_path / "a.safetensors", safe_serialization=True)
     loaded = load_file(tmp_path / "a.safetensors")
     assert set(loaded) == {"a", "slice", "turned", "empty"}
     assert torch.equal(loaded["turned"], big.T)
     assert torch.equal(loaded["slice"], big[:1])
+    with pytest.raises(RuntimeError, match="step is of type int, which safetensors cannot hold"):
+        utils.save(state | {"step": 3}, tmp_path / "b.safetensors", safe_serialization=True)
 
 
 def test_a_file_that_would_run_code_is_refused(tmp_path: Path):
