@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.board import Page
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.output import new_mark
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.server import EXIT_STATUS
 
@@ -33,7 +34,7 @@ class RankHandle:
     def __init__(self, rank: int, *, local_rank: int = 0, store_fd: int = -1) -> None:
         self.rank = rank
         self.local_rank = local_rank
-        self.mark = os.urandom(16)
+        self.mark = new_mark()
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.ended = False

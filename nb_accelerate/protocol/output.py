@@ -8,7 +8,9 @@ A rank's file descriptor 1 is a pipe to the kernel. ``sys.stdout`` and C code wr
 An empty frame of the kind `DISPLAY` marks the place of something rich (a figure, say), whose data was sent over the
 rank's channel before the frame was written. One of the kind `RECORD` carries values that were logged, as JSON.
 
-The mark is 16 random bytes, new for every rank, so that no output can be taken for a frame. A frame is at most
+The mark is 16 bytes, new for every rank, all but the first of them random, so that no output can be taken for a frame.
+Its first byte never occurs in UTF-8: the end of a piece of text is never the beginning of a mark, which would have to
+be kept back until more comes. A frame is at most
 `PIPE_BUF` long: the kernel of the operating system never mixes such a write with that of another writer. C code
 that writes to descriptor 2 has a pipe of its own; only its order relative to the rest is approximate.
 
@@ -17,6 +19,7 @@ Because each write goes to a pipe at once, what a rank wrote last is there after
 
 from __future__ import annotations
 
+import os
 import select
 import struct
 from dataclasses import dataclass
@@ -42,6 +45,11 @@ class Chunk:
 
     stream: StreamName | Literal["display", "record"]
     data: bytes
+
+
+def new_mark() -> bytes:
+    """A mark for the output of one rank."""
+    return b"\xff" + os.urandom(MARK_SIZE - 1)
 
 
 def frame(mark: bytes, payload: bytes | memoryview, kind: Kind = "stderr") -> bytes:

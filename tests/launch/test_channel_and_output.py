@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nb_accelerate import errors
 from nb_accelerate.launch.output import RankOutput
 from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.protocol.output import MARK_SIZE, Chunk, Decoder, frame
+from nb_accelerate.protocol.output import MARK_SIZE, Chunk, Decoder, frame, new_mark
 
 MARK = bytes(range(200, 200 + MARK_SIZE))
 
@@ -128,3 +128,10 @@ def test_errors_with_fields_are_made_as_their_signatures_say_and_survive() -> No
 
 def test_the_drawing_names_every_error() -> None:
     assert [cls.__name__ for cls in all_errors() if cls.__name__ not in (errors.__doc__ or "")] == []
+
+
+def test_text_is_never_kept_back_as_what_could_be_the_beginning_of_a_mark():
+    for _ in range(2000):
+        decoder = Decoder(new_mark())
+        assert list(decoder.feed(b"line\n")) == [Chunk("stdout", b"line\n")]
+    assert all(bytes([new_mark()[0]]) not in chr(code).encode() for code in range(0xD800))
