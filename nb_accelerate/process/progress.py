@@ -38,7 +38,17 @@ def progress(
     Returns:
         A `tqdm <https://tqdm.github.io>`_ bar.
     """
-    silent = not here().wants_rows and not context.topology_here().is_local_main
+    is_row = here().wants_rows
+    silent = not is_row and not context.topology_here().is_local_main
     make: Any = tqdm  # its overloads do not know that there may be nothing to go through
-    bar: tqdm[T] = make(iterable, desc=label or None, total=total, leave=leave, disable=silent)
+    bar: tqdm[T] = make(
+        iterable,
+        desc=label or None,
+        total=total,
+        leave=leave,
+        disable=silent,
+        # A row costs microseconds, so each step is told: a long one may follow a short one, and a bar that draws ten
+        # times a second at most would stand at the one before.
+        mininterval=0.0 if is_row else 0.1,
+    )
     return bar

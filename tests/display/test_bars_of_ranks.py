@@ -188,3 +188,13 @@ def test_a_script_whose_output_is_a_pipe_prints_lines_without_control_characters
     assert done.stdout.endswith("[1, 1]\n")
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
+
+
+def _steps_of_ours() -> list[float]:
+    from nb_accelerate import progress
+
+    return [_bars()[0][1] for _ in progress(range(4), "steps")]
+
+
+def test_a_bar_of_ours_tells_every_step_however_quick_it_was() -> None:
+    assert on_a_rank(_steps_of_ours) == [0.0, 1.0, 2.0, 3.0]
