@@ -116,7 +116,7 @@ def save_state(
         parts: see `parts_of`.
         loaders: whose epochs and seeds are noted.
         step: batches in the current accumulation window.
-        serial: of this save, the same on all ranks; tells their files from those that a save before has left.
+        serial: of this save. It and the whereabouts of loaders tell files of this save from those of one before.
         safe_serialization: write weights as safetensors.
     """
     with replacing(folder, place.rank, outdated=lambda name: _is_outdated(name, place)) as incoming:
@@ -129,12 +129,15 @@ def save_state(
             if part.on_every_rank or place.is_writer:
                 name = _on_rank(part.file, place.rank) if part.on_every_rank else part.file
                 write(part.save(), incoming / name, safe_serialization=False)
-        numbers = {"step": step, "save": serial, **rng.capture(place.kind)}
+        # Either is the same on all ranks: a rank that left out a save has another serial, and ranks with different
+        # numbers of batches end an epoch at different places.
+        which = {"serial": serial, "whereabouts": [list(loader.whereabouts) for loader in loaders]}
+        numbers = {"step": step, "save": which, **rng.capture(place.kind)}
         write(numbers, incoming / _RANDOM.format(place.rank), safe_serialization=False)
         if place.is_writer:
             about = {
                 "format": 1,
-                "save": serial,
+                "save": which,
                 "step": step,
                 "num_processes": place.world_size,
                 "epochs": [loader.whereabouts[0] for loader in loaders],
@@ -255,7 +258,15 @@ def _numbers(folder: Path, place: Place) -> dict[str, Any] | None:
     """Return this rank's random numbers, or None if the rank wrote nothing in the save that is there."""
     file = folder / _RANDOM.format(place.rank)
     numbers: dict[str, Any] | None = read(file, "cpu", if_trusted=_IF_TRUSTED) if file.exists() else None
-    return None if numbers is None or numbers.get("save") != _about(folder).get("save") else numbers
+    return None if numbers is None or not _is_same(numbers.get("save"), _about(folder).get("save")) else numbers
+
+
+def _is_same(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    """Whether two files are of one save. Those of accelerate do not say."""
+    if one is None or other is None:
+        return one is other
+    is_at_one_place: bool = one["whereabouts"] == other["whereabouts"] != []
+    return is_at_one_place or bool(one["serial"] == other["serial"])
 
 
 def _part(file: str, thing: Any, *, on_every_rank: bool = False) -> Part:

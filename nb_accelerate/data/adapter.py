@@ -203,8 +203,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         # (dropout, say) gets the numbers it would have got.
         with torch.random.fork_rng(devices=(), enabled=self.position > 0):
             source = self._source() if resume_at is None else self._source_from(resume_at)
-        self._epochs.epoch += 1
-        self._epochs.reader = self
+        self._epochs.begins(self)
         return source
 
     def _source(self) -> Iterator[Any]:

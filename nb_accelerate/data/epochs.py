@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 
@@ -14,13 +15,25 @@ class EpochCounter:
 
     Attributes:
         epoch: which one comes next, from 0.
-        reader: the loader that began an epoch last; None since the epoch was set.
     """
 
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
-        self.reader: Any = None
+        self._reader: weakref.ref[Any] | None = None  # or a loader that was dropped would keep its workers
         self.listen(*things)
+
+    @property
+    def reader(self) -> Any:
+        """The loader that began an epoch last; None since the epoch was set, or if the loader is no more."""
+        return None if self._reader is None else self._reader()
+
+    def begins(self, reader: Any) -> None:
+        """A loader begins an epoch."""
+        self.epoch += 1
+        self._reader = weakref.ref(reader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_reader": None}
 
     def listen(self, *things: Any) -> None:
         """Tell these from now on, and those inside of them, instead of the ones told before."""
@@ -30,7 +43,7 @@ class EpochCounter:
     def set(self, epoch: int) -> None:
         """Start again from ``epoch``, and tell everyone."""
         self.epoch = epoch
-        self.reader = None
+        self._reader = None
         for index, one in enumerate(self._listeners):
             one.set_epoch(epoch)
             self._told[index] = getattr(one, "epoch", None)

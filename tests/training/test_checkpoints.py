@@ -530,6 +530,32 @@ def test_what_another_rank_has_left_of_a_save_before_is_not_mixed_with_this_one(
     assert run_ranks(save_and_load, str(tmp_path)) == [(2, False, 3), (2, False, 3)]
 
 
+def test_a_rank_that_left_out_a_save_has_its_numbers_in_the_next(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> tuple[bool, list[str]]:
+        import logging
+
+        from training.test_checkpoints import _parts
+
+        from nb_accelerate import Accelerator
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        accelerator = Accelerator(cpu=True)
+        loader = _parts(accelerator)[3]
+        if accelerator.is_main_process:
+            accelerator.save_state(f"{where}/best")
+        next(iter(loader))
+        accelerator.save_state(f"{where}/last")
+        drawn = torch.rand(1)
+        accelerator.wait_for_everyone()
+        logging.getLogger("nb_accelerate").addHandler(handler)
+        accelerator.load_state(f"{where}/last")
+        return bool(torch.rand(1) == drawn), lines
+
+    assert run_ranks(save_and_load, str(tmp_path)) == [(True, []), (True, [])]
+
+
 def test_a_file_that_would_run_code_is_refused_unless_it_is_trusted(tmp_path: Path):
     accelerator, _ = _filled(1.0)
     counter = Counter()
