@@ -9,6 +9,7 @@ PINS   := tests/requirements-dev.txt
 # `ready` is written when a set-up has succeeded, `unfinished` lies there while one is under way.
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
+RIVALS     := $(VENV)/rivals
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow lint format bench clean
@@ -40,7 +41,7 @@ format: $(READY) ## Put the sources into the format that lint asks for
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(READY) ## Measure; prints ratios taken within one run
+bench: $(RIVALS) ## Measure; prints ratios taken within one run
 	@$(RUN) tests/benchmarks/run.py $(ARGS)
 
 clean: ## Remove .venv, build/ and caches
@@ -57,3 +58,8 @@ $(READY): $(PINS) pyproject.toml
 	@$(RUN) -m pip install --disable-pip-version-check --requirement $(PINS) --editable .
 	@rm -f $(UNFINISHED)
 	@touch $(READY)
+
+$(RIVALS): $(READY) tests/requirements-bench.txt
+	@echo "installing what is measured beside"
+	@$(RUN) -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-bench.txt
+	@touch $(RIVALS)
