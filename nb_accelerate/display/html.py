@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.view import FIGURES
 from nb_accelerate.records import draw
 
 if TYPE_CHECKING:
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
 
 MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "interrupted": "■"}
 
-_COLUMNS = (
-    ("step", "step"),
-    ("epoch", "epoch"),
-    ("rate", "it/s"),
-    ("loss", "loss"),
-    ("memory", "memory"),
-    ("gpu", "GPU"),
-    ("cpu", "CPU"),
-)
 _HINTS = {
     "gpu": "part of the time in which the GPU computed, a moment ago",
     "cpu": "of one core, a moment ago; several threads together make more than 100 %",
@@ -105,7 +97,7 @@ def _body(view: View) -> str:
 def _table(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    columns = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in rows)]
+    columns = [(name, title) for name, title in FIGURES if any(getattr(row, name) for row in rows)]
     has_bars = any(row.share is not None for row in rows)
     head = "".join(f'<th class="nba-{name}"{_hint(name)}>{title}</th>' for name, title in columns)
     bar = '<th class="nba-bar"></th>' if has_bars else ""

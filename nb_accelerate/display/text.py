@@ -5,23 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nb_accelerate.display.html import MARKS
+from nb_accelerate.display.view import FIGURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nb_accelerate.display.view import Row, View
 
-_COLUMNS = (
-    ("ranks", "rank"),
-    ("step", "step"),
-    ("epoch", "epoch"),
-    ("rate", "it/s"),
-    ("loss", "loss"),
-    ("memory", "memory"),
-    ("gpu", "GPU"),
-    ("cpu", "CPU"),
-    ("said", "now"),
-)
+_COLUMNS = (("ranks", "rank"), *FIGURES, ("said", "now"))
 _WIDTH = 12
 """Of a bar in a terminal."""
 

@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 State = Literal["starting", "running", "done", "failed", "interrupted"]
 Kind = Literal["", "late", "bad", "done"]
 
+FIGURES = (
+    ("step", "step"),
+    ("epoch", "epoch"),
+    ("rate", "it/s"),
+    ("loss", "loss"),
+    ("memory", "memory"),
+    ("gpu", "GPU"),
+    ("cpu", "CPU"),
+)
+"""Fields of a row that are columns, and the columns' titles. One without a value in any row is left out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:

@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import itertools
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import IO, TYPE_CHECKING, Any
 
 import psutil
@@ -219,7 +219,7 @@ class ForkedServer(RankServer):
         self._tell_to_quit()
         # It answers when none of its ranks is left. After that it has only its copy of this process' memory to give
         # back, which takes longer the larger it is: nobody need wait for that.
-        while not select.select([self._channel], [], [], _CLOSING)[0] and self.alive():
+        while not wait([self._channel.fileno()], _CLOSING) and self.alive():
             pass
         self._channel.close()
         if self._ended:

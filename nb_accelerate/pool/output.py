@@ -97,10 +97,7 @@ class CellOutput:
             return
         lines = _lines(text)
         if "\r" in text:
-            redrawn = [line for line in lines if "\r" in line.rstrip("\r\n")]
-            for line in redrawn:
-                self._bar(rank).finish(rank, _last_drawing(line))
-            lines = [line for line in lines if line not in redrawn]
+            lines = [line for line in lines if not self._finishes_bar(rank, line)]
         self._add(rank, list(zip(repeat(stream), lines, strict=False)))
 
     def redrawing(self, rank: int, line: str) -> None:
@@ -158,6 +155,13 @@ class CellOutput:
             self._show((rank,), [items])
         else:
             self._merge.add(rank, items, time.monotonic())
+
+    def _finishes_bar(self, rank: int, line: str) -> bool:
+        """Whether a line has redrawn itself; then it goes to the progress bars, and nowhere else."""
+        redrawn = "\r" in line.rstrip("\r\n")
+        if redrawn:
+            self._bar(rank).finish(rank, _last_drawing(line))
+        return redrawn
 
     def _bar(self, rank: int) -> _Bars:
         assert rank in self._ranks

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 import psutil
@@ -55,7 +55,7 @@ def ending_with(parent: int) -> Iterator[None]:
     wake_read, wake_write = os.pipe()
 
     def watch() -> None:
-        if process in select.select([process, wake_read], [], [])[0]:
+        if process in wait([process, wake_read]):
             os._exit(1)
 
     thread = threading.Thread(target=watch, name="nb_accelerate-parent")

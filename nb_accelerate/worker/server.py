@@ -25,12 +25,12 @@ import contextlib
 import gc
 import importlib
 import os
-import select
 import selectors
 import signal
 import struct
 import sys
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from nb_accelerate.protocol.channel import Channel
@@ -125,7 +125,7 @@ class _Server:
         self._freeze()
 
     def _is_waited_for(self) -> bool:
-        return bool(select.select([self._control], [], [], 0)[0])
+        return bool(wait([self._control.fileno()], 0))
 
     def _import_later(self) -> None:
         modules, self._later = self._later, ()

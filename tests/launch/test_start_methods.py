@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -120,3 +121,28 @@ def test_a_fork_shares_what_cannot_be_pickled() -> None:
     lock = threading.Lock()
     assert launch(lambda: lock.acquire(blocking=False), method="fork") == [True, True]
     assert lock.acquire(blocking=False)  # theirs were copies
+
+
+MANY_FILES = """
+import os, resource
+from nb_accelerate import notebook_launcher
+
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if limit == resource.RLIM_INFINITY else min(4096, limit), limit))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+for method in ("fork", "forkserver"):
+    print(notebook_launcher(lambda: int(os.environ["RANK"]), (), 2, start_method=method, progress="off"))
+"""
+
+
+def test_a_process_with_more_files_open_than_select_can_name_launches_too() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", MANY_FILES],
+        capture_output=True,
+        text=True,
+        timeout=45,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("[0, 1]") == 2
