@@ -80,6 +80,8 @@ class Patience:
 
 @dataclass
 class _Rank:
+    """A rank, and what is known of it; ``unaided``: it came to its end by itself."""
+
     handle: RankHandle
     output: RankOutput
     ready: bool = False
@@ -87,6 +89,7 @@ class _Rank:
     stacks: bytearray = field(default_factory=bytearray)
     told_to_quit: bool = False
     stopped: bool = False
+    unaided: bool = False
 
 
 def _state(rank: _Rank) -> str:
@@ -317,6 +320,7 @@ class Supervisor:
                 self._overdue_at = time.monotonic() + self._timeout
 
     def _when_answered(self, rank: _Rank, message: Result | Failure, fds: tuple[int, ...]) -> None:
+        rank.unaided = not self._signals_were_sent() and not (isinstance(message, Failure) and message.peer_lost)
         if isinstance(message, Failure) and not self._signals_were_sent():
             incident = failed(rank.handle, message, fds, rank.output.tail)
             if message.returned:
@@ -423,7 +427,7 @@ class Supervisor:
         return {
             rank.handle.rank: STOPPED if rank.stopped else bytes(rank.stacks).decode(errors="replace")
             for rank in self._ranks
-            if rank.stacks or rank.stopped
+            if (rank.stacks or rank.stopped) and not rank.unaided
         }
 
     @contextlib.contextmanager

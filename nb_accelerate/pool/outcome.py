@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.diagnostics.stacks import main_thread
 from nb_accelerate.display.words import label
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch.incidents import Incident, failed, first_cause, interrupted, signal_name
-from nb_accelerate.protocol import channel
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import unpack
 
@@ -37,14 +35,7 @@ def error_of(turn: Turn) -> BaseException | None:
         return None
     if any(trouble.kind == "interrupted" for trouble in turn.troubles):
         return interrupted("the cell was interrupted")
-    stacks = {rank: dump for rank, dump in turn.stacks.items() if not _is_idle(dump)}
-    return first_cause([_incident(trouble, turn) for trouble in turn.troubles], turn.world_size, stacks)
-
-
-def _is_idle(dump: str) -> bool:
-    """Had it ended the cell already when it was asked?"""
-    frames = main_thread(dump)
-    return bool(frames) and frames[0].filename == channel.__file__
+    return first_cause([_incident(trouble, turn) for trouble in turn.troubles], turn.world_size, dict(turn.stacks))
 
 
 def _incident(trouble: Trouble, turn: Turn) -> Incident:

@@ -129,6 +129,8 @@ class Turn:
     stage: Stage | None = None
     _stage_ends: float = _NEVER
     _late_at: float = _NEVER
+    _unaided: set[int] = field(default_factory=set)
+    """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
 
     @property
     def waiting(self) -> list[Member]:
@@ -149,8 +151,12 @@ class Turn:
 
     @property
     def stacks(self) -> Mapping[int, str]:
-        """What ranks were doing when they were asked."""
-        return {one.rank: bytes(one.stacks).decode(errors="replace") for one in self.members if one.stacks}
+        """What ranks were doing when they were asked, and did not come out of by themselves."""
+        return {
+            one.rank: bytes(one.stacks).decode(errors="replace")
+            for one in self.members
+            if one.stacks and one.rank not in self._unaided
+        }
 
     def begin(self) -> None:
         """Ask everybody."""
@@ -167,7 +173,11 @@ class Turn:
             member.steps = message.steps
             message = message.answer
         self.answers[member.rank] = (message, fds)
-        if isinstance(message, Failure) and not self._is_our_doing():
+        if self._is_our_doing():
+            return
+        if not (isinstance(message, Failure) and message.peer_lost):
+            self._unaided.add(member.rank)
+        if isinstance(message, Failure):
             self._trouble(
                 Trouble(
                     kind="failed", when=message.when, member=member, failure=(message, fds), tail=member.output.tail

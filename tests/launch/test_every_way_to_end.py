@@ -275,6 +275,20 @@ def test_an_error_is_not_held_back_once_every_rank_has_answered(
     assert time.monotonic() - began < 40.0
 
 
+def test_where_a_rank_was_on_the_way_to_its_own_end_is_not_told(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_fails_first() -> None:
+        time.sleep(0.3 * my_rank())
+        if my_rank() < 2:
+            raise Odd(1, 2)
+
+    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=55.0))
+    with pytest.raises(Odd) as caught:
+        run_ranks(one_fails_first, world_size=3)
+    assert caught.value.__notes__ == ["Raised by rank 0 of 3."]
+
+
 def test_a_late_abort_after_the_answer_is_no_failure(run_ranks: RunRanks) -> None:
     def leaves_badly() -> int:
         import atexit

@@ -84,6 +84,18 @@ class TestExceptions:
         assert (cell.error, cell.stdout, cell.stderr) == ("KeyError", "", "")
         assert plain(cell.traceback).count("line 2") == 1
 
+    def test_where_a_rank_was_on_the_way_to_its_own_failure_is_not_told(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("there are no others")
+        patience = "from nb_accelerate.pool.turn import Patience\nPatience.__init__.__kwdefaults__['ask'] = {}"
+        notebook.run(patience.format(55.0)).ok()
+        cell = notebook.run(
+            "%%distributed\nimport time\nif rank > 0:\n    time.sleep(0.3)\nif rank < 3:\n    {}['all']"
+        )
+        notebook.run(patience.format(0.2)).ok()
+        assert (cell.error, "rank 0 of" in plain(cell.traceback)) == ("KeyError", True)
+        assert "Meanwhile" not in plain(cell.traceback)
+
     def test_a_model_goes_on_working_after_a_failure_that_touched_no_collective(self, notebook: Kernel):
         notebook.run(
             "%%distributed\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
