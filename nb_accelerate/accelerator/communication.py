@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.comm import operations
+from nb_accelerate.data.plan import real_rows_of_padded
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.nested import map_tensors, tensors_in
 
@@ -27,11 +28,11 @@ class CommunicationSlice(Slice):
         return operations.gather(self.core.collectives, tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean of tensors over all processes.
+        """Return the sum, mean or largest of tensors over all processes.
 
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes. It is not changed.
-            reduction: ``"sum"``, ``"mean"`` or ``"none"``.
+            reduction: ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``.
             scale: what the result is multiplied with.
         """
         return operations.reduce(self.core.collectives, tensor, reduction, scale)
@@ -51,7 +52,8 @@ class CommunicationSlice(Slice):
         """Return what all processes computed for a batch, in the order of the data and without copies of rows.
 
         Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch.
-        At the end of the data, rows that were repeated to give all processes equal batches are left out.
+        At the end of the data, rows that were repeated to give all processes equal batches are left out. Where
+        batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are kept.
 
         Args:
             input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
@@ -80,6 +82,8 @@ class CommunicationSlice(Slice):
         real = loader.batch_remainder
         if as_objects:
             return operations.gather_object(collectives, input_data)[:real]
+        if loader.rows_of_ranks is not None:  # tensors of different sizes are gathered padded, or refused by gather
+            real = real_rows_of_padded(loader.rows_of_ranks, real)
         return map_tensors(lambda tensor: tensor[:real], self.gather(input_data))
 
 
@@ -103,7 +107,10 @@ def _check_rows(data: Any, loader: Tracked, *, as_objects: bool) -> None:
     if loader.rows_on_rank is None:
         return  # a loader of the user's, which does not say
     given = [len(data)] if as_objects else [_rows(tensor) for tensor in tensors_in(data)]
-    wrong = next((rows for rows in given if rows != loader.rows_on_rank), None)
+    right = {loader.rows_on_rank}
+    if loader.rows_of_ranks is not None and not as_objects:
+        right.add(max(loader.rows_of_ranks))  # padded to gather them
+    wrong = next((rows for rows in given if rows not in right), None)
     if wrong is None:
         return
     what = "no rows (it has no dimensions)" if wrong < 0 else f"{wrong} entries"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import check_first_step, check_owned, verify_device_map
+from nb_accelerate.compat.state import GradientState
 from nb_accelerate.config.env import Environment
 from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
@@ -182,7 +183,7 @@ class PreparingSlice(Slice):
             collectives=core.collectives,
             config=core.loader,
             device=core.device if place else None,
-            tracker=core.tracker,
+            gradient_state=GradientState.of(core.choices),
             rng_types=core.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )

@@ -9,6 +9,7 @@ from typing_extensions import override
 from nb_accelerate import data
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.compat.here import collectives_here, newest_choices, process_here
+from nb_accelerate.compat.state import GradientState
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.samplers import sampler_inside
@@ -100,7 +101,7 @@ def prepare_data_loader(
         collectives=_collectives(num_processes, process_index),
         config=config,
         device=(device or process_here().device) if put_on_device else None,
-        tracker=choices.tracker if choices else None,
+        gradient_state=GradientState.of(choices) if choices else None,
         rng_types=resolve_rng_types(rng_types),
         slice_fn=slice_fn_for_dispatch,
     )

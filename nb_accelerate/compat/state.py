@@ -22,6 +22,7 @@ from nb_accelerate.config.checks import suggest
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.config.precision import resolve_precision
+from nb_accelerate.data.tracker import LoaderView
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, devices, group
 from nb_accelerate.process.setup import setup_process
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
-    from nb_accelerate.data.tracker import LoaderTracker, Tracked
+    from nb_accelerate.data.tracker import LoaderTracker
     from nb_accelerate.process.context import ProcessContext
 
 
@@ -224,7 +225,7 @@ _PLUGINS = (
 )
 
 
-class GradientState:
+class GradientState(LoaderView):
     """Where the loop of the newest `Accelerator` is: in its accumulation window, and in its loader.
 
     Args:
@@ -293,34 +294,9 @@ class GradientState:
         return GradientAccumulationPlugin(**{name: getattr(state, name) for name in names}).to_kwargs()
 
     @property
+    @override
     def tracker(self) -> LoaderTracker:
-        """Which prepared loaders are being iterated: where `DataLoaderStateMixin` makes loaders known."""
         return self._choices.tracker
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return self.active_dataloader is not None
-
-    @property
-    def active_dataloader(self) -> Tracked | None:
-        """The prepared loader that is being iterated, the innermost of several."""
-        return self._choices.tracker.active
-
-    @property
-    def dataloader_references(self) -> list[Tracked | None]:
-        """None, then all prepared loaders that are being iterated, innermost last; None stands for no loader."""
-        return [None, *self._choices.tracker.loaders]
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last of its loader."""
-        return self._choices.tracker.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Real rows in the last batch of all processes together; 0 if all are, -1 if not known or in no loader."""
-        return self._choices.tracker.remainder
 
     @property
     def is_xla_gradients_synced(self) -> bool:

@@ -45,12 +45,6 @@ class DataLoaderConfiguration:
             check_whole("data_seed", self.data_seed, at_least=0)
         check_flag("non_blocking", self.non_blocking)
         check_flag("use_stateful_dataloader", self.use_stateful_dataloader)
-        if self.dispatch_batches and self.use_stateful_dataloader:
-            raise ConfigError(
-                "dispatch_batches=True and use_stateful_dataloader=True cannot go together: rank 0 reads ahead for all "
-                "ranks, so there is no position that belongs to a batch. Leave one of them out; skip_first_batches "
-                "works with dispatch_batches=True."
-            )
 
 
 def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:

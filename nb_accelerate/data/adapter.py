@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nb_accelerate.data.epochs import EpochCounter
 from nb_accelerate.data.samplers import put_sampler, sampler_inside, skipping
 from nb_accelerate.data.stateful import is_stateful, stateful
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +43,9 @@ class DataLoaderAdapter(DataLoader[Any]):
     _looks_ahead = False
     """Whether one more batch is read than was handed out."""
 
+    _reads_itself = True
+    """Whether this process reads the data; otherwise another one sends it."""
+
     def __new__(cls, *_args: Any, use_stateful_dataloader: bool = False, **_kwargs: Any) -> Self:
         """Return a new loader, of a subclass built on torchdata's if it is to be stateful."""
         if not use_stateful_dataloader:
@@ -68,6 +71,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.dl_state_dict: dict[str, Any] = {}
         self._dropped = skip_batches  # those that are left out after they were read
         self._resume_at: int | None = None  # where the next epoch begins, if a position was loaded
+        self._rest: DataLoaderAdapter | None = (
+            None  # what reads the rest of the current epoch, if it was resumed in its middle
+        )
         self._epochs = epochs or EpochCounter(self.batch_sampler, self.sampler, dataset)
         self._arguments = {
             "dataset": dataset,
@@ -164,10 +170,22 @@ class DataLoaderAdapter(DataLoader[Any]):
         generator restored as well, as ``use_seedable_sampler`` does by itself.
 
         Args:
-            state_dict: what `state_dict` returned.
+            state_dict: what `state_dict` returned. Loaders of torchdata also take what torchdata's own returned, as of
+                the first epoch; then call `set_epoch` if it was another.
+
+        Raises:
+            CheckpointError: it is nothing of the kind.
         """
-        self.set_epoch(state_dict["epoch"])
-        self._resume_at = state_dict["position"] or None
+        try:
+            epoch, position = int(state_dict["epoch"]), int(state_dict["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"A loader was given a position that it cannot read ({type(error).__name__}: {error}). It has to be "
+                "what state_dict() of such a loader returned. Positions of torchdata's loaders are for loaders with "
+                "use_stateful_dataloader=True."
+            ) from error
+        self.set_epoch(epoch)
+        self._resume_at = position or None
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Change ``dl_state_dict`` before `state_dict` returns it: for subclasses that read ahead. It is exact here."""
@@ -207,12 +225,31 @@ class DataLoaderAdapter(DataLoader[Any]):
         return source
 
     def _source(self) -> Iterator[Any]:
+        """Return the batches of an epoch, where they are handed out."""
+        self._rest = None
+        return self._read()
+
+    def _source_from(self, position: int) -> Iterator[Any]:
+        """Return the batches of an epoch without those before ``position``."""
+        self._rest = rest = self.skipping(max(position - self.skip_batches, 0))
+        return rest._source()  # noqa: SLF001 - this class
+
+    def _read(self) -> Iterator[Any]:
         """Return the batches of an epoch, where they are read."""
         source = iter(super().__iter__())
         for _ in range(self._dropped * self._read_per_batch()):
             next(source, None)
         return source
 
-    def _source_from(self, position: int) -> Iterator[Any]:
-        """Return the batches of an epoch without those before ``position``."""
-        return self.skipping(max(position - self.skip_batches, 0))._source()  # noqa: SLF001 - this class
+    @property
+    def _source_loader(self) -> Any:
+        """What reads the current epoch: this, or what was made to read its rest."""
+        return self if self._rest is None else self._rest
+
+    def _read_state(self) -> Any:
+        """Return where reading is, for loaders that save more of it than a number; else None."""
+        return None
+
+    def _reached(self) -> Any:
+        """Return where reading was when it had read what `_source` yielded last, likewise."""
+        return self._read_state()

@@ -48,6 +48,7 @@ class _Parcel:
     real: int | None  # real rows, if some are copies or missing
     labels: list[Label]
     tensors: list[list[Tensor]]
+    reached: Any  # where reading was when it had read this
 
     @property
     def row_bytes(self) -> int:
@@ -84,6 +85,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         self._ranks = self._collectives.world_size
         self._per_group = 1 if split_batches else self._ranks
         self._buffer: Tensor | None = None
+        self._reads_itself = self._collectives.rank == 0
+        self._dealt: Any = None  # where reading was when it had read the parcel that was yielded last
         self._arguments |= {
             "collectives": self._collectives,
             "split_batches": split_batches,
@@ -122,7 +125,12 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     @override
     def _source(self) -> Iterator[Any]:
-        return self._deal(super()._source()) if self._collectives.rank == 0 else self._receive()
+        self._rest = self._dealt = None
+        return self._deal(self._read()) if self._reads_itself else self._receive()
+
+    @override
+    def _reached(self) -> Any:
+        return self._dealt
 
     def _deal(self, source: Iterator[Any]) -> Iterator[Any]:
         """Read, send the others their parts, and yield our own. Runs on rank 0."""
@@ -136,6 +144,8 @@ class DataLoaderDispatcher(DataLoaderShard):
             collectives.scatter(*self._filled(parcel, word), 0)
             if word in (_OTHER, _FAILED):
                 collectives.broadcast_objects([_headline(following, failure)], 0)
+            if parcel.reached is not None:
+                self._dealt = parcel.reached
             if parcel.parts[0] is not None:
                 yield _marked(parcel.parts[0], parcel.real)
             parcel = following
@@ -224,7 +234,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             label, inside = pack(part) if rank and part is not None else (Label(None), [])
             labels.append(label)
             tensors.append(inside)
-        return _Parcel(parts, real, labels, tensors)
+        return _Parcel(parts, real, labels, tensors, self._read_state())
 
 
 def _next(groups: Iterator[_Parcel]) -> tuple[_Parcel | None, Exception | None]:

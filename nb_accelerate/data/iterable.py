@@ -2,8 +2,8 @@
 
 Every rank reads the whole stream and keeps its rows. The dataset may be read in a worker process of the
 loader, which has no way to say at the end how many rows of the last group are real. So the rows of that group
-carry the number with them: each is wrapped in `LastRow`, and `MarkingCollate` makes a `LastBatch` of them,
-which the loader opens.
+carry the number with them: `MarkingShard` wraps each in `LastRow`, and `MarkingCollate` makes a `LastBatch` of them,
+which the loader opens. `IterableDatasetShard`, for loops of the user's, yields rows as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
+from typing_extensions import override
 
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
 from nb_accelerate.nested import map_tensors
@@ -99,9 +100,6 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.even_batches = even_batches
         self._local = rows_per_rank(batch_size, num_processes, split_batches=split_batches)
 
-    def real_rows(self, rows_on_rank: int) -> None:
-        """Say that nothing is known about the last group here: its rows carry the number with them."""
-
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch comes, if it wants to know."""
         if hasattr(self.dataset, "set_epoch"):
@@ -143,5 +141,19 @@ class IterableDatasetShard(IterableDataset[Any]):
             even_batches=self.even_batches,
         )
         for piece in pieces:
-            for row in piece:
-                yield LastRow(row, len(group))
+            yield from self._last_rows(piece, len(group))
+
+    def _last_rows(self, rows: list[Any], real: int) -> list[Any]:  # noqa: ARG002 - for the subclass
+        """Return the rows of an incomplete last group as they are to be yielded."""
+        return rows
+
+
+class MarkingShard(IterableDatasetShard):
+    """What prepared loaders read: the rows of an incomplete last group say how many rows of it are real."""
+
+    def real_rows(self, rows_on_rank: int) -> None:
+        """Say that nothing is known about the last group here: its rows carry the number with them."""
+
+    @override
+    def _last_rows(self, rows: list[Any], real: int) -> list[Any]:
+        return [LastRow(row, real) for row in rows]

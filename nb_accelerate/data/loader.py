@@ -10,12 +10,16 @@ from typing_extensions import override
 from nb_accelerate.board import Phase, here
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
-from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderTracker
+from nb_accelerate.data.rows import count_rows
+from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.nested import find_batch_size, send_to_device, tensors_in
+from nb_accelerate.process.rng import RNGType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from nb_accelerate.data.tracker import HasTracker, LoaderTracker
 
 
 class Share(Protocol):
@@ -37,8 +41,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     Args:
         dataset: the user's, or this rank's part of an iterable one.
         device: where batches go; None leaves them where they are.
-        tracker: told when an epoch begins and ends.
-        on_start: called before each epoch.
+        gradient_state: has the tracker that is told when an epoch begins and ends; one of its own by default.
+        rng_types: which random numbers get the state of rank 0's before each epoch.
+        on_start: called before each epoch, to that end.
         share: what decides which rows are this rank's; None if all are.
         rows: of the user's dataset; None if it does not say.
         total_batch_size: rows of all ranks together in one step.
@@ -51,10 +56,13 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         remainder: real rows in the last batch of all ranks together; 0 if all are, -1 if not known yet.
         batch_remainder: the same for the current batch; None if all its rows are real.
         rows_on_rank: rows of the current batch on this rank; set together with ``batch_remainder``.
+        rows_of_ranks: those of all ranks, if batches have no fixed size and ranks have different numbers.
+        gradient_state: where the loop is in its loaders, and of an `Accelerator`, in its accumulation window.
     """
 
     batch_remainder: int | None = None
     rows_on_rank: int | None = None
+    rows_of_ranks: tuple[int, ...] | None = None
     _looks_ahead = True
 
     def __init__(
@@ -62,7 +70,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         dataset: Any,
         *,
         device: torch.device | None = None,
-        tracker: LoaderTracker | None = None,
+        gradient_state: HasTracker | None = None,
+        rng_types: Sequence[RNGType] = (),
         on_start: Callable[[], None] | None = None,
         share: Share | None = None,
         rows: int | None = None,
@@ -74,8 +83,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         super().__init__(dataset, **kwargs)
         self.device = device
         self._share = share
-        self._share_read = share  # that of the current epoch, if it was resumed in its middle
-        self._tracker = tracker or LoaderTracker()
+        self.gradient_state = gradient_state or LoaderView()
+        self._tracker = self.gradient_state.tracker
+        self._rng_types = rng_types
         self._on_start = on_start
         self._rows = rows
         self._total_batch_size = total_batch_size
@@ -83,7 +93,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         self._non_blocking = non_blocking
         self._arguments |= {
             "device": device,
-            "tracker": self._tracker,
+            "gradient_state": self.gradient_state,
+            "rng_types": rng_types,
             "on_start": on_start,
             "share": share,
             "rows": rows,
@@ -101,6 +112,19 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     def even(self, value: bool) -> None:
         if self._share is not None:
             self._share.even_batches = value
+
+    @property
+    def rng_types(self) -> list[RNGType]:
+        """Which random numbers get the state of rank 0's before each epoch, as far as there are such."""
+        generator = self.synchronized_generator
+        return [kind for kind in self._rng_types if kind is not RNGType.GENERATOR or generator is not None]
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator of the sampler or dataset that is among these; None if there is none."""
+        called = (self._on_start, getattr(self._share, "on_start", None))
+        found = (getattr(one, "generator", None) for one in called)
+        return next((generator for generator in found if generator is not None), None)
 
     @property
     def total_batch_size(self) -> int:
@@ -127,7 +151,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     @override
     def reset(self) -> None:
         super().reset()
-        self.batch_remainder = None
+        self.batch_remainder = self.rows_of_ranks = None
 
     @override
     def begin(self) -> None:
@@ -210,17 +234,6 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         except (TypeError, NotImplementedError):
             return None
 
-    @override
-    def _source(self) -> Iterator[Any]:
-        self._share_read = self._share
-        return super()._source()
-
-    @override
-    def _source_from(self, position: int) -> Iterator[Any]:
-        later = self.skipping(max(position - self.skip_batches, 0))
-        self._share_read = later._share  # noqa: SLF001 - this class
-        return later._source()  # noqa: SLF001 - this class
-
     def _placement(self, first: Any) -> Callable[[Any], Any] | None:
         """Return what moves batches to the device; None if the first is there already and so nothing has to move.
 
@@ -260,9 +273,12 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
     def _mark(self, batch: Any) -> Any:
         """Note, at the last batch, how many rows of its group are real."""
-        if self._share_read is not None:
-            rows = find_batch_size(batch) or int(self._items_are_batches)
-            self.batch_remainder = self._share_read.real_rows(rows)
+        share = self._source_loader._share  # noqa: SLF001 - this class
+        if share is not None:
+            rows = (find_batch_size(batch) if self._items_are_batches else count_rows(batch)) or 0
+            rows = rows or int(self._items_are_batches)
+            self.batch_remainder = share.real_rows(rows)
             self.rows_on_rank = rows
+            self.rows_of_ranks = getattr(share, "last_rows_of_ranks", None)
         self.remainder = self.batch_remainder or 0
         return batch

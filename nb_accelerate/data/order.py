@@ -71,6 +71,11 @@ class SharedOrder:
         if self.draws:
             sampler.generator = torch.Generator()
 
+    @property
+    def generator(self) -> Any:
+        """What the sampler draws with."""
+        return self.sampler.generator
+
     def __call__(self) -> None:
         """Put the sampler in step. All ranks call it together."""
         if not self.draws:
@@ -78,6 +83,25 @@ class SharedOrder:
             return
         seed = torch.empty((), dtype=torch.int64).random_()
         self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))
+
+
+class SharedNumbers:
+    """Gives global random numbers, and perhaps a generator, the state of rank 0's at the start of each epoch.
+
+    Args:
+        rng_types: which; `RNGType.GENERATOR` means ``generator``.
+        broadcast: returns rank 0's tensor on every rank.
+        generator: that of a dataset, or None.
+    """
+
+    def __init__(self, rng_types: Sequence[RNGType], broadcast: Broadcast, generator: torch.Generator | None) -> None:
+        self.rng_types = rng_types
+        self.broadcast = broadcast
+        self.generator = generator
+
+    def __call__(self) -> None:
+        """Put them in step. All ranks call it together."""
+        synchronize(self.rng_types, self.broadcast, self.generator)
 
 
 def shared_order(sampler: Any, broadcast: Broadcast) -> SharedOrder | None:

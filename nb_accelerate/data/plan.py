@@ -134,6 +134,36 @@ def piece_of_last_group(
         yield piece
 
 
+def round_of_batches(last: list[T], start: Sequence[T], world_size: int, *, even_batches: bool) -> list[T]:
+    """Return the batches of an incomplete last round, in rank order, where batches have no fixed size.
+
+    No row is moved from one batch to another, so that what belongs together (texts of similar length, say) stays so.
+    The real rows are those of ``last``: gathered in rank order, they come first.
+
+    Args:
+        last: the real batches of the round, at least one and fewer than ranks.
+        start: the batches of the first round to fill up with, again and again if they are few.
+        world_size: how many ranks there are.
+        even_batches: fill up; otherwise the last ranks get none.
+    """
+    missing = world_size - len(last) if even_batches else 0
+    return last + [start[index % len(start)] for index in range(missing)]
+
+
+def real_rows_of_padded(rows_of_ranks: Sequence[int], real: int) -> int:
+    """Return how many rows come before the repeated batches, where all batches of a round are padded to the longest.
+
+    Args:
+        rows_of_ranks: of each batch, in rank order, before it was padded.
+        real: how many of them are not of repeated batches.
+    """
+    batches = rows = 0
+    while rows < real:
+        rows += rows_of_ranks[batches]
+        batches += 1
+    return batches * max(rows_of_ranks)
+
+
 def dealt(rows: int, world_size: int, *, even: bool) -> list[tuple[int, int]]:
     """Return, for each rank, where its rows of an incomplete group that rank 0 deals out begin and end.
 

@@ -24,14 +24,14 @@ from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
-from nb_accelerate.data.iterable import IterableDatasetShard, MarkingCollate
+from nb_accelerate.data.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.order import shared_order
+from nb_accelerate.data.order import SharedNumbers, shared_order
 from nb_accelerate.data.plan import rows_per_rank
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from nb_accelerate.data.stateful import is_stateful, stateful
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process.rng import RNGType, synchronize
+from nb_accelerate.process.rng import RNGType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.data.dispatcher import SliceFunction
     from nb_accelerate.data.samplers import InStep
-    from nb_accelerate.data.tracker import LoaderTracker
+    from nb_accelerate.data.tracker import HasTracker
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
 _KEPT = (
@@ -62,7 +62,7 @@ def prepare_data_loader(
     collectives: Collectives,
     config: DataLoaderConfiguration | None = None,
     device: torch.device | None = None,
-    tracker: LoaderTracker | None = None,
+    gradient_state: HasTracker | None = None,
     rng_types: Sequence[RNGType] = (RNGType.GENERATOR,),
     slice_fn: SliceFunction | None = None,
 ) -> DataLoaderShard:
@@ -75,7 +75,7 @@ def prepare_data_loader(
         collectives: knows the ranks, and keeps random numbers in step.
         config: how to share out.
         device: where batches go; None leaves them where they are.
-        tracker: told when epochs begin and end.
+        gradient_state: has the tracker that is told when epochs begin and end.
         rng_types: which random numbers get the state of rank 0 before each epoch.
         slice_fn: cuts a batch into parts, where rank 0 reads for all: called with the batch, a slice,
             ``process_index`` and ``num_processes``.
@@ -96,6 +96,8 @@ def prepare_data_loader(
     kept = {name: getattr(loader, name) for name in _KEPT}
     if loader.num_workers:
         kept |= {name: getattr(loader, name) for name in _KEPT_WITH_WORKERS if hasattr(loader, name)}
+    if is_stateful(loader):
+        kept["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]  # torchdata's
     dispatch = bool(config.dispatch_batches) and collectives.world_size > 1
     maker = _Maker(loader, collectives, config, rng_types, dispatch=dispatch)
     parts = maker.iterable() if isinstance(loader.dataset, IterableDataset) else maker.mapped()
@@ -112,7 +114,8 @@ def prepare_data_loader(
         kind = stateful(kind)
     prepared: DataLoaderShard = kind(
         device=device,
-        tracker=tracker,
+        gradient_state=gradient_state,
+        rng_types=rng_types,
         non_blocking=config.non_blocking,
         rows=_length(loader.dataset),
         **{**kept, **parts},
@@ -206,7 +209,7 @@ class _Maker:
             return parts
         split = self.config.split_batches and batched
         size = loader.batch_size or 1
-        parts["dataset"] = parts["share"] = IterableDatasetShard(
+        parts["dataset"] = parts["share"] = MarkingShard(
             cast("Iterable[Any]", loader.dataset),
             size,
             bool(batched and loader.drop_last),
@@ -266,7 +269,9 @@ class _Maker:
         types = [kind for kind in self.rng_types if kind is not RNGType.GENERATOR or generator is not None]
         if self.collectives.world_size == 1 or not types:
             return None
-        return partial(synchronize, types, partial(self.collectives.broadcast, source=0), generator)
+        if RNGType.GENERATOR not in types:
+            generator = None
+        return SharedNumbers(types, partial(self.collectives.broadcast, source=0), generator)
 
     def _total(self, batch_size: int | None) -> int | None:
         if batch_size is None or self.config.split_batches:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
 from nb_accelerate.data.order import listed_rows
-from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
+from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +29,11 @@ class SeedableRandomSampler(RandomSampler):
         replacement: draw rows with replacement.
         num_samples: how many to draw; all rows by default.
         generator: what to draw with; seeded anew for each epoch.
-        data_seed: the seed.
+        data_seed: the seed; by default the one that torch was given, which has to be the same on all ranks.
         epoch: the first epoch; counts up by itself.
+
+    Attributes:
+        initial_seed: the seed of epoch 0.
     """
 
     def __init__(
@@ -40,11 +43,11 @@ class SeedableRandomSampler(RandomSampler):
         num_samples: int | None = None,
         generator: torch.Generator | None = None,
         *,
-        data_seed: int,
+        data_seed: int | None = None,
         epoch: int = 0,
     ) -> None:
         super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
-        self.initial_seed = data_seed
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -94,17 +97,21 @@ class BatchSamplerShard(BatchSampler):
         num_processes: how many ranks there are.
         process_index: the number of this one.
         split_batches: cut each batch into pieces instead of handing out whole batches.
-        even_batches: fill up the last batches, so that all ranks have equally many of equal size.
+        even_batches: fill up the last batches, so that all ranks have equally many of equal size. Where batches have
+            no fixed size, the last round is completed with whole batches from the beginning.
         in_step: called with the batch sampler and the sampler in it; returns what is called when an epoch starts,
             before the first row is drawn, so that all ranks draw the same. None if nothing has to be.
 
     Attributes:
+        on_start: what ``in_step`` returned.
         start: how many batches of this rank are left out at the beginning of every epoch.
         last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
             None if its last batch is complete on all ranks.
+        last_rows_of_ranks: after an epoch, how many rows each rank has of that group, if not all have equally many
+            because batches have no fixed size; else None.
 
     Raises:
-        ConfigError: batches have no fixed size but are to be evened out or split, or cannot be split evenly.
+        ConfigError: batches are to be split, but have no fixed size, or one that cannot be split evenly.
     """
 
     def __init__(
@@ -124,16 +131,16 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.start = 0
         size = getattr(batch_sampler, "batch_size", None)
-        if size is None and (split_batches or even_batches):
+        if size is None and split_batches:
             raise ConfigError(
-                f"{type(batch_sampler).__name__} has no batch_size, so its batches cannot be "
-                f"{'split' if split_batches else 'made even'} for {num_processes} ranks. Give it a batch_size "
-                "attribute, or write DataLoaderConfiguration(even_batches=False, split_batches=False)."
+                f"{type(batch_sampler).__name__} has no batch_size, so its batches cannot be split for {num_processes} "
+                "ranks. Give it a batch_size attribute, or write split_batches=False."
             )
         self.batch_size = size  # type: ignore[assignment]  # None where batches differ in size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
         self.last_group_rows: int | None = None
+        self.last_rows_of_ranks: tuple[int, ...] | None = None
         self._in_step = in_step
         self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
         self._settle()
@@ -141,7 +148,7 @@ class BatchSamplerShard(BatchSampler):
     def _settle(self) -> None:
         """Choose how to go through the samplers inside, once they are known."""
         self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in _FINITE
-        self._on_start = self._in_step(self.batch_sampler, self.sampler) if self._in_step else None
+        self.on_start = self._in_step(self.batch_sampler, self.sampler) if self._in_step else None
 
     def use_sampler(self, sampler: Any) -> None:
         """Put another sampler in the place of that inside."""
@@ -177,8 +184,8 @@ class BatchSamplerShard(BatchSampler):
         return whole + (rest > 0 if self.even_batches else rest > self.process_index)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if self._on_start is not None:
-            self._on_start()
+        if self.on_start is not None:
+            self.on_start()
         # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
         yield from self._planned() if self._plannable else islice(self._streamed(), self.start, None)
 
@@ -201,16 +208,17 @@ class BatchSamplerShard(BatchSampler):
 
     def _streamed(self) -> Iterator[list[Any]]:
         """Go through all batches of a sampler whose order is its own affair."""
-        self.last_group_rows = None
+        self.last_group_rows = self.last_rows_of_ranks = None
         per_group = 1 if self.split_batches else self.num_processes
-        start: list[Any] = []
+        start: list[Any] = []  # of the data: rows, or whole batches where these have no fixed size
+        enough = per_group if self.batch_size is None else self.batch_size * per_group
         group: list[list[Any]] = []
         for batch in self.batch_sampler:
             if len(group) == per_group:  # another batch follows, so this group is not the last
                 yield self._mine(group)
                 group = []
-            if self.batch_size is not None and len(start) < self.batch_size * per_group:
-                start.extend(batch)
+            if len(start) < enough:
+                start.extend([batch] if self.batch_size is None else batch)
             group.append(batch)
         if len(group) == per_group and (self.batch_size is None or len(group[-1]) == self.batch_size):
             yield self._mine(group)
@@ -225,10 +233,13 @@ class BatchSamplerShard(BatchSampler):
         return group[0][first : first + self._local]
 
     def _end(self, group: list[list[Any]], start: list[Any]) -> Iterator[list[Any]]:
-        if self._local is None:  # batches without a fixed size, not to be evened out: whole batches, while they last
-            if len(group) > self.process_index:
-                self.last_group_rows = sum(len(batch) for batch in group)
-                yield group[self.process_index]
+        if self._local is None:
+            dealt = round_of_batches(group, start, self.num_processes, even_batches=self.even_batches)
+            if len(dealt) > self.process_index:
+                rows_of_ranks = tuple(len(batch) for batch in dealt)
+                self.last_group_rows = sum(rows_of_ranks[: len(group)])
+                self.last_rows_of_ranks = rows_of_ranks if len(set(rows_of_ranks)) > 1 else None
+                yield dealt[self.process_index]
             return
         rows = [row for batch in group for row in batch]
         self._note_last(len(rows))
@@ -257,6 +268,7 @@ class SamplerShard(Sampler[Any]):
         in_step: as for `BatchSamplerShard`.
 
     Attributes:
+        on_start: what ``in_step`` returned.
         start: how many items of this rank are left out at the beginning of every epoch.
         last_group_items: after an epoch, the real items of an incomplete last round that this rank has a part of.
     """
@@ -281,7 +293,7 @@ class SamplerShard(Sampler[Any]):
     def use_sampler(self, sampler: Any) -> None:
         """Put another sampler in the place of that inside."""
         self.sampler = sampler
-        self._on_start = self._in_step(sampler, sampler) if self._in_step else None
+        self.on_start = self._in_step(sampler, sampler) if self._in_step else None
 
     def _plan(self, items: int) -> ShardPlan:
         return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
@@ -299,8 +311,8 @@ class SamplerShard(Sampler[Any]):
         return max(batches - self.start, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._on_start is not None:
-            self._on_start()
+        if self.on_start is not None:
+            self.on_start()
         order = list(self.sampler)
         plan = self._plan(len(order))
         has_part = self.even_batches or plan.remainder > self.process_index
@@ -338,7 +350,12 @@ class SkipBatchSampler(BatchSampler):
         return max(self.total_length - self.skip_batches, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from islice(self.batch_sampler, self.skip_batches, None)
+        batches = iter(self.batch_sampler)
+        if not hasattr(batches, "state_dict"):
+            return islice(batches, self.skip_batches, None)  # draws nothing before the first is asked for
+        for _ in islice(batches, self.skip_batches):
+            pass
+        return batches  # as it is: it can save its position
 
 
 def sampler_inside(outer: Any) -> Any:

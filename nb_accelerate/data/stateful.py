@@ -1,6 +1,7 @@
 """Loaders that can save their position and take it up again, with the help of torchdata.
 
-A prepared loader looks one batch ahead. What it has to save is where it was before it looked.
+What such a loader saves is what torchdata's own would save after the batch that was handed out last, although prepared
+loaders have read further by then; see `nb_accelerate.data.positions`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from nb_accelerate.data import positions
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -40,40 +44,86 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
     class Stateful(kind, StatefulDataLoader):  # type: ignore[misc, valid-type]  # both are loaders of torch
         """A loader that saves its position, and the state of samplers and datasets that have one."""
 
-        _before: dict[str, Any] | None = None
+        _before: dict[str, Any] | None = None  # where reading was when it had read the batch that was handed out
+        _loaded: dict[str, Any] | None = None  # a position that was loaded, until the next epoch begins
 
         def _source(self) -> Iterator[Any]:
+            self._loaded = None
             return self._remembered(super()._source())
 
-        def _source_from(self, position: int) -> Iterator[Any]:  # noqa: ARG002 - torchdata's loader knows it
-            source: Any = iter(StatefulDataLoader.__iter__(self))
-            # torchdata reads up to here in a dataset that has no state, and counts what it reads a second time.
-            if self._before is not None and "_num_yielded" in self._before:
-                source._num_yielded = self._before["_num_yielded"]  # noqa: SLF001 - nothing public tells it
-            return self._remembered(source)
+        def _source_from(self, position: int) -> Iterator[Any]:
+            self._loaded = None
+            # Where only the position counts, rows before it need not be drawn one by one.
+            return super()._source_from(position) if self.next_iter_state is None else self._source()
+
+        def _read(self) -> Iterator[Any]:
+            if self.next_iter_state is None:
+                fresh: Iterator[Any] = super()._read()
+                return fresh
+            if positions.is_over(self.next_iter_state) and not self.persistent_workers:
+                # torchdata begins the epoch that is over, for the sake of its states, and then the next one; an
+                # uninterrupted run draws a number for the next one only.
+                with torch.random.fork_rng(devices=()):
+                    self._get_iterator()
+            source: Iterator[Any] = iter(StatefulDataLoader.__iter__(self))
+            return source
 
         def _remembered(self, source: Iterator[Any]) -> Iterator[Any]:
+            mine: Any = vars(self)  # a DataLoader looks at every attribute that is set
             while True:
-                self._before = StatefulDataLoader.state_dict(self)
+                mine["_before"] = self._reached()
                 try:
                     batch = next(source)
                 except StopIteration:
+                    mine["_before"] = self._read_state()
                     return
                 yield batch
 
+        def _read_state(self) -> Any:
+            return StatefulDataLoader.state_dict(self) if self._reads_itself else None
+
         def _state(self) -> dict[str, Any]:
-            # Between epochs there is no position inside torchdata's loader, and one that is over starts samplers twice.
-            now = self._before if self._looks_ahead else StatefulDataLoader.state_dict(self)
-            state = super()._state()
-            return {**state, "loader": (now if state["position"] else None) or {}}
+            epoch, position = self.whereabouts
+            reading = self._reading(position) if self._loaded is None else self._loaded
+            return positions.complete(reading, epoch=epoch, position=position, per_batch=self._read_per_batch())
+
+        def _reading(self, position: int) -> dict[str, Any]:
+            """Return torchdata's part of a position, counted from the beginning of the epoch."""
+            reader = self._epochs.reader  # another loader if the beginning of the epoch is left out
+            source = (self if reader is None else reader)._source_loader  # noqa: SLF001 - one of ours
+            now = source._last_read()  # noqa: SLF001 - likewise
+            if not now or (not position and not positions.is_over(now)):  # no epoch was begun, or its loop was left
+                return self._reading_of_none()
+            return positions.moved(now, source._uncounted)  # noqa: SLF001 - likewise
+
+        def _last_read(self) -> dict[str, Any] | None:
+            return self._read_state() if self._before and not self._looks_ahead else self._before
+
+        def _reading_of_none(self) -> dict[str, Any]:
+            """Return torchdata's part of the position before an epoch."""
+            # Before the first one nothing has to be said, and no worker be started to say it.
+            if not self.iteration or not self._reads_itself:
+                return {}
+            with torch.random.fork_rng(devices=()):
+                state: dict[str, Any] = self._get_iterator().state_dict()
+            return state
+
+        @property
+        def _uncounted(self) -> int:
+            """How many batches samplers leave out, which torchdata therefore does not count."""
+            batches: int = (self.skip_batches - self._dropped) * self._read_per_batch()
+            return batches
 
         def state_dict(self) -> dict[str, Any]:
             return kind.state_dict(self)  # of the two bases
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            kind.load_state_dict(self, state_dict)
-            StatefulDataLoader.load_state_dict(self, state_dict["loader"])
-            self._before = state_dict["loader"]
+            found = positions.find(state_dict, per_batch=self._read_per_batch(), workers=self.num_workers)
+            self.set_epoch(found.epoch)
+            self._resume_at = found.position or None
+            self._loaded = found.reading
+            to_restore = found.to_restore if self._reads_itself else {}
+            StatefulDataLoader.load_state_dict(self, positions.moved(to_restore, -self._uncounted))
 
     Stateful.__name__ = Stateful.__qualname__ = f"Stateful{kind.__name__}"
     return Stateful

@@ -28,6 +28,11 @@ class Tracked(Protocol):
         ...
 
     @property
+    def rows_of_ranks(self) -> tuple[int, ...] | None:
+        """Rows of the current batch on all ranks, where ``batch_remainder`` is not None and they differ; else None."""
+        ...
+
+    @property
     def even(self) -> bool:
         """Whether all ranks got as many rows as this one."""
         ...
@@ -95,6 +100,47 @@ class HasTracker(Protocol):
         ...
 
 
+class LoaderView:
+    """What a ``GradientState`` shows of loaders.
+
+    Args:
+        tracker: of these loaders; a new one by default.
+    """
+
+    def __init__(self, tracker: LoaderTracker | None = None) -> None:
+        self._own_tracker = tracker or LoaderTracker()
+
+    @property
+    def tracker(self) -> LoaderTracker:
+        """Which prepared loaders are being iterated: where `DataLoaderStateMixin` makes loaders known."""
+        return self._own_tracker
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def active_dataloader(self) -> Tracked | None:
+        """The prepared loader that is being iterated, the innermost of several."""
+        return self.tracker.active
+
+    @property
+    def dataloader_references(self) -> list[Tracked | None]:
+        """None, then all prepared loaders that are being iterated, innermost last; None stands for no loader."""
+        return [None, *self.tracker.loaders]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of its loader."""
+        return self.tracker.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last batch of all processes together; 0 if all are, -1 if not known or in no loader."""
+        return self.tracker.remainder
+
+
 class DataLoaderStateMixin:
     """Makes a loader known to the loop while it is iterated. Prepared loaders have it; loaders of yours can.
 
@@ -109,6 +155,7 @@ class DataLoaderStateMixin:
     remainder: int = -1
     even: bool = True
     rows_on_rank: int | None = None
+    rows_of_ranks: tuple[int, ...] | None = None
 
     @property
     def batch_remainder(self) -> int | None:

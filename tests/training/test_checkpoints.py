@@ -109,7 +109,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(run_ranks: RunRanks, tm
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", ["skip", "stateful", "dispatch"])
+@pytest.mark.parametrize("way", ["skip", "stateful", "dispatch", "stateful dispatch"])
 def test_a_run_that_was_resumed_is_saved_and_resumed_again(run_ranks: RunRanks, tmp_path: Path, ranks: int, way: str):
     def run(where: str, way: str) -> list[Any]:
         from training.test_checkpoints import Numbers
@@ -117,21 +117,23 @@ def test_a_run_that_was_resumed_is_saved_and_resumed_again(run_ranks: RunRanks, 
         from nb_accelerate import Accelerator, DataLoaderConfiguration
 
         configuration = DataLoaderConfiguration(
-            use_seedable_sampler=True, use_stateful_dataloader=way == "stateful", dispatch_batches=way == "dispatch"
+            use_seedable_sampler=True, use_stateful_dataloader="stateful" in way, dispatch_batches="dispatch" in way
         )
 
         def go_on(save_at: int, since: int | None = None) -> list[Any]:
             """Two epochs of batches, each with a random number; from a checkpoint on if there is one."""
             accelerator = Accelerator(cpu=True, dataloader_config=configuration)
             torch.manual_seed(save_at)  # not what the run before had: shuffling is in the checkpoint as well
-            data: Any = Numbers() if way == "stateful" else torch.arange(24.0)[:, None]
-            loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle=way != "stateful"))
+            data: Any = Numbers() if "stateful" in way else torch.arange(24.0)[:, None]
+            loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2, shuffle="stateful" not in way))
             epochs = [loader, loader]
             if since is not None:
                 accelerator.load_state(f"{where}/{since}")
-                epoch, position = divmod(since, len(loader) if way != "stateful" else 12 // accelerator.num_processes)
+                epoch, position = divmod(
+                    since, len(loader) if "stateful" not in way else 12 // accelerator.num_processes
+                )
                 del epochs[:epoch]
-                if way != "stateful":
+                if "stateful" not in way:
                     epochs[0] = accelerator.skip_first_batches(loader, position)
             seen: list[Any] = []
             for one in epochs:

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from nb_accelerate.data.iterable import IterableDatasetShard, LastRow
+from nb_accelerate.data.iterable import IterableDatasetShard, LastRow, MarkingShard
 from nb_accelerate.data.order import Rows
-from nb_accelerate.data.plan import ShardPlan
-from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard
+from nb_accelerate.data.plan import ShardPlan, real_rows_of_padded
+from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from nb_accelerate.data.split import split_between
 from nb_accelerate.errors import ConfigError
 
@@ -94,7 +94,9 @@ def test_iterable_datasets_are_shared_out_like_all_others(rows, batch_size, rank
         batch_size *= ranks
     hands, real = deal_by_hand(rows, batch_size, ranks, drop_last, split, even)
     for rank in range(ranks):
-        shard = IterableDatasetShard(range(rows), batch_size, drop_last, ranks, rank, split, even_batches=even)
+        options = (range(rows), batch_size, drop_last, ranks, rank, split)
+        assert list(IterableDatasetShard(*options, even_batches=even)) == list(itertools.chain(*hands[rank]))
+        shard = MarkingShard(*options, even_batches=even)
         got = list(shard)
         marks = [row.real for row in got if isinstance(row, LastRow)]
         assert [row.row if isinstance(row, LastRow) else row for row in got] == list(itertools.chain(*hands[rank]))
@@ -194,9 +196,84 @@ def test_batches_that_cannot_be_split_evenly_are_refused_with_sizes_that_can():
         BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 5, False), 2, 0, True)
 
 
-def test_batches_of_no_fixed_size_cannot_be_made_even():
-    with pytest.raises(ConfigError, match=r"no batch_size.*even_batches=False"):
-        BatchSamplerShard([[0], [1, 2]], 2, 0)
+def rounds_by_hand(batches, ranks, drop_last, even):
+    """Deal out whole batches, one for each rank in turn. Returns each rank's, and the real rows of the last round."""
+    hands, real = [[] for _ in range(ranks)], 0
+    for first in range(0, len(batches), ranks):
+        table = batches[first : first + ranks]
+        if len(table) < ranks:
+            if drop_last:
+                break
+            real = sum(map(len, table))
+            again = itertools.cycle(batches[:ranks])
+            while even and len(table) < ranks:
+                table.append(next(again))
+        for hand, batch in zip(hands, table, strict=False):
+            hand.append(batch)
+    return hands, real
+
+
+class Varying:
+    """A user's sampler of batches whose sizes differ, such as texts of similar length."""
+
+    def __init__(self, batches, drop_last):
+        self.batches, self.drop_last = batches, drop_last
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), max_size=13),
+    ranks=st.integers(1, 6),
+    drop_last=st.booleans(),
+    even=st.booleans(),
+    skip=st.integers(0, 4),
+)
+@example(sizes=[3], ranks=3, drop_last=False, even=True, skip=0)
+@example(sizes=[1, 2, 3], ranks=2, drop_last=False, even=False, skip=1)
+def test_batches_of_varying_size_go_round_whole(sizes, ranks, drop_last, even, skip):
+    numbers = iter(range(sum(sizes)))
+    batches = [[next(numbers) for _ in range(size)] for size in sizes]
+    hands, real = rounds_by_hand(batches, ranks, drop_last, even)
+    shards = sharded(Varying(batches, drop_last), ranks, False, even)
+    assert [list(shard) for shard in shards] == hands
+    assert [len(shard) for shard in shards] == [len(hand) for hand in hands]
+    for rank, shard in enumerate(shards):
+        takes_part = len(hands[rank]) > len(sizes) // ranks
+        assert shard.last_group_rows == (real if real and takes_part else None)
+        assert list(shard.starting_at(skip)) == hands[rank][skip:]
+    if real and even:  # padded to the longest, they are those that come before the repeated batches
+        last = [hand[-1] for hand in hands]
+        padded = [row for batch in last for row in (batch + [-1] * max(sizes))[: max(map(len, last))]]
+        kept = padded[: real_rows_of_padded([len(batch) for batch in last], real)]
+        assert [row for row in kept if row >= 0] == list(range(sum(sizes) - real, sum(sizes)))
+    if not drop_last:  # gathered in rank order, the real rows come first
+        steps = [[hand[step] for hand in hands if step < len(hand)] for step in range(len(hands[0]))]
+        gathered = [[row for batch in step for row in batch] for step in steps]
+        if real:
+            gathered[-1] = gathered[-1][:real]
+        assert [row for step in gathered for row in step] == list(range(sum(sizes)))
+
+
+def test_batches_of_no_fixed_size_cannot_be_split():
+    with pytest.raises(ConfigError, match=r"list has no batch_size, so its batches cannot be split for 2 ranks"):
+        BatchSamplerShard([[0], [1, 2]], 2, 0, split_batches=True)
+
+
+def test_a_seedable_sampler_takes_the_seed_of_torch():
+    torch.manual_seed(11)
+    sampler, told = SeedableRandomSampler(range(9)), SeedableRandomSampler(range(9), data_seed=11)
+    torch.rand(3)  # which changes the state, but not the seed
+    assert sampler.initial_seed == told.initial_seed == 11
+    for epoch in range(2):
+        assert sampler.epoch == epoch
+        assert list(sampler) == list(told)
+    assert list(sampler) != list(SeedableRandomSampler(range(9), data_seed=12))
 
 
 def test_batches_of_no_fixed_size_go_round_whole():

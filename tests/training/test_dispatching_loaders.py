@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import UserDict, namedtuple
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.parcel import pack, unpack, write
 from nb_accelerate.data.plan import dealt
-from nb_accelerate.errors import ConfigError, DispatchError
+from nb_accelerate.errors import DispatchError
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
 
@@ -259,11 +258,6 @@ def test_rows_that_cannot_be_joined_are_refused_with_what_to_write(run_ranks):
 
     for text in run_ranks(read):
         assert "shapes (1, 3), (1, 1), (1, 2), which cannot be joined row by row. Pad them" in text
-
-
-def test_stateful_and_dispatching_exclude_each_other():
-    with pytest.raises(ConfigError, match="cannot go together"):
-        DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
 
 
 def test_parcels_hold_any_tensors():

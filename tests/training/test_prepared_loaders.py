@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import weakref
 from collections import UserDict, namedtuple
 
 import pytest
@@ -22,7 +24,8 @@ from torch.utils.data import (
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.data_loader import DataLoaderShard, IterableDatasetShard, SeedableRandomSampler
+from nb_accelerate.errors import CollectiveMismatchError, ConfigError, NotPreparedError
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
 
@@ -337,3 +340,149 @@ def test_a_prepared_model_evaluates_what_was_held_out(run_ranks):
     for outputs, numbers in run_ranks(evaluate):
         assert numbers.tolist() == list(range(37))
         torch.testing.assert_close(outputs, expected.detach(), rtol=0, atol=1e-6)
+
+
+def texts_of(rows):
+    return {"n": torch.tensor(rows), "text": [f"row {row}" for row in rows]}
+
+
+def test_batches_of_varying_size_are_gathered_exactly(run_ranks):
+    def evaluate():
+        torch.set_num_threads(1)
+        accelerator = Accelerator(cpu=True)
+        ranks = accelerator.num_processes
+        for sizes in ((3, 1, 4, 2, 5, 3, 2), (2, 5), (4,), (1, 2, 3, 1, 2, 3), (2, 2, 2, 2, 2)):
+            ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+            batches = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+            for collate in (None, list, texts_of):
+                loader = accelerator.prepare(DataLoader(range(99), batch_sampler=batches, collate_fn=collate))
+                assert len(loader) == -(-len(sizes) // ranks)
+                objects, padded, count = [], [], 0
+                for batch in loader:
+                    rows = torch.as_tensor(batch["n"] if isinstance(batch, dict) else batch)
+                    objects += accelerator.gather_for_metrics([f"row {row}" for row in rows.tolist()])
+                    wide = accelerator.pad_across_processes(rows, pad_index=-1)
+                    padded += accelerator.gather_for_metrics(wide).tolist()
+                    count += 1
+                assert count == len(loader)
+                assert objects == [f"row {row}" for row in range(ends[-1])], (sizes, objects)
+                assert [row for row in padded if row >= 0] == list(range(ends[-1])), (sizes, padded)
+
+    for world_size in (2, 3):
+        run_ranks(evaluate, world_size=world_size)
+
+
+def test_tensors_of_varying_size_are_refused_in_the_last_round_as_in_all_others(run_ranks):
+    def evaluate():
+        accelerator = Accelerator(cpu=True)
+        errors = []
+        for sizes in ((2, 1, 3), (1, 2, 2, 2, 3)):  # the first round, the last one
+            ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+            batches = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+            for batch in accelerator.prepare(DataLoader(range(99), batch_sampler=batches)):
+                try:
+                    accelerator.gather_for_metrics(batch)
+                except CollectiveMismatchError as error:
+                    errors.append(str(error))
+        return errors
+
+    for errors in run_ranks(evaluate):
+        assert len(errors) == 4
+        assert all("rank 1" in error for error in errors)
+
+
+def test_loaders_tell_what_is_kept_in_step(run_ranks):
+    def tell():
+        found = []
+        stream = Stream(8)
+        stream.generator = torch.Generator()
+        for types in (None, ["torch"], ["torch", "generator"]):
+            accelerator = Accelerator(cpu=True, rng_types=types)
+            for loader in (
+                DataLoader(range(8), shuffle=True),
+                DataLoader(range(8), batch_size=None, sampler=RandomSampler(range(8))),
+                DataLoader(range(8)),
+                DataLoader(stream),
+            ):
+                prepared = accelerator.prepare(loader)
+                for one in (prepared, accelerator.skip_first_batches(prepared, 1)):
+                    generator = one.synchronized_generator
+                    names = [str(kind.value) for kind in one.rng_types]
+                    assert (generator is not None) is ("generator" in names)
+                    of_source = stream.generator if isinstance(loader.dataset, Stream) else one.get_sampler()
+                    assert generator is None or generator is getattr(of_source, "generator", of_source)
+                    found.append(names)
+        return found[::2] if found[::2] == found[1::2] else None
+
+    def expected(globally):
+        with_generator = [*globally, "generator"]
+        return [with_generator, with_generator, globally, with_generator]
+
+    both = [*expected([]), *[["torch"]] * 4, *expected(["torch"])]
+    assert run_ranks(tell) == [both, both]
+    assert tell() == [*[[]] * 4, *[["torch"]] * 8]
+
+
+def test_a_loader_leads_to_the_state_of_its_accelerator():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
+    for state in (loader.gradient_state, accelerator.skip_first_batches(loader, 1).gradient_state):
+        assert state.num_steps == 2
+        assert not state.in_dataloader
+    found = []
+    for _ in loader:
+        with accelerator.accumulate():
+            state = loader.gradient_state
+            found.append((state.sync_gradients, state.end_of_dataloader, state.active_dataloader is loader))
+    assert found == [(False, False, True), (True, True, True)]
+    by_hand = DataLoaderShard(range(4))
+    assert [by_hand.gradient_state.dataloader_references for _ in by_hand][0] == [None, by_hand]  # noqa: RUF015
+    assert by_hand.gradient_state.dataloader_references == [None]
+    assert pickle.loads(pickle.dumps(loader)).gradient_state.num_steps == 2
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_what_is_dropped_in_the_middle_of_a_loop_is_freed_at_once(stateful):
+    if stateful:
+        pytest.importorskip("torchdata")
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful))
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2))
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    dropped = [weakref.ref(thing) for thing in (accelerator, loader, loader.gradient_state)]
+    gc.disable()
+    try:
+        del accelerator, loader, batches
+        assert [reference() for reference in dropped] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_leaving_out_batches_leaves_the_epoch_of_samplers_as_it_is():
+    sampler = SeedableRandomSampler(range(16))
+    loader = DataLoaderShard(range(16), batch_sampler=BatchSampler(sampler, 4, False))
+    whole = [[[row.item() for row in batch] for batch in loader] for _ in range(2)]
+    loader.set_epoch(1)
+    rest = Accelerator(cpu=True).skip_first_batches(loader, 1)
+    assert [batch.tolist() for batch in rest] == whole[1][1:]
+    loader.set_epoch(1)
+    own = DataLoaderShard(range(16), batch_sampler=Told(sampler, 4, False))
+    own.set_epoch(1)
+    first = next(iter(Accelerator(cpu=True).skip_first_batches(own, 1)))
+    assert first.tolist() == whole[1][1]
+    assert sampler.epoch == own.batch_sampler.epoch == 1
+
+
+class Told(BatchSampler):
+    """Knows its epoch, as the sampler inside does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_rows_of_a_shard_made_by_hand_are_the_users():
+    shards = [IterableDatasetShard(Stream(9), 2, num_processes=2, process_index=rank) for rank in range(2)]
+    assert [list(shard) for shard in shards] == [[0, 1, 4, 5, 8, 0], [2, 3, 6, 7, 1, 2]]
+    assert [batch.tolist() for batch in DataLoader(shards[1], batch_size=2)] == [[2, 3], [6, 7], [1, 2]]

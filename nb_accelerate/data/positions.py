@@ -1,0 +1,142 @@
+"""What a loader built on torchdata's saves: the state of torchdata's own loader, and what that does not know.
+
+::
+
+    one process       {"_num_yielded": 3, "_sampler_iter_yielded": 3, ..., "_iterator_finished": False}
+    loader workers    {"_snapshot": {"_snapshot_step": 3, "_main_snapshot": {...}, "_worker_snapshots": {...}}, ...}
+    nothing read      {}
+    beyond            {..., "nb_accelerate": {"epoch": 2, "position": 3}}
+
+torchdata counts batches of the epoch, but no epochs. Our own key is there only if it says something else than one would
+assume: that it is the first epoch (the second, if that is over), and that as many batches were handed out as were read.
+So states travel to torchdata, and to others that are built on it, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nb_accelerate.errors import CheckpointError
+
+_OURS = "nb_accelerate"
+_OF_SAMPLERS = ("_index_sampler_state", "_sampler_iter_state")
+_OF_DATASETS = ("dataset_state", "dataset_iter_state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A position that was saved.
+
+    Attributes:
+        epoch: the one it is in.
+        position: batches of it that were handed out.
+        reading: torchdata's part.
+        to_restore: the same if samplers or datasets have a state in it; else nothing, and the position is enough.
+    """
+
+    epoch: int
+    position: int
+    reading: dict[str, Any]
+    to_restore: dict[str, Any]
+
+
+def complete(reading: Mapping[str, Any], *, epoch: int, position: int, per_batch: int) -> dict[str, Any]:
+    """Return a position to be saved.
+
+    Args:
+        reading: torchdata's part.
+        epoch: which one.
+        position: batches of it that were handed out.
+        per_batch: how many batches are read for one that is handed out.
+    """
+    own = {} if (epoch, position) == _assumed(reading, per_batch) else {_OURS: {"epoch": epoch, "position": position}}
+    return {**reading, **own}
+
+
+def find(state: Any, *, per_batch: int, workers: int) -> Found:
+    """Return the position that was saved in a state.
+
+    Args:
+        state: what `complete` returned, or torchdata, or something else that is built on it.
+        per_batch: how many batches are read for one that is handed out.
+        workers: how many worker processes the loader has.
+
+    Raises:
+        CheckpointError: it is no such state, or one of samplers or datasets in another number of workers.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"A loader was given a {type(state).__name__} as its position. {_WHAT}")
+    reading = {key: value for key, value in state.items() if key != _OURS}
+    try:
+        epoch, position = _assumed(reading, per_batch)
+        own = state.get(_OURS, {"epoch": epoch, "position": position})
+        epoch, position = _whole(own["epoch"]), _whole(own["position"])
+        states = _states(reading)
+        were = len(reading["_snapshot"]["_worker_snapshots"]) if "_snapshot" in reading else 0
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"A loader was given a position that it cannot read ({type(error).__name__}: {error}). {_WHAT} This has "
+            f"{', '.join(map(repr, state)) or 'nothing'}."
+        ) from error
+    if were != workers and any(set(state) - {"samples_yielded"} for state in states if isinstance(state, Mapping)):
+        raise CheckpointError(
+            f"The position was saved by a loader with num_workers={were}, together with the state of its sampler or "
+            f"dataset in each of them, and this loader has num_workers={workers}. Write num_workers={were}."
+        )
+    to_restore = reading if states and were == workers else {}
+    return Found(epoch=epoch, position=position, reading=reading, to_restore=to_restore)
+
+
+def is_over(reading: Mapping[str, Any]) -> bool:
+    """Whether torchdata's part of a position is of an epoch that is over."""
+    return bool(reading.get("_iterator_finished", False))
+
+
+def moved(reading: Mapping[str, Any], batches: int) -> dict[str, Any]:
+    """Return torchdata's part of a position, as of a loader that reads some batches more before it, or fewer."""
+    if not batches or not reading:
+        return dict(reading)
+    if "_snapshot" not in reading:
+        return _added(reading, batches, "_num_yielded", "_sampler_iter_yielded")
+    snapshot = _added(reading["_snapshot"], batches, "_snapshot_step")
+    snapshot["_main_snapshot"] = _added(snapshot["_main_snapshot"], batches, "_sampler_iter_yielded")
+    return {**reading, "_snapshot": snapshot}
+
+
+_WHAT = "It has to be what state_dict() of a stateful loader returned, or what torchdata's own loader returns."
+
+
+def _added(counts: Mapping[str, Any], batches: int, *names: str) -> dict[str, Any]:
+    return {**counts, **{name: max(counts[name] + batches, 0) for name in names}}
+
+
+def _assumed(reading: Mapping[str, Any], per_batch: int) -> tuple[int, int]:
+    """Return epoch and position, where nothing but torchdata's part is there."""
+    if not reading:
+        return 0, 0
+    if "_snapshot" in reading:
+        read = reading["_snapshot"]["_snapshot_step"] + reading["_steps_since_snapshot"]
+    else:
+        read = reading["_num_yielded"]
+    return (1, 0) if is_over(reading) else (0, _whole(read) // per_batch)
+
+
+def _states(reading: Mapping[str, Any]) -> list[Any]:
+    """Return the states of their own that samplers and datasets have put there."""
+    main, places = reading, [reading]
+    if "_snapshot" in reading:
+        main = reading["_snapshot"]["_main_snapshot"]
+        places = list(reading["_snapshot"]["_worker_snapshots"].values())
+    streams = [place["fetcher_state"] for place in places if place.get("fetcher_state") is not None]
+    found = [place.get(name) for place in (*places, *streams) for name in _OF_DATASETS]
+    if not streams:  # what is read from its beginning has a sampler too, which only counts
+        found += [main.get(name) for name in _OF_SAMPLERS]
+    return [state for state in found if state is not None]
+
+
+def _whole(number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is no number of batches")
+    return number
