@@ -20,6 +20,9 @@ from typing import Any
 
 from nb_accelerate.errors import CheckpointError
 
+OVER = "_iterator_finished"
+"""Where torchdata says whether the epoch is over."""
+
 _OURS = "nb_accelerate"
 _OF_SAMPLERS = ("_index_sampler_state", "_sampler_iter_state")
 _OF_DATASETS = ("dataset_state", "dataset_iter_state")
@@ -91,7 +94,7 @@ def find(state: Any, *, per_batch: int, workers: int) -> Found:
 
 def is_over(reading: Mapping[str, Any]) -> bool:
     """Whether torchdata's part of a position is of an epoch that is over."""
-    return bool(reading.get("_iterator_finished", False))
+    return bool(reading.get(OVER, False))
 
 
 def moved(reading: Mapping[str, Any], batches: int) -> dict[str, Any]:

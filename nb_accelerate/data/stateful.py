@@ -92,21 +92,14 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
             reader = self._epochs.reader  # another loader if the beginning of the epoch is left out
             source = (self if reader is None else reader)._source_loader  # noqa: SLF001 - one of ours
             now = source._last_read()  # noqa: SLF001 - likewise
-            if not now or (not position and not positions.is_over(now)):  # no epoch was begun, or its loop was left
-                return self._reading_of_none()
+            if not now:  # no epoch was begun
+                return {}
+            if not position:  # between epochs, perhaps because a loop was left
+                now = {**now, positions.OVER: True}
             return positions.moved(now, source._uncounted)  # noqa: SLF001 - likewise
 
         def _last_read(self) -> dict[str, Any] | None:
             return self._read_state() if self._before and not self._looks_ahead else self._before
-
-        def _reading_of_none(self) -> dict[str, Any]:
-            """Return torchdata's part of the position before an epoch."""
-            # Before the first one nothing has to be said, and no worker be started to say it.
-            if not self.iteration or not self._reads_itself:
-                return {}
-            with torch.random.fork_rng(devices=()):
-                state: dict[str, Any] = self._get_iterator().state_dict()
-            return state
 
         @property
         def _uncounted(self) -> int:

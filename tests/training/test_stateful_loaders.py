@@ -223,6 +223,25 @@ def test_a_position_of_a_later_epoch_is_one_of_torchdatas_too():
     theirs.load_state_dict({})
 
 
+def test_saving_between_epochs_changes_nothing():
+    def run(save):
+        generator = torch.Generator().manual_seed(7)
+        loader = Accelerator(cpu=True).prepare(of_torchdata(range(20), batch_size=4, shuffle=True, generator=generator))
+        states = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            if save:
+                states.append(loader.state_dict())
+            state_after(loader, 2)  # and leave the loop
+        return lists(loader), states
+
+    whole, _ = run(save=False)
+    rows, states = run(save=True)
+    assert rows == whole
+    assert states[0] == {}
+    assert [state["nb_accelerate"] for state in states[2:]] == [{"epoch": 2, "position": 0}]
+
+
 def test_a_dataset_with_a_state_gets_it_back():
     loader = prepared(lambda: DataLoader(Counting(), batch_size=4))
     whole = lists(loader)
