@@ -17,11 +17,13 @@ class DataLoaderConfiguration:
             that of all ranks together. By default every rank gets whole batches of that size.
         dispatch_batches: rank 0 reads all data and sends the others their part, for data that only one process
             can or should read. None and False: every rank reads, of an iterable dataset all rows, and keeps its own.
-        even_batches: fill up the last batches with rows from the start, so that all ranks have equally many.
+        even_batches: fill up the last batches with rows from the start, so that all ranks have equally many; with
+            whole batches from the start, where a batch sampler has no ``batch_size`` and its batches vary in size.
         use_seedable_sampler: shuffle by ``data_seed`` plus the epoch, independent of all other random numbers.
         data_seed: the seed for that; None takes the seed of torch when the loader is prepared.
         non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
-        use_stateful_dataloader: make loaders that can save and restore their position (the package torchdata).
+        use_stateful_dataloader: make loaders that can save and restore their position, and the state of samplers and
+            datasets that have one (the package torchdata). Where rank 0 reads for all, the state is its own.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
