@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 from nb_accelerate.board import Page
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.output import new_mark
-from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.ends import NUMBER, RankEnds
 from nb_accelerate.worker.server import EXIT_STATUS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.protocol.messages import Call, Join, RunCell
+
+AGAIN = 0.15
+"""Seconds after which an interrupt is sent again, to ranks that were about to wait for something when it came."""
 
 
 class RankHandle:
@@ -39,6 +44,7 @@ class RankHandle:
         self.exitcode: int | None = None
         self.ended = False
         self._signal: Callable[[int], None] = lambda _: None
+        self._asked = 0
         self.board = Page()
         self.channel, there = Channel.pair()
         self.stdout, stdout = os.pipe()
@@ -74,10 +80,19 @@ class RankHandle:
         if not self.ended:
             self._signal(signum)
 
+    def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
+        """Send what the rank is to answer.
+
+        Raises:
+            OSError: it has ended.
+        """
+        self._asked += 1
+        self.channel.send(message, fds)
+
     def announce_interrupt(self) -> None:
-        """Say that the next SIGINT is meant for this rank."""
+        """Say that SIGINT is meant for what the rank was asked last."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._interrupt, b"!")
+            os.write(self._interrupt, NUMBER.pack(self._asked))
 
     def read_status(self) -> None:
         """The status pipe is readable: the rank has ended, or whoever watched it has."""

@@ -30,6 +30,7 @@ import psutil
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.display import Action, Seen
+from nb_accelerate.launch.handle import AGAIN
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.sources import Sources
@@ -142,6 +143,7 @@ class Supervisor:
         self._sources = Sources(self._on_bell)
         self._stage: Stage | None = None
         self._stage_ends = float("inf")
+        self._again_at = float("inf")
         self._overdue_at = float("inf")
         self._start_ends = time.monotonic() + self._patience.start
         self._quit_ends = float("inf")
@@ -311,9 +313,9 @@ class Supervisor:
             return
         with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
             if self._call is None:
-                rank.handle.channel.send(Call(parcel=None))
+                rank.handle.ask(Call(parcel=None))
             else:
-                rank.handle.channel.send(Call(parcel=self._call.parcel), self._call.fds)
+                rank.handle.ask(Call(parcel=self._call.parcel), self._call.fds)
         if all(rank.ready for rank in self._ranks):
             self._start_ends = float("inf")
             if self._timeout is not None:
@@ -364,7 +366,9 @@ class Supervisor:
             Stage.TERMINATE: self._patience.terminate,
             Stage.KILL: float("inf"),
         }[stage]
-        self._stage_ends = time.monotonic() + grace
+        now = time.monotonic()
+        self._stage_ends = now + grace
+        self._again_at = now + AGAIN if stage is Stage.INTERRUPT else float("inf")
         for rank in self._ranks:
             if rank.handle.ended:
                 continue
@@ -393,6 +397,11 @@ class Supervisor:
             self._enter(Stage.TERMINATE)
         if self._stage is not None and (now >= self._stage_ends or self._nobody_is_left_to_ask()):
             self._enter(Stage(self._stage + 1))
+        elif now >= self._again_at:
+            self._again_at = now + AGAIN
+            for rank in self._ranks:
+                if rank.ready and rank.answer is None:
+                    rank.handle.signal(signal.SIGINT)
         if now >= self._router.due:
             self._router.flush()
         if self.panel is not None and now >= self.panel.due:
@@ -402,7 +411,7 @@ class Supervisor:
             self._look_for_stopped_ranks()
 
     def _next_deadline(self) -> float:
-        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends)
+        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends, self._again_at)
         panel = self.panel.due if self.panel is not None else float("inf")
         return min(stopping, self._router.due, self._monitor_at, panel)
 

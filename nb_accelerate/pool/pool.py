@@ -245,7 +245,7 @@ class Pool:
                     wants_accelerator=source.wants_accelerator,
                 )
                 with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
-                    member.handle.channel.send(message, packed.fds if packed else ())
+                    member.handle.ask(message, packed.fds if packed else ())
 
             turn = group.turn(members, send, timeout=options.timeout, say=output.say)
             turn.attended = not tell
@@ -353,7 +353,7 @@ class Pool:
     def _call(self, members: Sequence[Member], packed: Packed, timeout: float | None = None) -> list[Any]:
         def send(member: Member) -> None:
             with contextlib.suppress(OSError):  # as above
-                member.handle.channel.send(Call(parcel=packed.parcel), packed.fds)
+                member.handle.ask(Call(parcel=packed.parcel), packed.fds)
 
         group = self._the_group()
         return group.ask(group.turn(members, send, timeout=timeout))

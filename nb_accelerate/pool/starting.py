@@ -116,6 +116,6 @@ def send_join(member: Member, meeting: Meeting, number: int, world_size: int) ->
     )
     fds = [one.fileno() for one in (alarm, listener) if one is not None]
     with contextlib.suppress(OSError):  # as above
-        member.handle.channel.send(message, fds)
+        member.handle.ask(message, fds)
     if alarm is not None:
         alarm.close()

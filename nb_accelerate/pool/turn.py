@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.launch.handle import AGAIN
 from nb_accelerate.pool.questions import Questions
 from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
 
@@ -128,6 +129,7 @@ class Turn:
     done: threading.Event = field(default_factory=threading.Event)
     stage: Stage | None = None
     _stage_ends: float = _NEVER
+    _again_at: float = _NEVER
     _late_at: float = _NEVER
     _unaided: set[int] = field(default_factory=set)
     """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
@@ -140,7 +142,7 @@ class Turn:
     @property
     def due(self) -> float:
         """When `act` has something to do."""
-        return min(self._stage_ends, self._late_at)
+        return min(self._stage_ends, self._again_at, self._late_at)
 
     @property
     def failed_rank(self) -> int | None:
@@ -211,6 +213,10 @@ class Turn:
             self._trouble(Trouble(kind="late", when=now, late=tuple(one.rank for one in self.waiting)))
         if now >= self._stage_ends and self.stage is not None:
             self._enter(Stage(self.stage + 1))
+        elif now >= self._again_at:
+            self._again_at = now + AGAIN
+            for member in self.waiting:
+                member.handle.signal(signal.SIGINT)
 
     def _is_our_doing(self) -> bool:
         return self.stage is not None and self.stage >= Stage.INTERRUPT
@@ -229,7 +235,9 @@ class Turn:
             Stage.INTERRUPT: self.patience.interrupt,
             Stage.CUT: self.patience.cut,
         }
-        self._stage_ends = time.monotonic() + patience.get(stage, _NEVER)
+        now = time.monotonic()
+        self._stage_ends = now + patience.get(stage, _NEVER)
+        self._again_at = now + AGAIN if stage is Stage.INTERRUPT else _NEVER
         waiting = self.waiting
         for member in waiting:
             if stage is Stage.ASK:

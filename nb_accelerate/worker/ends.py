@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, fields
+
+NUMBER = struct.Struct("=Q")
+"""Of a call or cell, in the interrupt pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +17,7 @@ class RankEnds:
         control: its end of the channel.
         stdout: write end of the pipe for everything Python prints and C code writes to descriptor 1.
         stderr: write end of the pipe for what C code writes to descriptor 2.
-        interrupt: read end of a pipe; a byte in it says that the next SIGINT is meant for this rank.
+        interrupt: read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for.
         stacks: write end of the pipe into which the stacks of all threads are dumped on request.
         board: the page on which it says how far it is.
         store: a listening socket on which this rank serves the rendezvous store, or -1.

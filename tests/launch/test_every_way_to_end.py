@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from fixtures.ranks import RunRanks
 
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
 from nb_accelerate.launch.supervisor import Patience
+from nb_accelerate.launchers import notebook_launcher
 
 
 def my_rank() -> int:
@@ -287,6 +289,27 @@ def test_where_a_rank_was_on_the_way_to_its_own_end_is_not_told(
     with pytest.raises(Odd) as caught:
         run_ranks(one_fails_first, world_size=3)
     assert caught.value.__notes__ == ["Raised by rank 0 of 3."]
+
+
+def test_the_signal_comes_again_for_ranks_that_were_about_to_wait_when_it_came_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def counts(folder: str) -> None:
+        seen: list[int] = []
+        signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+        Path(folder, "ready").touch()
+        while len(seen) < 3:
+            time.sleep(0.01)
+        Path(folder, "done").touch()
+
+    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, interrupt=50.0))
+    handle = notebook_launcher(counts, (str(tmp_path),), num_processes=1, block=False, progress="off")
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    handle.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    assert (tmp_path / "done").exists()
 
 
 def test_a_late_abort_after_the_answer_is_no_failure(run_ranks: RunRanks) -> None:

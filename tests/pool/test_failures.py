@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,6 +29,12 @@ dist.all_reduce(_sum)
 
 def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def has_pending(pid: int, signum: int) -> bool:
+    """Is a signal on its way to a process that does not run?"""
+    (mask,) = re.findall(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
 @pytest.fixture(
@@ -169,6 +176,38 @@ class TestInterrupts:
         assert notebook.finish(cell).error == "KeyboardInterrupt"
         code = "%%rank 0\nbefore = len(ticks)\nfor _ in range(9): await asyncio.sleep(0)\nprint(len(ticks) - before)"
         assert notebook.run(code).ok().stdout == "0\n"
+
+    @pytest.mark.parametrize("place", ["asyncio.Handle._run", "asyncio.BaseEventLoop._check_closed"])
+    def test_an_interrupt_between_two_steps_of_a_task_loses_none(self, notebook: Kernel, place: str):
+        cell = notebook.start(
+            f"%%rank 0\nimport asyncio, signal\noriginal = {place}\ndef is_hit(self):\n"
+            "    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
+            "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+            f"    original(self)\n{place} = is_hit\nprint('here', flush=True)\n"
+            f"try:\n    while True: await asyncio.sleep(0)\nfinally:\n    {place} = original\n"
+            "    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])"
+        )
+        notebook.wait_for_output(cell, "here")
+        notebook.interrupt()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
+        notebook.run("%%distributed\nprint(kept)").ok()
+
+    def test_a_rank_that_has_not_begun_a_cell_is_interrupted_too(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("somebody has to say that the cell has begun")
+        (late,) = (one for one in notebook.processes() if one.name() == f"nb-rank{last(ranks)}")
+        late.suspend()
+        try:
+            cell = notebook.start("%%distributed\nprint('here', flush=True)\ntime.sleep(600)")
+            notebook.wait_for_output(cell, "here")
+            notebook.interrupt()
+            while not has_pending(late.pid, signal.SIGINT):
+                time.sleep(0.01)
+        finally:
+            late.resume()
+        ended = notebook.finish(cell)
+        assert (ended.error, ended.message) == ("KeyboardInterrupt", "the cell was interrupted")
+        notebook.run("%%distributed\nprint(kept)").ok()
 
     def test_an_interrupt_between_cells_reaches_no_rank(self, notebook: Kernel):
         notebook.interrupt()
