@@ -17,6 +17,7 @@ from nb_accelerate.checkpoint.model import write_model
 from nb_accelerate.checkpoint.together import together
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
     import os
@@ -43,8 +44,7 @@ class CheckpointSlice(Slice):
             unwrap: under the names of the user's model; else under those that the prepared one has.
         """
         if unwrap:
-            inner = self.core.strategy.unwrap(getattr(model, "_orig_mod", model))
-            model = getattr(inner, "_orig_mod", inner)
+            model = extract_model_from_parallel(model, keep_torch_compile=False)
         return model.state_dict()
 
     def save_model(

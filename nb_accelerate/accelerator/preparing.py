@@ -20,6 +20,7 @@ from nb_accelerate.config.env import Environment
 from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
+from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,6 +222,24 @@ class PreparingSlice(Slice):
             )
         return prepared
 
+    # Lists under the names that scripts and libraries look for, to find what was prepared.
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self.core.prepared.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self.core.prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self.core.prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[DataLoaderShard]:
+        return self.core.prepared.loaders
+
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
         return verify_device_map(model)
@@ -235,14 +254,7 @@ class PreparingSlice(Slice):
             keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
             keep_torch_compile: False also takes it out of `torch.compile`.
         """
-        compiled = model
-        model = getattr(compiled, "_orig_mod", model)
-        inner = self.core.strategy.unwrap(model)
-        if not keep_fp32_wrapper:
-            self.core.precision.restore_model(getattr(inner, "_orig_mod", inner))
-        if not keep_torch_compile:
-            return getattr(inner, "_orig_mod", inner)
-        return compiled if inner is model else inner
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything prepared, and give memory back to the device.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import foreign_accelerator, forgotten_model
 from nb_accelerate.board import Phase
-from nb_accelerate.config.checks import check_whole
+from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
 
@@ -58,6 +58,10 @@ class TrainingSlice(Slice):
     def sync_gradients(self) -> bool:
         """Whether the current batch closes an accumulation window: optimizers step."""
         return self.core.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.core.accumulation.sync_gradients = check_flag("sync_gradients", value)
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
     from torch import Tensor
+
+ReduceOp = Literal["sum", "max"]
 
 
 class Collectives(ABC):
@@ -49,8 +51,8 @@ class Collectives(ABC):
         """Return the tensors of all ranks, of shape (world_size, *tensor.shape), in rank order."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks. May change ``tensor``, which the caller gives up."""
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Return the sum over ranks, or the largest of each element; ``tensor``, given up by the caller, may change."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:

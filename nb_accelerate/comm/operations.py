@@ -17,7 +17,7 @@ from nb_accelerate.nested import map_tensors, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nb_accelerate.comm.collectives import Collectives
+    from nb_accelerate.comm.collectives import Collectives, ReduceOp
 
 
 def gather(collectives: Collectives, data: Any) -> Any:
@@ -42,44 +42,46 @@ def gather(collectives: Collectives, data: Any) -> Any:
 
 
 def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return ``data`` with every tensor replaced by its sum or mean over ranks. ``data`` is not changed.
+    """Return ``data`` with every tensor replaced by its sum, mean or largest over ranks. ``data`` is not changed.
 
     Args:
         collectives: how.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-        reduction: ``"sum"``, ``"mean"`` or ``"none"``. The mean of whole numbers is a float32 tensor.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``. The mean of whole numbers is a
+            float32 tensor.
         scale: what the result is multiplied with.
 
     Raises:
         ConfigError: ``reduction`` is none of these.
         TypeError: something in ``data`` is not a tensor.
     """
-    check_choice("reduction", reduction, ("sum", "mean", "none"))
+    check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
     tensors = tensors_in(data, strict=True)
     if collectives.world_size == 1 or reduction == "none":
         return data if scale == 1.0 else _put_back(data, [tensor * scale for tensor in tensors])
     collectives.verify("reduce", data, tensors)
-    sums = _sum(collectives, tensors)
+    reduced = _reduced(collectives, tensors, "max" if reduction == "max" else "sum")
     factor = scale / collectives.world_size if reduction == "mean" else scale
-    return _put_back(data, sums if factor == 1.0 else [tensor * factor for tensor in sums])
+    return _put_back(data, reduced if factor == 1.0 else [tensor * factor for tensor in reduced])
 
 
-def _sum(collectives: Collectives, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sum over ranks, with one collective for all tensors of a dtype and device."""
+def _reduced(collectives: Collectives, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
+    """Reduce over ranks, with one collective for all tensors of a dtype and device."""
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         together.setdefault((tensor.dtype, tensor.device), []).append(index)
-    sums: list[Tensor] = list(tensors)
+    reduced: list[Tensor] = list(tensors)
     for indices in together.values():
         if len(indices) == 1:
             only = tensors[indices[0]]
-            sums[indices[0]] = collectives.all_reduce(only.detach().clone(memory_format=torch.contiguous_format))
+            copy = only.detach().clone(memory_format=torch.contiguous_format)
+            reduced[indices[0]] = collectives.all_reduce(copy, op)
             continue
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
-        parts = torch.split(collectives.all_reduce(flat), [tensors[index].numel() for index in indices])
+        parts = torch.split(collectives.all_reduce(flat, op), [tensors[index].numel() for index in indices])
         for index, part in zip(indices, parts, strict=True):
-            sums[index] = part.reshape(tensors[index].shape)
-    return sums
+            reduced[index] = part.reshape(tensors[index].shape)
+    return reduced
 
 
 def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any:

@@ -12,6 +12,8 @@ from nb_accelerate.comm.collectives import Collectives
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nb_accelerate.comm.collectives import ReduceOp
+
 
 class SingleCollectives(Collectives):
     """Collectives of a process that is alone."""
@@ -25,7 +27,7 @@ class SingleCollectives(Collectives):
         return tensor.unsqueeze(0)
 
     @override
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return tensor
 
     @override

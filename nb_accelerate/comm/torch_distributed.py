@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from nb_accelerate.comm.collectives import ReduceOp
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -67,9 +69,9 @@ class TorchCollectives(Collectives):
 
     @override
     @_on_board(Collective.all_reduce)
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         here = self._carried(tensor)
-        dist.all_reduce(here)
+        dist.all_reduce(here, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return here.to(tensor.device)
 
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import socket
@@ -16,6 +17,8 @@ from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+
+logger = logging.getLogger(__name__)
 
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -90,12 +93,19 @@ def clear_environment() -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Run a function, or each test of a class, with accelerate's environment variables put back afterwards.
 
-    Use it as a decorator.
+    Use it as a decorator. Subclasses of a decorated class behave like it.
     """
     if isinstance(func_or_cls, type):
-        for name, member in list(vars(func_or_cls).items()):
-            if callable(member) and name.startswith("test"):
-                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        _purge_tests(func_or_cls)
+        base: type = func_or_cls
+        own = vars(base).get("__init_subclass__")
+
+        def init_subclass(cls: type, /, *args: Any, **kwargs: Any) -> None:
+            before = own.__func__.__get__(cls) if own else super(base, cls).__init_subclass__  # type: ignore[arg-type]
+            before(*args, **kwargs)
+            _purge_tests(cls)
+
+        setattr(func_or_cls, "__init_subclass__", classmethod(init_subclass))  # noqa: B010 - mypy allows no assignment
         return func_or_cls
     function: Callable[..., Any] = func_or_cls
 
@@ -110,12 +120,22 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     return run
 
 
+def _purge_tests(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if callable(member) and name.startswith("test"):
+            setattr(cls, name, purge_accelerate_environment(member))
+
+
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return ``NAME=value`` lines for variables that can be written to a file; others are left out."""
+    """Return ``NAME=value`` lines for variables that can be written to a file; others are left out, with a warning."""
     plain = re.compile(r"[^\s;&|<>\"'=]+")
-    return [
-        f"{name}={value}\n" for name, value in current_env.items() if plain.fullmatch(name) and plain.fullmatch(value)
-    ]
+    lines = []
+    for name, value in current_env.items():
+        if plain.fullmatch(name) and plain.fullmatch(value):
+            lines.append(f"{name}={value}\n")
+        else:
+            logger.warning("The environment variable %s is left out: it has characters a shell would act on.", name)
+    return lines
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:

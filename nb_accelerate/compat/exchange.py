@@ -30,7 +30,7 @@ def gather_object(object: Sequence[Any]) -> list[Any]:  # noqa: A002 - accelerat
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return the mean, or with ``reduction="sum"`` the sum, of tensors over all processes."""
+    """Return the mean of tensors over all processes; or ``"sum"``, or ``"max"``, the largest of each element."""
     return operations.reduce(collectives_here(), tensor, reduction, scale)
 
 

@@ -7,17 +7,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nb_accelerate.nested import to_float32
-from nb_accelerate.precision.autocast import restore_forward
+from nb_accelerate.precision.autocast import Float32Forward
+from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-
-_WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -29,32 +27,6 @@ def is_compiled_module(module: nn.Module) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether some part inside a model was made by `torch.compile`, but not the model itself."""
     return not is_compiled_module(module) and any(is_compiled_module(part) for part in module.modules())
-
-
-def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> nn.Module:
-    """Return the user's model inside of what distributes it.
-
-    Args:
-        model: prepared or not.
-        keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
-        keep_torch_compile: False also takes it out of `torch.compile`.
-        recursive: also unwrap the parts of the model.
-    """
-    outside: Any = model if hasattr(model, "_orig_mod") else None  # also one with compiled regions
-    inner: Any = model._orig_mod if outside is not None else model  # noqa: SLF001 - torch.compile's name for it
-    wrapped = isinstance(inner, _WRAPPERS)
-    while isinstance(inner, _WRAPPERS):
-        inner = inner.module
-    if recursive:
-        for name, part in inner.named_children():
-            setattr(inner, name, extract_model_from_parallel(part, True, True, True))
-    if not keep_fp32_wrapper:
-        restore_forward(getattr(inner, "_orig_mod", inner))
-    if not keep_torch_compile:
-        return getattr(inner, "_orig_mod", inner)  # type: ignore[no-any-return]
-    return inner if outside is None or wrapped else outside  # type: ignore[no-any-return]
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -79,12 +51,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward whose 16-bit outputs are converted to float32."""
-
-    @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return to_float32(model_forward(*args, **kwargs))
-
-    return forward
+    return Float32Forward(model_forward)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.checkpoint.files import write
+from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, write
 from nb_accelerate.compat.here import process_here
 
 if TYPE_CHECKING:
     import os
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -24,4 +27,10 @@ def save(
     """
     topology = process_here().topology
     if topology.is_local_main if save_on_each_node else topology.is_main:
+        given = obj
+        if safe_serialization:
+            obj = clean_state_dict_for_safetensors(given)
+            tied = [name for name in given if name not in obj]
+            if tied:
+                logger.warning("%s has no %s: other names of tensors that are in it.", f, ", ".join(tied))
         write(obj, f, safe_serialization=safe_serialization)

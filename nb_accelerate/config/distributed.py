@@ -6,7 +6,11 @@ from enum import Enum
 
 
 class DistributedType(str, Enum):
-    """Which distributed setup a process is part of."""
+    """Which distributed setup a process is part of.
+
+    Scripts compare with names of hardware and engines that this package does not run on, so those are here too; no
+    process is ever one of them.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -15,6 +19,13 @@ class DistributedType(str, Enum):
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    MEGATRON_LM = "MEGATRON_LM"
     TPU = "XLA"  # noqa: PIE796 - another name of the same, in older scripts
 
     def __str__(self) -> str:

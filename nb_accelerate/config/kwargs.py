@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-@dataclass(frozen=True, kw_only=True)
 class KwargsHandler:
-    """Base of the objects here."""
+    """Base of the objects here, and of dataclasses of users' own. Those may be frozen or not."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+        return {item.name: getattr(self, item.name) for item in fields}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""

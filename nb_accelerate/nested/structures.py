@@ -145,13 +145,15 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Return one structure with the tensors of several joined along ``dim``.
 
     Args:
-        data: structures of the same form.
+        data: structures of the same form. One alone comes back as it is, whatever is in it.
         dim: along which dimension.
 
     Raises:
         TypeError: a leaf is not a tensor.
     """
     first = data[0]
+    if len(data) == 1:
+        return first
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, (list, tuple)):

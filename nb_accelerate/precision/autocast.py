@@ -19,8 +19,23 @@ if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import AutocastKwargs
 
 
-class AutocastForward:
-    """A model's forward under autocast; sits in place of ``model.forward``. Pickles and deep-copies with the model.
+class Float32Forward:
+    """A model's forward whose 16-bit outputs are handed on in float32. Pickles and deep-copies with the model.
+
+    Args:
+        forward: the model's own forward.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs. Called by the model for each batch."""
+        return to_float32(self.__wrapped__(*args, **kwargs))
+
+
+class AutocastForward(Float32Forward):
+    """A model's forward under autocast; sits in place of ``model.forward``.
 
     Args:
         forward: the model's own forward.
@@ -28,11 +43,11 @@ class AutocastForward:
     """
 
     def __init__(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the model
+        super().__init__(forward)
         self.arguments = arguments
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs. Called by the model for each batch."""
         with torch.autocast(**self.arguments):
             outputs = self.__wrapped__(*args, **kwargs)
         return to_float32(outputs)
@@ -59,10 +74,6 @@ class AutocastPrecision(Precision):
         return model
 
     @override
-    def restore_model(self, model: nn.Module) -> nn.Module:
-        return restore_forward(model)
-
-    @override
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(**self._arguments(options or self.options))
 
@@ -77,7 +88,7 @@ class AutocastPrecision(Precision):
 
 def restore_forward(model: nn.Module) -> nn.Module:
     """Give a model the forward it had before it was prepared, whatever precision that was for."""
-    if isinstance(model.forward, AutocastForward):
+    while isinstance(model.forward, Float32Forward):
         own = model.forward.__wrapped__
         del model.forward
         if model.forward != own:  # someone else had put a forward on the instance before us

@@ -52,10 +52,6 @@ class Precision:
         """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""
         return model
 
-    def restore_model(self, model: nn.Module) -> nn.Module:
-        """Undo `prepare_model`. Called by ``unwrap_model``."""
-        return model
-
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Return a block that computes in this precision. Called by users around a loss function."""
         return contextlib.nullcontext()

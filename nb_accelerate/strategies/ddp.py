@@ -67,10 +67,6 @@ class DDPStrategy(Strategy):
         return wrapped
 
     @override
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    @override
     @contextlib.contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         wrapped = _wrapped(model)

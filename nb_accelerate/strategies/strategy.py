@@ -42,10 +42,6 @@ class Strategy:
         """Return a model whose gradients are those of all ranks."""
         return model
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside what `wrap` made. Called by ``unwrap_model``."""
-        return model
-
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
         """Return a block in which gradients stay on their rank, or None if they never travel.
 

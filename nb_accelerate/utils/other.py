@@ -5,7 +5,6 @@ from nb_accelerate.compat.capabilities import check_os_kernel
 from nb_accelerate.compat.environ import is_port_in_use, merge_dicts
 from nb_accelerate.compat.exchange import wait_for_everyone
 from nb_accelerate.compat.models import (
-    extract_model_from_parallel,
     get_pretty_name,
     has_compiled_regions,
     is_compiled_module,
@@ -16,6 +15,7 @@ from nb_accelerate.compat.progress import tqdm
 from nb_accelerate.compat.regions import compile_regions
 from nb_accelerate.compat.saving import save
 from nb_accelerate.compat.sizes import convert_bytes
+from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 __all__ = [
     "check_os_kernel",

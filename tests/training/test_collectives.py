@@ -129,6 +129,10 @@ def exchange(world_size):
     assert mine["a"].tolist() == [[rank] * 2] * 2  # what was given is not changed
     assert reduce(collectives, mine["a"], "mean")[0, 0].item() == pytest.approx(sum(ranks) / world_size)
     assert reduce(collectives, mine["b"], "sum", scale=0.5).tolist() == [world_size / 2] * 2
+    largest = reduce(collectives, {**mine, "minus": -mine["a"]}, "max")
+    assert largest["a"].tolist() == [[world_size - 1] * 2] * 2
+    assert largest["minus"].tolist() == [[0] * 2] * 2
+    assert largest["n"].tolist() == [world_size - 1, 1]
     assert reduce(collectives, mine["b"], "none").tolist() == [1, 1]
     with pytest.raises(ConfigError, match=r"reduction='men'.*Did you mean 'mean'"):
         reduce(collectives, mine, "men")

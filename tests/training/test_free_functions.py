@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections import OrderedDict, namedtuple
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_structures_are_joined_cut_and_listed():
     assert utils.concatenate([first["b"], second["b"]], dim=1).shape == (1, 4)
     assert utils.listify(utils.slice_tensors(joined, slice(1, 2))) == {"a": ([0.0],), "b": [[1.0, 1.0]]}
     assert utils.listify(torch.tensor([0.5], dtype=torch.bfloat16)) == [0.5]
+    assert utils.concatenate([{"text": "alone"}]) == {"text": "alone"}
     with pytest.raises(TypeError, match="found a str"):
         utils.concatenate(["a", "b"])
 
@@ -210,6 +212,32 @@ def test_a_compiled_model_comes_out_on_request():
     assert not utils.has_compiled_regions(compiled)
 
 
+@pytest.mark.slow  # torch imports its compiler
+@pytest.mark.parametrize(
+    "unwrap", [utils.extract_model_from_parallel, lambda *a, **b: Accelerator().unwrap_model(*a, **b)]
+)
+def test_a_model_that_was_distributed_and_then_compiled_comes_out_compiled(unwrap: Any):
+    model = nn.Linear(2, 1)
+    distributed = nn.DataParallel(model)
+    compiled = torch.compile(distributed, backend="eager")
+    inner = unwrap(compiled)
+    assert utils.is_compiled_module(inner)
+    assert inner._orig_mod is model
+    assert torch.equal(inner(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert compiled._orig_mod is distributed  # what was given is as before
+    assert unwrap(compiled, keep_torch_compile=False) is model
+
+
+def test_a_conversion_of_outputs_can_be_undone():
+    model = nn.Linear(2, 1)
+    model.forward = utils.convert_outputs_to_fp32(model.bfloat16().forward)
+    again = pickle.loads(pickle.dumps(model))
+    assert again(torch.ones(1, 2).bfloat16()).dtype is torch.float32
+    assert utils.extract_model_from_parallel(model, keep_fp32_wrapper=False) is model
+    assert "forward" not in vars(model)
+    assert model(torch.ones(1, 2).bfloat16()).dtype is torch.bfloat16
+
+
 def test_outputs_are_converted():
     forward = utils.convert_outputs_to_fp32(lambda x: {"y": x.bfloat16(), "n": 1})
     assert forward(torch.ones(1))["y"].dtype is torch.float32
@@ -240,12 +268,15 @@ def test_tensors_of_a_module_are_named():
 # --- files and sizes ------------------------------------------------------------------------------------------------
 
 
-def test_tied_and_sliced_tensors_can_be_written_as_safetensors(tmp_path: Path):
+def test_tied_and_sliced_tensors_can_be_written_as_safetensors(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     from safetensors.torch import load_file
 
     big = torch.arange(6.0).reshape(2, 3)
     state = {"a": big, "tied": big, "slice": big[:1], "turned": big.T, "empty": torch.zeros(0)}
     utils.save(state, tmp_path / "a.safetensors", safe_serialization=True)
+    assert [record.getMessage().split(" has ")[1] for record in caplog.records] == [
+        "no tied: other names of tensors that are in it."
+    ]
     loaded = load_file(tmp_path / "a.safetensors")
     assert set(loaded) == {"a", "slice", "turned", "empty"}
     assert torch.equal(loaded["turned"], big.T)
@@ -314,11 +345,16 @@ def test_a_decorated_test_leaves_no_variable():
             os.environ["ACCELERATE_X"] = "1"
             return "ran"
 
-    assert Tests().test_a() == "ran"
+    class More(Tests):
+        def test_b(self):
+            os.environ["ACCELERATE_X"] = "1"
+            return "ran too"
+
+    assert (More().test_a(), More().test_b()) == ("ran", "ran too")
     assert "ACCELERATE_X" not in os.environ
 
 
-def test_variables_are_read(monkeypatch):
+def test_variables_are_read(monkeypatch, caplog):
     monkeypatch.setenv("A_COUNT", "3")
     monkeypatch.setenv("A_FLAG", "on")
     assert utils.get_int_from_env(["NOT_SET", "A_COUNT"], 7) == 3
@@ -330,6 +366,7 @@ def test_variables_are_read(monkeypatch):
     with pytest.raises(ValueError, match="perhaps"):
         utils.str_to_bool("perhaps")
     assert utils.convert_dict_to_env_variables({"A": "1", "B": "x y", "C;": "2"}) == ["A=1\n"]
+    assert [record.args for record in caplog.records] == [("B",), ("C;",)]
     assert utils.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
 
 

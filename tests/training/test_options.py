@@ -19,6 +19,7 @@ from nb_accelerate.config.kwargs import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
 )
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.errors import ConfigError
@@ -111,6 +112,13 @@ def test_handlers_know_what_differs_from_the_defaults():
     assert handler.to_dict()["static_graph"] is False
     assert handler.comm_hook is DDPCommunicationHookType.FP16
     assert handler.to_kwargs().keys() == {"bucket_cap_mb", "check_reduction"}
+
+    @dataclasses.dataclass
+    class Own(KwargsHandler):
+        size: int = 1
+        name: str = "a"
+
+    assert Own(size=2).to_kwargs() == {"size": 2}
     assert handler.to_dict(ignore_keys=["dim"])["comm_hook"] is DDPCommunicationHookType.FP16
     assert handler.to_ddp() == {"bucket_cap_mb": 10}
 

@@ -33,6 +33,7 @@ def test_a_partial_state_knows_a_process_that_is_alone():
     assert state.is_last_process
     assert not state.use_distributed
     assert state.distributed_type is DistributedType.NO
+    assert state.distributed_type not in {DistributedType.MULTI_NPU, DistributedType.MEGATRON_LM, DistributedType.TPU}
     assert state.device == torch.device("cpu")
     assert state.backend is None
     assert state.initialized
@@ -76,6 +77,8 @@ def test_a_state_made_before_the_accelerator_shows_it_afterwards():
     accelerator.gradient_accumulation_steps = 2
     assert early.num_steps == GradientState().num_steps == accelerator.gradient_state.num_steps == 2
     assert early.plugin_kwargs == {"num_steps": 2}
+    accelerator.sync_gradients = False
+    assert not early.sync_gradients
 
 
 def test_gradient_state_follows_the_loop():

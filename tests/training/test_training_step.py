@@ -315,7 +315,7 @@ def test_compiled_models_are_unwrapped_as_asked():
 
 def test_free_memory_lets_go_of_everything():
     accelerator, model, optimizer = small()
+    assert (accelerator._models, accelerator._optimizers) == ([model], [optimizer])  # names that scripts look for
     model, optimizer = accelerator.free_memory(model, optimizer)
     assert (model, optimizer) == (None, None)
-    assert not accelerator.core.prepared.models
-    assert not accelerator.core.prepared.optimizers
+    assert accelerator._models == accelerator._optimizers == accelerator._schedulers == accelerator._dataloaders == []

@@ -1,0 +1,45 @@
+"""Find the user's model inside of what distributes and compiles it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from nb_accelerate.precision.autocast import restore_forward
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """Return the user's model inside of what distributes it.
+
+    Args:
+        model: prepared or not.
+        keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
+        keep_torch_compile: False also takes it out of `torch.compile`. Where that was around what distributes the
+            model, a model that is kept compiled is compiled anew, in the same way, at its next call.
+        recursive: also unwrap the parts of the model.
+    """
+    outside: Any = model if hasattr(model, "_orig_mod") else None  # also one with compiled regions
+    inner: Any = model._orig_mod if outside is not None else model  # noqa: SLF001 - torch.compile's name for it
+    wrapped = isinstance(inner, _WRAPPERS)
+    while isinstance(inner, _WRAPPERS):
+        inner = inner.module
+    if recursive:
+        for name, part in inner.named_children():
+            setattr(inner, name, extract_model_from_parallel(part, True, True, True))
+    if not keep_fp32_wrapper:
+        restore_forward(getattr(inner, "_orig_mod", inner))
+    if not keep_torch_compile:
+        return getattr(inner, "_orig_mod", inner)  # type: ignore[no-any-return]
+    if outside is None or hasattr(inner, "_orig_mod"):
+        return inner  # type: ignore[no-any-return]
+    if not wrapped:
+        return outside  # type: ignore[no-any-return]
+    return type(outside)(inner, outside.dynamo_ctx)  # type: ignore[no-any-return]
