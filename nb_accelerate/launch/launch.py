@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.errors import StartError
+from nb_accelerate.errors import ShippingError, StartError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.incidents import summary
@@ -224,7 +224,16 @@ class Launch:
     def _packed_call(self) -> Packed:
         options = self._options
         call = (options.function, options.args, dict(options.kwargs))
-        return pack(call, name=f"the call of {self._name}", by_value=options.by_value)
+        name = f"the call of {self._name}"
+        try:
+            return pack(call, name=name, by_value=options.by_value)
+        except ShippingError as error:
+            text, path = str(error), error.path
+            for index, part in enumerate((self._name, "args", "kwargs")):
+                text, path = (said.replace(f"{name}[{index}]", part) for said in (text, path))
+            if self._plan.can_fork:
+                text += " Or write start_method='fork': ranks are then born with it in memory."
+            raise ShippingError(text, path=path) from error.__cause__
 
     def _attempt(self, server: RankServer, call: Packed | None, attempt: int) -> Values:
         options = self._options

@@ -30,6 +30,7 @@ class LaunchPlan:
         num_threads: intra-op threads of each rank.
         loopback: name of the loopback interface.
         mixed_precision: what `Accelerator()` takes in the ranks by default.
+        can_fork: ranks could have the notebook's memory, if that was asked for.
         warnings: what the user should know before it starts.
     """
 
@@ -42,6 +43,7 @@ class LaunchPlan:
     num_threads: int
     loopback: str
     mixed_precision: str
+    can_fork: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -82,6 +84,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
         num_threads=1 if method == "fork" else max(1, facts.num_cpus // number),
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
+        can_fork=facts.can_fork and not facts.is_rocm and not (use_gpus and facts.unforkable),
         warnings=_warnings(facts),
     )
 

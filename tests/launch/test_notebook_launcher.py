@@ -213,7 +213,7 @@ BAD = {
     "start_method='forksrver'": ("ConfigError", "Did you mean 'forkserver'"),
     "env={'A': 1}": ("ConfigError", "Write 'A': '1'"),
     "timeout=-1": ("ConfigError", "timeout=-1"),
-    "args=(LOCK,)": ("ShippingError", r"the call of train\[1\]\[0\] cannot be sent.*_thread.lock"),
+    "args=(LOCK,)": ("ShippingError", r"^args\[0\] cannot be sent.*_thread.lock.*start_method='fork'"),
 }
 
 
