@@ -33,6 +33,7 @@ from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from nb_accelerate.accelerator import Accelerator
+    from nb_accelerate.checkpoint.model import load_checkpoint_in_model
     from nb_accelerate.compat.exchange import synchronize_rng_states
     from nb_accelerate.compat.packages import is_rich_available
     from nb_accelerate.compat.state import PartialState
@@ -97,6 +98,7 @@ _HOME = {
     "debug_launcher": "launchers",
     "find_executable_batch_size": "process.memory",
     "is_rich_available": "compat.packages",
+    "load_checkpoint_in_model": "checkpoint.model",
     "load_ipython_extension": "magics",
     "notebook_launcher": "launch",
     "progress": "process.progress",
@@ -135,6 +137,7 @@ __all__ = [
     "debug_launcher",
     "find_executable_batch_size",
     "is_rich_available",
+    "load_checkpoint_in_model",
     "load_ipython_extension",
     "notebook_launcher",
     "progress",
@@ -146,11 +149,29 @@ __all__ = [
 ]
 
 
+# Modules that are there after ``import nb_accelerate``, as accelerate's are, and imported when they are first used.
+_MODULES = frozenset(
+    {
+        "accelerator",
+        "data_loader",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "optimizer",
+        "scheduler",
+        "state",
+        "tracking",
+        "utils",
+    }
+)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOME and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        module = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
+        value = getattr(module, name) if name in _HOME else module
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise

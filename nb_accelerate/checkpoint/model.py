@@ -18,6 +18,14 @@ from nb_accelerate.checkpoint.files import (
     write,
 )
 from nb_accelerate.checkpoint.folder import replacing
+from nb_accelerate.checkpoint.names import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-SAFE, PLAIN = "model.safetensors", "pytorch_model.bin"
-_PARTS = {SAFE: "model{suffix}.safetensors", PLAIN: "pytorch_model{suffix}.bin"}
 _OF_A_MODEL = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -55,8 +61,9 @@ def write_model(
     from huggingface_hub import split_torch_state_dict_into_shards
 
     tensors = clean_state_dict_for_safetensors(state_dict) if safe_serialization else dict(state_dict)
-    name = SAFE if safe_serialization else PLAIN
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=_PARTS[name], max_shard_size=max_shard_size)
+    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+    parts = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=parts, max_shard_size=max_shard_size)
     with replacing(folder, outdated=lambda other: bool(_OF_A_MODEL.fullmatch(other))) as incoming:
         for file, names in (split.filename_to_tensors or {name: []}).items():
             write({one: tensors[one] for one in names}, incoming / file, safe_serialization=safe_serialization)
@@ -141,7 +148,7 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         # Whole files first, as accelerate looks for them.
-        for name in (PLAIN, SAFE, f"{SAFE}.index.json", f"{PLAIN}.index.json"):
+        for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
             if (path / name).exists():
                 path = path / name
                 break
@@ -150,7 +157,8 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
             if len(indices) != 1:
                 what = "several files" if indices else "no file"
                 raise CheckpointError(
-                    f"In {path} there is neither {SAFE} nor {PLAIN}, and {what} *.index.json. Give the file itself."
+                    f"In {path} there is neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, and {what} "
+                    "*.index.json. Give the file itself."
                 )
             path = indices[0]
     if not path.is_file():

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.files import load_state_dict, read, write
 from nb_accelerate.checkpoint.folder import replacing
-from nb_accelerate.checkpoint.model import PLAIN, SAFE, fit
+from nb_accelerate.checkpoint.model import fit
+from nb_accelerate.checkpoint.names import (
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_WEIGHTS_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    WEIGHTS_NAME,
+)
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
 
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nb_accelerate")
 
 ABOUT = "checkpoint.json"
-_RANDOM = "random_states_{}.pkl"
+_RANDOM = f"{RNG_STATE_NAME}_{{}}.pkl"
 _IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
 # Exactly the names that are written, here or by accelerate: in the folder there may be files of the user's.
 _OF_A_STATE = re.compile(
@@ -75,8 +83,8 @@ def parts_of(
 ) -> list[Part]:
     """Return the parts of a run, models and random numbers apart, in the order in which they are loaded."""
     parts = [
-        *(_part(name_of("optimizer.bin", number), one) for number, one in enumerate(optimizers)),
-        *(_part(name_of("scheduler.bin", number), one) for number, one in enumerate(schedulers)),
+        *(_part(name_of(f"{OPTIMIZER_NAME}.bin", number), one) for number, one in enumerate(optimizers)),
+        *(_part(name_of(f"{SCHEDULER_NAME}.bin", number), one) for number, one in enumerate(schedulers)),
         *(
             _part(name_of("dl_state_dict.bin", number), one, on_every_rank=True)
             for number, one in enumerate(loaders)
@@ -84,7 +92,7 @@ def parts_of(
         ),
     ]
     if scaler is not None:
-        parts.append(_part("scaler.pt", scaler))
+        parts.append(_part(SCALER_NAME, scaler))
     return [*parts, *(_part(f"custom_checkpoint_{number}.pkl", one) for number, one in enumerate(custom))]
 
 
@@ -123,7 +131,7 @@ def save_state(
         states = weights(incoming)
         if place.is_writer:
             for number, state in enumerate(states):
-                name = name_of(SAFE if safe_serialization else PLAIN, number)
+                name = name_of(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME, number)
                 write(state, incoming / name, safe_serialization=safe_serialization)
         for part in parts:
             if part.on_every_rank or place.is_writer:
@@ -153,15 +161,15 @@ def check_state(folder: Path, *, models: Sequence[nn.Module], parts: Sequence[Pa
         CheckpointError: it is not, or there are states of more objects than are registered now.
     """
     there = {entry.name for entry in folder.iterdir()}
-    if not models and not parts and there & {SAFE, PLAIN}:
+    if not models and not parts and there & {SAFE_WEIGHTS_NAME, WEIGHTS_NAME}:
         raise CheckpointError(
             f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
         )
     missing = [part.file for part in parts if part.file not in there and not part.on_every_rank]
     missing += [
-        name_of(SAFE, number)
+        name_of(SAFE_WEIGHTS_NAME, number)
         for number in range(len(models))
-        if not there & {name_of(SAFE, number), name_of(PLAIN, number)}
+        if not there & {name_of(SAFE_WEIGHTS_NAME, number), name_of(WEIGHTS_NAME, number)}
     ]
     if missing:
         raise CheckpointError(
@@ -190,9 +198,9 @@ def load_models(
         **kwargs: those of `torch.nn.Module.load_state_dict`.
     """
     for number, model in enumerate(models):
-        file = folder / name_of(SAFE, number)
+        file = folder / name_of(SAFE_WEIGHTS_NAME, number)
         if not file.exists():
-            file = folder / name_of(PLAIN, number)
+            file = folder / name_of(WEIGHTS_NAME, number)
         tensors = fit(load_state_dict(file, {"": map_location}), model, str(file), strict=strict)
         model.load_state_dict(tensors, strict=False, **kwargs)
 

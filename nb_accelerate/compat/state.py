@@ -18,7 +18,7 @@ from typing_extensions import override
 from nb_accelerate.compat.here import Choices, collectives_here, newest_choices, process_here, remember
 from nb_accelerate.compat.identity import Identity
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
-from nb_accelerate.config.checks import suggest
+from nb_accelerate.config.checks import check_flag, suggest
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.config.precision import resolve_precision
@@ -57,8 +57,15 @@ class _ProcessView(Identity):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives are checked before they run."""
+        """Whether collectives are checked before they run.
+
+        Set it for the functions of ``nb_accelerate.utils``, and for an `Accelerator` that is made afterwards.
+        """
         return Environment().debug_mode
+
+    @debug.setter
+    def debug(self, on: bool) -> None:
+        Environment.set_debug_mode(check_flag("debug", on))
 
     @property
     def initialized(self) -> bool:

@@ -19,6 +19,9 @@ _YES = ("1", "true", "yes", "y", "on", "t")
 _NO = ("0", "false", "no", "n", "off", "f")
 
 
+DEBUG_MODE = "ACCELERATE_DEBUG_MODE"
+
+
 class Environment:
     """A typed view of environment variables.
 
@@ -83,7 +86,12 @@ class Environment:
     @property
     def debug_mode(self) -> bool:
         """``ACCELERATE_DEBUG_MODE``: compare what ranks hand to a collective before it runs."""
-        return bool(self.flag("ACCELERATE_DEBUG_MODE"))
+        return bool(self.flag(DEBUG_MODE))
+
+    @staticmethod
+    def set_debug_mode(on: bool) -> None:
+        """Write it, for this process and those it starts."""
+        os.environ[DEBUG_MODE] = str(int(on))
 
     @property
     def keep_warm(self) -> bool:

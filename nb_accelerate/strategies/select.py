@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nb_accelerate.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.config.checks import first_given
-from nb_accelerate.config.env import Environment
+from nb_accelerate.config.env import DEBUG_MODE, Environment
 from nb_accelerate.strategies.ddp import DDPStrategy
 from nb_accelerate.strategies.single import SingleStrategy
 
@@ -23,7 +23,7 @@ def select_collectives(process: ProcessContext) -> Collectives:
     """Return how the ranks of a process group talk to each other; a process without one talks to itself."""
     if process.group is None:
         return SingleCollectives()
-    checks = Environment().flag("ACCELERATE_DEBUG_MODE")
+    checks = Environment().flag(DEBUG_MODE)
     # On CPU a check costs one small message, and what it prevents is an abort or endless waiting. On a GPU the host
     # would have to wait for the device, so there it has to be asked for.
     if first_given(checks, default=dist.get_backend() == "gloo"):

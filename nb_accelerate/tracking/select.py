@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,16 +174,24 @@ def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> N
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
     """Make a tracker of yours known by its name: ``log_with="its name"``. Use it as a decorator.
 
+    A cell that defines a tracker may run again; another class of the same name takes the place of the first, with a
+    warning.
+
     Raises:
-        ConfigError: the name is taken, or the class is not a tracker.
+        ConfigError: the class is not a tracker, or lacks what one says of itself.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(f"{tracker_class!r} is not a GeneralTracker. Write class MyTracker(GeneralTracker).")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{tracker_class.__name__} has no name to be found by. Write name = 'my_tracker' in it.")
-    if name in TRACKERS and TRACKERS[name].load() is not tracker_class:
-        raise ConfigError(f"A tracker called {name!r} is there already. Give {tracker_class.__name__} another name.")
+    if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
+        raise ConfigError(
+            f"{tracker_class.__name__} does not say whether it writes files. Write requires_logging_directory = False "
+            "in it, or True if it takes a folder as its second argument."
+        )
+    if name in TRACKERS and TRACKERS[name].cls != tracker_class.__name__:
+        warnings.warn(f"{tracker_class.__name__} takes the place of the tracker called {name!r}.", stacklevel=2)
     TRACKERS[name] = RegisteredRow("", tracker_class.__name__, (), tracker_class)
     return tracker_class
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nb_accelerate.utils.constants import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.dataclasses import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.environment import *  # noqa: F403 - the names are those of the table
     from nb_accelerate.utils.imports import *  # noqa: F403 - the names are those of the table
@@ -39,13 +40,26 @@ _HOME = {
     "InitProcessGroupKwargs": "config.kwargs",
     "KwargsHandler": "config.kwargs",
     "LoggerType": "config.project",
+    "MODEL_NAME": "checkpoint.names",
+    "OPTIMIZER_NAME": "checkpoint.names",
     "PrecisionType": "config.precision",
     "PrepareForLaunch": "compat.launching",
     "ProfileKwargs": "config.profiling",
     "ProjectConfiguration": "config.project",
     "RNGType": "process.rng",
+    "RNG_STATE_NAME": "checkpoint.names",
+    "SAFE_MODEL_NAME": "checkpoint.names",
+    "SAFE_WEIGHTS_INDEX_NAME": "checkpoint.names",
+    "SAFE_WEIGHTS_NAME": "checkpoint.names",
+    "SAFE_WEIGHTS_PATTERN_NAME": "checkpoint.names",
+    "SAMPLER_NAME": "checkpoint.names",
+    "SCALER_NAME": "checkpoint.names",
+    "SCHEDULER_NAME": "checkpoint.names",
     "TensorInformation": "nested.structures",
     "TorchDynamoPlugin": "config.dynamo",
+    "WEIGHTS_INDEX_NAME": "checkpoint.names",
+    "WEIGHTS_NAME": "checkpoint.names",
+    "WEIGHTS_PATTERN_NAME": "checkpoint.names",
     "are_libraries_initialized": "compat.packages",
     "broadcast": "compat.exchange",
     "broadcast_object_list": "compat.exchange",
@@ -186,9 +200,30 @@ _HOME = {
 }
 
 
+_MODULES = frozenset(
+    {
+        "constants",
+        "dataclasses",
+        "environment",
+        "imports",
+        "launch",
+        "memory",
+        "modeling",
+        "offload",
+        "operations",
+        "other",
+        "random",
+        "torch_xla",
+        "versions",
+    }
+)
+
+
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_HOME)
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; nb_accelerate/compat/parity.md lists what is left out"

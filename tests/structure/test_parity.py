@@ -37,6 +37,19 @@ def test_utils_has_the_names_of_its_modules_and_no_others():
     assert set(nb_accelerate.utils.__all__) <= set(dir(nb_accelerate.utils))
 
 
+def test_modules_need_no_import_of_their_own():
+    code = """
+import nb_accelerate as accelerate
+assert not hasattr(accelerate, "no_such_thing")
+accelerate.utils.operations.gather, accelerate.utils.set_seed, accelerate.state.PartialState, accelerate.logging
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    for name in MODULES:
+        assert getattr(nb_accelerate, name) is importlib.import_module(f"nb_accelerate.{name}")
+    for name in PARTS:
+        assert getattr(nb_accelerate.utils, name) is importlib.import_module(f"nb_accelerate.utils.{name}")
+
+
 def test_a_name_that_utils_lacks_points_to_the_page():
     with pytest.raises(AttributeError, match=r"parity.md lists what is left out"):
         nb_accelerate.utils.load_and_quantize_model  # noqa: B018

@@ -245,6 +245,22 @@ def test_checks_are_chosen_by_the_environment(run_ranks):
         assert text.startswith("broadcast was given a tensor of shape (2,)")
 
 
+def test_a_script_may_turn_the_checks_on(run_ranks):
+    def send():
+        from nb_accelerate import PartialState, utils
+
+        state, seen = PartialState(), [PartialState().debug]
+        state.debug = True
+        try:
+            utils.broadcast(torch.ones(2 + state.process_index))
+        except utils.operations.DistributedOperationException:
+            seen.append(state.debug)
+        state.debug = False
+        return [*seen, state.debug]
+
+    assert run_ranks(send) == [[False, True, False]] * 2
+
+
 def test_the_tensor_of_one_rank_is_copied_to_all_that_do_not_know_it(run_ranks):
     def copy():
         accelerator = Accelerator(cpu=True)

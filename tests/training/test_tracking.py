@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +223,20 @@ def test_a_registered_tracker_is_found_by_name(monkeypatch):
     assert accelerator.get_tracker("diary").run_name == "project"
 
     class Copy(Diary):
-        name = "jsonl"
+        name = "diary"
 
-    with pytest.raises(ConfigError, match="'jsonl' is there already"):
+    with pytest.warns(UserWarning, match="Copy takes the place of the tracker called 'diary'"):
         register_tracker_class(Copy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_tracker_class(Copy)  # as a cell does that runs again
+    assert select.tracker_class("diary") is Copy
+
+    class Unsaid(GeneralTracker):
+        name = "unsaid"
+
+    with pytest.raises(ValueError, match="Unsaid does not say whether it writes files"):
+        register_tracker_class(Unsaid)
 
 
 @pytest.mark.parametrize(
