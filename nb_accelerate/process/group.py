@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from nb_accelerate.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+_LET_GO = 0.001
+"""Seconds."""
 
 
 def create(
@@ -83,6 +87,9 @@ def close() -> None:
     atexit.unregister(close)
     context.reset()
     if dist.is_available() and dist.is_initialized():
+        # A thread of gloo's may be about to let go of the last collective, and waits for the interpreter to do so,
+        # because there is a Python object in it. If the interpreter ends before, torch aborts the process.
+        time.sleep(_LET_GO)
         try:
             dist.destroy_process_group()
         except Exception:  # on the way out there is nobody left to handle it
