@@ -181,6 +181,12 @@ def page() -> str:
         "  accelerate refuses.",
         "- An unknown or missing tracker is an error, not a line in a log.",
         "- `gather_for_metrics` raises where it cannot know which rows are copies, and never guesses.",
+        "- `prepare` refuses what it does not know, and an optimizer of another model; accelerate hands them back.",
+        "- Objects that hold options (`DataLoaderConfiguration`, kwargs handlers, plugins) cannot be changed. To have",
+        "  another one: `dataclasses.replace(options, data_seed=43)`.",
+        "- An `Accelerator` cannot be pickled. `reduce(..., reduction='none')` gives back what it was given.",
+        "- `_reset_state()` forgets what states say; an `Accelerator` that was made before goes on working.",
+        "- Errors and warnings have other texts; their built-in types are mostly the same.",
         "",
         *(f"- {line}" for line in counted()),
     ]
