@@ -22,8 +22,9 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by ``data_seed`` plus the epoch, independent of all other random numbers.
         data_seed: the seed for that; None takes the seed of torch when the loader is prepared.
         non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
-        use_stateful_dataloader: make loaders that can save and restore their position, and the state of samplers and
-            datasets that have one (the package torchdata). Where rank 0 reads for all, the state is its own.
+        use_stateful_dataloader: make loaders that can save and restore their position, and the state of a dataset that
+            has one (the package torchdata). Where rank 0 reads for all, the state is its own. What a sampler of yours
+            has of a state beyond its position is saved only by torchdata's own loaders, on one rank or dispatching.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.

@@ -23,8 +23,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: as for a DataLoader.
-        use_stateful_dataloader: make a loader of torchdata, which also saves the state of samplers and datasets that
-            have one. Give it by name.
+        use_stateful_dataloader: make a loader of torchdata, which also saves the state of a dataset that has one. Give
+            it by name.
         batch_sampler: as for a DataLoader.
         skip_batches: batches to leave out at the beginning of every epoch. Those of an iterable dataset are read,
             others are not.

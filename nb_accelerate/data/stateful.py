@@ -42,7 +42,7 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
         ) from None
 
     class Stateful(kind, StatefulDataLoader):  # type: ignore[misc, valid-type]  # both are loaders of torch
-        """A loader that saves its position, and the state of samplers and datasets that have one."""
+        """A loader that saves its position, and the state of a dataset that has one."""
 
         _before: dict[str, Any] | None = None  # where reading was when it had read the batch that was handed out
         _loaded: dict[str, Any] | None = None  # a position that was loaded, until the next epoch begins
@@ -53,8 +53,11 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
 
         def _source_from(self, position: int) -> Iterator[Any]:
             self._loaded = None
+            if self.next_iter_state is not None:
+                return self._source()
             # Where only the position counts, rows before it need not be drawn one by one.
-            return super()._source_from(position) if self.next_iter_state is None else self._source()
+            later: Iterator[Any] = super()._source_from(position)
+            return later
 
         def _read(self) -> Iterator[Any]:
             if self.next_iter_state is None:
@@ -116,6 +119,7 @@ def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
             self._resume_at = found.position or None
             self._loaded = found.reading
             to_restore = found.to_restore if self._reads_itself else {}
+            self.next_iter_state = None  # torchdata keeps one that was loaded before if there is nothing to restore
             StatefulDataLoader.load_state_dict(self, positions.moved(to_restore, -self._uncounted))
 
     Stateful.__name__ = Stateful.__qualname__ = f"Stateful{kind.__name__}"

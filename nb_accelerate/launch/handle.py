@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.protocol.messages import Call, Join, RunCell
 
-AGAIN = 0.15
-"""Seconds after which an interrupt is sent again, to ranks that were about to wait for something when it came."""
+NUDGE_AFTER = 0.15
+"""Seconds after an interrupt until ranks are nudged that were about to wait for something when it came."""
 
 
 class RankHandle:
@@ -86,8 +86,8 @@ class RankHandle:
         Raises:
             OSError: it has ended.
         """
-        self._asked += 1
         self.channel.send(message, fds)
+        self._asked += 1
 
     def announce_interrupt(self) -> None:
         """Say that SIGINT is meant for what the rank was asked last."""

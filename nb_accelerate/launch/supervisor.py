@@ -30,11 +30,12 @@ import psutil
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.display import Action, Seen
-from nb_accelerate.launch.handle import AGAIN
+from nb_accelerate.launch.handle import NUDGE_AFTER
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.sources import Sources
 from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
+from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,7 @@ class Supervisor:
         self._sources = Sources(self._on_bell)
         self._stage: Stage | None = None
         self._stage_ends = float("inf")
-        self._again_at = float("inf")
+        self._nudge_at = float("inf")
         self._overdue_at = float("inf")
         self._start_ends = time.monotonic() + self._patience.start
         self._quit_ends = float("inf")
@@ -368,7 +369,7 @@ class Supervisor:
         }[stage]
         now = time.monotonic()
         self._stage_ends = now + grace
-        self._again_at = now + AGAIN if stage is Stage.INTERRUPT else float("inf")
+        self._nudge_at = now + NUDGE_AFTER if stage is Stage.INTERRUPT else float("inf")
         for rank in self._ranks:
             if rank.handle.ended:
                 continue
@@ -397,11 +398,11 @@ class Supervisor:
             self._enter(Stage.TERMINATE)
         if self._stage is not None and (now >= self._stage_ends or self._nobody_is_left_to_ask()):
             self._enter(Stage(self._stage + 1))
-        elif now >= self._again_at:
-            self._again_at = now + AGAIN
+        elif now >= self._nudge_at:
+            self._nudge_at = now + NUDGE_AFTER
             for rank in self._ranks:
                 if rank.ready and rank.answer is None:
-                    rank.handle.signal(signal.SIGINT)
+                    rank.handle.signal(NUDGE)
         if now >= self._router.due:
             self._router.flush()
         if self.panel is not None and now >= self.panel.due:
@@ -411,7 +412,7 @@ class Supervisor:
             self._look_for_stopped_ranks()
 
     def _next_deadline(self) -> float:
-        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends, self._again_at)
+        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends, self._nudge_at)
         panel = self.panel.due if self.panel is not None else float("inf")
         return min(stopping, self._router.due, self._monitor_at, panel)
 

@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
-from nb_accelerate.launch.handle import AGAIN
+from nb_accelerate.launch.handle import NUDGE_AFTER
 from nb_accelerate.pool.questions import Questions
 from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
+from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,7 @@ class Turn:
     done: threading.Event = field(default_factory=threading.Event)
     stage: Stage | None = None
     _stage_ends: float = _NEVER
-    _again_at: float = _NEVER
+    _nudge_at: float = _NEVER
     _late_at: float = _NEVER
     _unaided: set[int] = field(default_factory=set)
     """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
@@ -142,7 +143,7 @@ class Turn:
     @property
     def due(self) -> float:
         """When `act` has something to do."""
-        return min(self._stage_ends, self._again_at, self._late_at)
+        return min(self._stage_ends, self._nudge_at, self._late_at)
 
     @property
     def failed_rank(self) -> int | None:
@@ -213,10 +214,10 @@ class Turn:
             self._trouble(Trouble(kind="late", when=now, late=tuple(one.rank for one in self.waiting)))
         if now >= self._stage_ends and self.stage is not None:
             self._enter(Stage(self.stage + 1))
-        elif now >= self._again_at:
-            self._again_at = now + AGAIN
+        elif now >= self._nudge_at:
+            self._nudge_at = now + NUDGE_AFTER
             for member in self.waiting:
-                member.handle.signal(signal.SIGINT)
+                member.handle.signal(NUDGE)
 
     def _is_our_doing(self) -> bool:
         return self.stage is not None and self.stage >= Stage.INTERRUPT
@@ -237,7 +238,7 @@ class Turn:
         }
         now = time.monotonic()
         self._stage_ends = now + patience.get(stage, _NEVER)
-        self._again_at = now + AGAIN if stage is Stage.INTERRUPT else _NEVER
+        self._nudge_at = now + NUDGE_AFTER if stage is Stage.INTERRUPT else _NEVER
         waiting = self.waiting
         for member in waiting:
             if stage is Stage.ASK:

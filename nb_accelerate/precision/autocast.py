@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,10 @@ class Float32Forward:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the model
+
+    def __get__(self, model: Any, kind: type | None = None) -> Any:
+        """Be the method of a model, where this decorates its class's."""
+        return self if model is None else MethodType(self, model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs. Called by the model for each batch."""
@@ -88,8 +93,8 @@ class AutocastPrecision(Precision):
 
 def restore_forward(model: nn.Module) -> nn.Module:
     """Give a model the forward it had before it was prepared, whatever precision that was for."""
-    while isinstance(model.forward, Float32Forward):
-        own = model.forward.__wrapped__
+    while isinstance(vars(model).get("forward"), Float32Forward):
+        own = vars(model)["forward"].__wrapped__
         del model.forward
         if model.forward != own:  # someone else had put a forward on the instance before us
             model.forward = own

@@ -23,7 +23,7 @@ def extract_model_from_parallel(
         model: prepared or not.
         keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
         keep_torch_compile: False also takes it out of `torch.compile`. Where that was around what distributes the
-            model, a model that is kept compiled is compiled anew, in the same way, at its next call.
+            model, the model inside is compiled anew, in the same way, at its next call; not if only regions were.
         recursive: also unwrap the parts of the model.
     """
     outside: Any = model if hasattr(model, "_orig_mod") else None  # also one with compiled regions
@@ -42,4 +42,5 @@ def extract_model_from_parallel(
         return inner  # type: ignore[no-any-return]
     if not wrapped:
         return outside  # type: ignore[no-any-return]
-    return type(outside)(inner, outside.dynamo_ctx)  # type: ignore[no-any-return]
+    again = getattr(outside, "dynamo_ctx", None)  # where regions were compiled there is none
+    return inner if again is None else again(inner)  # type: ignore[no-any-return]

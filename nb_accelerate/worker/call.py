@@ -31,8 +31,9 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     board = here()
     board.begin_turn()
     try:
-        with gate.open():
+        with gate:
             function, args, kwargs = load()
+            gate.check()
             value = function(*args, **kwargs)
     except SystemExit as error:
         if error.code not in (None, 0):

@@ -95,11 +95,12 @@ class PersistentRank:
         has_names = cell.names is None
         outcome: Result | Failure
         try:
-            with self._gate.open():
+            with self._gate:
                 if cell.names is not None:
                     self._names.update(unpack(cell.names, fds))
                     has_names = True
                     before = dict(self._names)
+                self._gate.check()
                 if cell.wants_accelerator and "accelerator" not in self._names:
                     before["accelerator"] = self._names["accelerator"] = named(ACCELERATOR)()
                 result = self._shell.run(cell)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 from dataclasses import dataclass, fields
 
 NUMBER = struct.Struct("=Q")
 """Of a call or cell, in the interrupt pipe."""
+
+NUDGE = signal.SIGURG
+"""Comes after an interrupt. Ignored by programs that know nothing of it, and hardly used by others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from fixtures.ranks import RunRanks
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
 from nb_accelerate.launch.supervisor import Patience
 from nb_accelerate.launchers import notebook_launcher
+from nb_accelerate.worker.ends import NUDGE
 
 
 def my_rank() -> int:
@@ -278,29 +279,36 @@ def test_an_error_is_not_held_back_once_every_rank_has_answered(
 
 
 def test_where_a_rank_was_on_the_way_to_its_own_end_is_not_told(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def one_fails_first() -> None:
+    def one_fails_first(folder: str) -> None:
+        here = Path(folder)
+        here.joinpath(f"begun-{my_rank()}").touch()
+        while len(list(here.glob("begun-*"))) < 3 or (my_rank() and not here.joinpath("fails").exists()):
+            time.sleep(0.01)
+        here.joinpath("fails").touch()
         time.sleep(0.3 * my_rank())
         if my_rank() < 2:
             raise Odd(1, 2)
 
     monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=55.0))
     with pytest.raises(Odd) as caught:
-        run_ranks(one_fails_first, world_size=3)
+        run_ranks(one_fails_first, str(tmp_path), world_size=3)
     assert caught.value.__notes__ == ["Raised by rank 0 of 3."]
 
 
-def test_the_signal_comes_again_for_ranks_that_were_about_to_wait_when_it_came_first(
+def test_ranks_are_nudged_after_an_interrupt_and_not_interrupted_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def counts(folder: str) -> None:
         seen: list[int] = []
-        signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+        for number in (signal.SIGINT, NUDGE):
+            signal.signal(number, lambda number, _: seen.append(number))
         Path(folder, "ready").touch()
-        while len(seen) < 3:
+        while seen.count(NUDGE) < 3:
             time.sleep(0.01)
-        Path(folder, "done").touch()
+        if seen.count(signal.SIGINT) == 1:
+            Path(folder, "done").touch()
 
     monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, interrupt=50.0))
     handle = notebook_launcher(counts, (str(tmp_path),), num_processes=1, block=False, progress="off")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 
-from nb_accelerate.worker.ends import NUMBER
+from nb_accelerate.protocol.messages import Failure
+from nb_accelerate.worker.call import answer
+from nb_accelerate.worker.ends import NUDGE, NUMBER
 from nb_accelerate.worker.interrupt import InterruptGate
 
 
@@ -23,17 +29,19 @@ class Rank:
         os.write(self.write, NUMBER.pack(number))
 
     def call(self, *, begun: list[int]) -> None:
-        with self.gate.open():
+        with self.gate:
+            self.gate.check()
             begun.append(1)
             signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, NUDGE)}
     rank = Rank()
     yield rank
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     os.close(rank.read)
     os.close(rank.write)
 
@@ -41,14 +49,19 @@ def rank() -> Iterator[Rank]:
 def test_a_signal_alone_is_not_meant_for_the_rank(rank: Rank):
     rank.call(begun=[])
     signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(NUDGE)
 
 
 def test_a_call_is_interrupted_once_however_often_the_signal_comes(rank: Rank):
-    with rank.gate.open():
+    with rank.gate:
         rank.announce(1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(NUDGE)
+        rank.announce(1)  # the user insists
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     rank.call(begun=[])
 
@@ -64,9 +77,75 @@ def test_a_call_that_has_not_begun_is_interrupted_as_it_begins(rank: Rank):
     rank.call(begun=begun)
 
 
+def test_what_travels_with_a_call_is_taken_over_before_it_is_interrupted(rank: Rank):
+    taken: list[int] = []
+
+    def load() -> tuple[Any, Any, Any]:
+        taken.append(1)
+        return print, (), {}
+
+    rank.announce(1)
+    message, _ = answer(load, rank.gate)
+    assert isinstance(message, Failure)
+    assert (message.report.type_name, taken) == ("KeyboardInterrupt", [1])
+
+
 def test_an_interrupt_that_comes_after_the_end_does_not_hit_the_next_call(rank: Rank):
     rank.call(begun=[])
     rank.announce(1)
     signal.raise_signal(signal.SIGINT)
     rank.announce(1)  # and once more, without a signal
     rank.call(begun=[])
+
+
+def test_a_nudge_is_an_interrupt_unless_users_handle_those_themselves(rank: Rank):
+    with rank.gate:
+        rank.announce(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(NUDGE)
+        seen: list[int] = []
+        signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+        rank.announce(1)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(NUDGE)
+        assert seen == [signal.SIGINT]
+
+
+def of_a_loop(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The same function, as if it stood in a module of asyncio."""
+    return types.FunctionType(function.__code__, {**globals(), "__name__": "asyncio.somewhere"})
+
+
+@of_a_loop
+def is_hit_in_the_loop() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_between_two_steps_of_tasks_an_interrupt_waits_for_the_next_round(rank: Rank):
+    steps: list[int] = []
+
+    async def goes_on() -> None:
+        is_hit_in_the_loop()
+        steps.append(1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        steps.append(2)
+
+    rank.announce(1)
+    with closing(asyncio.new_event_loop()) as loop, rank.gate:
+        task = loop.create_task(goes_on())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(task)
+        assert steps == [1]
+        loop.run_until_complete(task)  # it can be cancelled, or go on
+        assert steps == [1, 2]
+
+
+def test_what_a_loop_could_not_raise_any_more_is_raised_by_a_nudge(rank: Rank):
+    rank.announce(1)
+    with closing(asyncio.new_event_loop()) as loop, rank.gate:
+        loop.call_soon(is_hit_in_the_loop)
+        loop.call_soon(loop.stop)
+        loop.run_forever()  # the round in which it was hit is the last
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(NUDGE)

@@ -180,10 +180,12 @@ class TestInterrupts:
     @pytest.mark.parametrize("place", ["asyncio.Handle._run", "asyncio.BaseEventLoop._check_closed"])
     def test_an_interrupt_between_two_steps_of_a_task_loses_none(self, notebook: Kernel, place: str):
         cell = notebook.start(
-            f"%%rank 0\nimport asyncio, signal\noriginal = {place}\ndef is_hit(self):\n"
-            "    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
-            "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
-            f"    original(self)\n{place} = is_hit\nprint('here', flush=True)\n"
+            f"%%rank 0\nimport _signal, asyncio, signal, types\noriginal = {place}\ndef is_hit(self):\n"
+            "    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])\n"
+            "    _signal.pthread_sigmask(_signal.SIG_BLOCK, [_signal.SIGINT])\n"
+            "    original(self)\n"
+            "names = dict(__name__='asyncio.somewhere', _signal=_signal, original=original)\n"
+            f"{place} = types.FunctionType(is_hit.__code__, names)\nprint('here', flush=True)\n"
             f"try:\n    while True: await asyncio.sleep(0)\nfinally:\n    {place} = original\n"
             "    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])"
         )

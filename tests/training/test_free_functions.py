@@ -238,6 +238,16 @@ def test_a_conversion_of_outputs_can_be_undone():
     assert model(torch.ones(1, 2).bfloat16()).dtype is torch.bfloat16
 
 
+def test_a_class_may_convert_its_outputs():
+    class Half(nn.Module):
+        @utils.convert_outputs_to_fp32
+        def forward(self, x):
+            return x.bfloat16()
+
+    assert Half()(torch.ones(1)).dtype is torch.float32
+    assert utils.extract_model_from_parallel(Half(), keep_fp32_wrapper=False)(torch.ones(1)).dtype is torch.float32
+
+
 def test_outputs_are_converted():
     forward = utils.convert_outputs_to_fp32(lambda x: {"y": x.bfloat16(), "n": 1})
     assert forward(torch.ones(1))["y"].dtype is torch.float32

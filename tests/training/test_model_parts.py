@@ -134,6 +134,7 @@ def test_blocks_are_compiled_and_the_model_stays_as_it_is():
     assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     assert utils.extract_model_from_parallel(compiled) is compiled
     assert Accelerator(cpu=True).unwrap_model(compiled, keep_torch_compile=False) is model
+    assert utils.extract_model_from_parallel(utils.compile_regions(nn.DataParallel(model), backend="eager")) is model
 
     whole = utils.compile_regions(nn.Linear(2, 2), backend="eager")
     assert utils.is_compiled_module(whole)

@@ -256,6 +256,15 @@ def test_a_dataset_with_a_state_gets_it_back():
     assert again.whereabouts == (1, 4)
 
 
+def test_of_two_positions_the_last_that_was_loaded_counts():
+    middle = state_after(prepared(lambda: DataLoader(Counting(), batch_size=4)), 3)
+    loader = prepared(lambda: DataLoader(Counting(), batch_size=4))
+    start = loader.state_dict()
+    loader.load_state_dict(middle)
+    loader.load_state_dict(start)
+    assert next(iter(loader)).tolist() == [1, 2, 3, 4]
+
+
 def test_a_map_of_rows_is_taken_up_without_reading_what_comes_before():
     loader = prepared(lambda: DataLoader(Looked(), batch_size=2, shuffle=True))
     state = state_after(loader, 9)
