@@ -144,7 +144,7 @@ class Supervisor:
         self._sources = Sources(self._on_bell)
         self._stage: Stage | None = None
         self._stage_ends = float("inf")
-        self._nudge_at = float("inf")
+        self._again_at = float("inf")
         self._overdue_at = float("inf")
         self._start_ends = time.monotonic() + self._patience.start
         self._quit_ends = float("inf")
@@ -369,7 +369,8 @@ class Supervisor:
         }[stage]
         now = time.monotonic()
         self._stage_ends = now + grace
-        self._nudge_at = now + NUDGE_AFTER if stage is Stage.INTERRUPT else float("inf")
+        again = {Stage.ASK: self._patience.ask / 2, Stage.INTERRUPT: NUDGE_AFTER}
+        self._again_at = now + again.get(stage, float("inf"))
         for rank in self._ranks:
             if rank.handle.ended:
                 continue
@@ -398,11 +399,15 @@ class Supervisor:
             self._enter(Stage.TERMINATE)
         if self._stage is not None and (now >= self._stage_ends or self._nobody_is_left_to_ask()):
             self._enter(Stage(self._stage + 1))
-        elif now >= self._nudge_at:
-            self._nudge_at = now + NUDGE_AFTER
+        elif now >= self._again_at:
+            self._again_at = float("inf") if self._stage is Stage.ASK else now + NUDGE_AFTER
             for rank in self._ranks:
                 if rank.ready and rank.answer is None:
-                    rank.handle.signal(NUDGE)
+                    if self._stage is Stage.ASK:  # by now it is where it waits, and not on the way there
+                        rank.stacks.clear()
+                        rank.handle.signal(DUMP_SIGNAL)
+                    else:
+                        rank.handle.signal(NUDGE)
         if now >= self._router.due:
             self._router.flush()
         if self.panel is not None and now >= self.panel.due:
@@ -412,7 +417,7 @@ class Supervisor:
             self._look_for_stopped_ranks()
 
     def _next_deadline(self) -> float:
-        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends, self._nudge_at)
+        stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends, self._again_at)
         panel = self.panel.due if self.panel is not None else float("inf")
         return min(stopping, self._router.due, self._monitor_at, panel)
 

@@ -130,7 +130,7 @@ class Turn:
     done: threading.Event = field(default_factory=threading.Event)
     stage: Stage | None = None
     _stage_ends: float = _NEVER
-    _nudge_at: float = _NEVER
+    _again_at: float = _NEVER
     _late_at: float = _NEVER
     _unaided: set[int] = field(default_factory=set)
     """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
@@ -143,7 +143,7 @@ class Turn:
     @property
     def due(self) -> float:
         """When `act` has something to do."""
-        return min(self._stage_ends, self._nudge_at, self._late_at)
+        return min(self._stage_ends, self._again_at, self._late_at)
 
     @property
     def failed_rank(self) -> int | None:
@@ -214,10 +214,14 @@ class Turn:
             self._trouble(Trouble(kind="late", when=now, late=tuple(one.rank for one in self.waiting)))
         if now >= self._stage_ends and self.stage is not None:
             self._enter(Stage(self.stage + 1))
-        elif now >= self._nudge_at:
-            self._nudge_at = now + NUDGE_AFTER
+        elif now >= self._again_at:
+            self._again_at = _NEVER if self.stage is Stage.ASK else now + NUDGE_AFTER
             for member in self.waiting:
-                member.handle.signal(NUDGE)
+                if self.stage is Stage.ASK:  # by now it is where it waits, and not on the way there
+                    member.stacks.clear()
+                    member.handle.signal(DUMP_SIGNAL)
+                else:
+                    member.handle.signal(NUDGE)
 
     def _is_our_doing(self) -> bool:
         return self.stage is not None and self.stage >= Stage.INTERRUPT
@@ -238,7 +242,8 @@ class Turn:
         }
         now = time.monotonic()
         self._stage_ends = now + patience.get(stage, _NEVER)
-        self._nudge_at = now + NUDGE_AFTER if stage is Stage.INTERRUPT else _NEVER
+        again = {Stage.ASK: self.patience.ask / 2, Stage.INTERRUPT: NUDGE_AFTER}
+        self._again_at = now + again.get(stage, _NEVER)
         waiting = self.waiting
         for member in waiting:
             if stage is Stage.ASK:
