@@ -71,9 +71,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.dl_state_dict: dict[str, Any] = {}
         self._dropped = skip_batches  # those that are left out after they were read
         self._resume_at: int | None = None  # where the next epoch begins, if a position was loaded
-        self._rest: DataLoaderAdapter | None = (
-            None  # what reads the rest of the current epoch, if it was resumed in its middle
-        )
+        # What reads the rest of the current epoch, if it was resumed in its middle.
+        self._rest: DataLoaderAdapter | None = None
         self._epochs = epochs or EpochCounter(self.batch_sampler, self.sampler, dataset)
         self._arguments = {
             "dataset": dataset,

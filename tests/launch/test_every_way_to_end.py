@@ -297,6 +297,30 @@ def test_where_a_rank_was_on_the_way_to_its_own_end_is_not_told(
     assert caught.value.__notes__ == ["Raised by rank 0 of 3."]
 
 
+def test_where_a_rank_waits_is_told_and_not_where_it_was_on_the_way_there(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def on_the_way(folder: str) -> None:
+        while not Path(folder, "fails").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+
+    def stays() -> None:
+        time.sleep(600)
+
+    def one_fails(folder: str) -> None:
+        if my_rank() == 1:
+            Path(folder, "fails").touch()
+            raise Odd(1, 2)
+        on_the_way(folder)
+        stays()
+
+    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=6.0))
+    with pytest.raises(Odd) as caught:
+        run_ranks(one_fails, str(tmp_path))
+    assert "Meanwhile rank 0 was in stays" in caught.value.__notes__[-1]
+
+
 def test_ranks_are_nudged_after_an_interrupt_and_not_interrupted_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
