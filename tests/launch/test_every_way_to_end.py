@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fixtures.leaks import is_warm
+from fixtures.leaks import started_by
 from fixtures.ranks import RunRanks
 
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
@@ -233,8 +233,7 @@ def test_a_bad_end_is_the_right_error_and_the_machine_is_clean(
         run_ranks(way, world_size=world_size, start_method=method, deadline=expected.deadline or 40.0)
     assert expected.check(caught.value), caught.value
     assert time.monotonic() - began < 30
-    left = [process for process in psutil.Process().children(recursive=True) if not is_warm(process)]
-    assert left == []  # neither a rank nor a loader's worker
+    assert started_by(psutil.Process()) == []  # neither a rank nor a loader's worker
     assert run_ranks(my_rank, world_size=world_size) == list(range(world_size))
 
 
