@@ -185,8 +185,8 @@ class CheckpointSlice(Slice):
             input_dir: the folder; with ``automatic_checkpoint_naming`` the newest by default.
             load_kwargs: arguments of `torch.load` for all but weights. ``{"weights_only": False}`` allows files to
                 run code: for files that you wrote yourself.
-            **load_model_func_kwargs: those of `torch.nn.Module.load_state_dict`, and ``map_location``: ``"cpu"``, the
-                default, or ``"on_device"``.
+            **load_model_func_kwargs: those of `torch.nn.Module.load_state_dict`, and ``map_location``, where
+                weights are read to: ``"cpu"``, the default, or ``"on_device"``.
 
         Raises:
             CheckpointError: something is missing or damaged, or does not fit, on this process or another. What was
@@ -210,7 +210,7 @@ class CheckpointSlice(Slice):
 
         def load() -> int | None:
             state.load_models(folder, models, map_location=map_location, strict=strict, **load_model_func_kwargs)
-            state.load_parts(folder, parts, place=place, map_location=map_location, **(load_kwargs or {}))
+            state.load_parts(folder, parts, place=place, **(load_kwargs or {}))
             return state.load_numbers(folder, core.prepared.loaders, place=place)
 
         together(core.collectives, lambda: state.check_state(folder, models=models, parts=parts))

@@ -61,15 +61,9 @@ class PreparingSlice(Slice):
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects. "
                 "Write one for each object."
             )
-        prepared = [
-            None if self._is_scheduler(item) else self._prepare_one(item, at)
-            for item, at in zip(args, places, strict=True)
-        ]
-        # Schedulers last: they look for the prepared optimizer around their own.
-        results = [
-            self.prepare_scheduler(item) if self._is_scheduler(item) else done
-            for item, done in zip(args, prepared, strict=True)
-        ]
+        results: list[Any] = [None] * len(args)
+        for number in sorted(range(len(args)), key=lambda number: self._turn_of(args[number])):
+            results[number] = self._prepare_one(args[number], places[number])
         has_model = any(isinstance(item, nn.Module) for item in args)
         # All ranks are here for the sake of a model. One that prepares a loader by itself must not wait for others.
         if has_model or Environment().debug_mode:
@@ -81,6 +75,8 @@ class PreparingSlice(Slice):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, item: Any, place: bool) -> Any:
+        if self._is_scheduler(item):
+            return self.prepare_scheduler(item)
         if isinstance(item, nn.Module):
             return self.prepare_model(item, device_placement=place)
         if isinstance(item, torch.optim.Optimizer):
@@ -94,6 +90,10 @@ class PreparingSlice(Slice):
             "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
             "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
         )
+
+    def _turn_of(self, item: Any) -> int:
+        """Models first: an optimizer's state follows them to the device. Schedulers look for prepared optimizers."""
+        return 0 if isinstance(item, nn.Module) else 2 if self._is_scheduler(item) else 1
 
     @staticmethod
     def _is_scheduler(item: Any) -> bool:

@@ -205,19 +205,20 @@ def load_models(
         model.load_state_dict(tensors, strict=False, **kwargs)
 
 
-def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, map_location: Any, **kwargs: Any) -> None:
+def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, **kwargs: Any) -> None:
     """Load the parts of a run, see `parts_of`.
 
     Args:
         folder: see `save_state`.
         parts: likewise.
         place: of this rank.
-        map_location: where tensors are read to; what they are loaded into moves them on.
         **kwargs: those of `torch.load`.
 
     Raises:
         CheckpointError: a file would run code, or was cut off.
     """
+    # To the CPU: an optimizer moves on what belongs to the device. It does not move back what does not: with the
+    # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
     rank = 0 if _numbers(folder, place) is None else place.rank
     for part in parts:
         file = folder / (_on_rank(part.file, rank) if part.on_every_rank else part.file)
@@ -225,7 +226,7 @@ def load_parts(folder: Path, parts: Sequence[Part], *, place: Place, map_locatio
             file = folder / part.file  # of accelerate's, which has one for all
             if not file.exists():
                 continue
-        part.load(read(file, map_location, if_trusted=_IF_TRUSTED, **kwargs))
+        part.load(read(file, "cpu", if_trusted=_IF_TRUSTED, **kwargs))
 
 
 def load_numbers(folder: Path, loaders: Sequence[Any], *, place: Place) -> int | None:

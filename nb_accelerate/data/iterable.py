@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils.pin_memory import pin_memory
 from typing_extensions import override
 
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
-from nb_accelerate.nested import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +39,7 @@ class LastBatch:
 
     def pin_memory(self) -> LastBatch:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
-        return replace(self, batch=map_tensors(lambda tensor: tensor.pin_memory(), self.batch))
+        return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
 class MarkingCollate:

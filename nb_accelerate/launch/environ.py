@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nb_accelerate.launch.machine import VISIBLE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -32,7 +34,7 @@ def rank_environ(
         meeting: where its ranks meet.
         local_rank: which one, of those on this machine.
         base: the kernel's environment as it is now.
-        extra: what the user asked for; wins over everything.
+        extra: what the user asked for; wins over everything but the choice among the devices that it names.
         attempt: how often the ranks were started before.
         max_restarts: how often they may be started again.
     """
@@ -57,14 +59,17 @@ def rank_environ(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         # Every rank is a client of the store; rank 0 serves it on a socket that was bound for it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": meeting.interface,
-        "NCCL_SOCKET_IFNAME": meeting.interface,
     }
-    if plan.visible_devices is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = plan.visible_devices
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if plan.num_nodes == 1 or variable not in environ:  # a cluster's own knows of faster ones than we do
+            environ[variable] = meeting.interface
     if plan.device == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
+    elif "ACCELERATE_USE_CPU" in environ:  # and GPUs were asked for by number
+        environ["ACCELERATE_USE_CPU"] = "false"
     if plan.mixed_precision != "no":
         environ["ACCELERATE_MIXED_PRECISION"] = plan.mixed_precision
     environ |= {key: os.fspath(value) for key, value in extra.items()}
+    if plan.visible_devices is not None:  # chosen among those that were asked for
+        environ[VISIBLE] = plan.visible_devices
     return environ

@@ -8,15 +8,23 @@ import shutil
 import socket
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from nb_accelerate.config.env import Environment
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/dxg", "/dev/kfd")
+"""Signs of a GPU's driver: NVIDIA's, in a container or sandbox, on a Jetson, on Windows' Linux, and AMD's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +33,8 @@ class MachineFacts:
 
     Attributes:
         num_cpus: cores this process may use.
-        num_gpus: CUDA devices that are visible to it.
+        gpus: the CUDA devices that ranks could see, as ``CUDA_VISIBLE_DEVICES`` writes them.
+        prefers_cpu: ``ACCELERATE_USE_CPU`` asks for the CPU.
         loopback: name of the loopback network interface.
         can_fork: the system has ``fork``.
         is_rocm: the GPUs are AMD's; their runtime does not survive a fork.
@@ -34,12 +43,18 @@ class MachineFacts:
     """
 
     num_cpus: int
-    num_gpus: int = 0
+    gpus: tuple[str, ...] = ()
+    prefers_cpu: bool = False
     loopback: str = "lo"
     can_fork: bool = True
     is_rocm: bool = False
     unforkable: str = ""
     shared_memory: int | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """How many CUDA devices there are."""
+        return len(self.gpus)
 
 
 def look(env: Mapping[str, str]) -> MachineFacts:
@@ -49,14 +64,17 @@ def look(env: Mapping[str, str]) -> MachineFacts:
         env: variables that ranks will have on top of ours; ``CUDA_VISIBLE_DEVICES`` changes what there is.
 
     Raises:
+        ConfigError: ``ACCELERATE_USE_CPU`` is not a yes or no.
         MissingDependencyError: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("torch", needed_for="starting ranks")
     shm = Path("/dev/shm")  # noqa: S108 - asked for its size
+    variables = {**os.environ, **env}
     return MachineFacts(
         num_cpus=_num_cpus(),
-        num_gpus=_num_gpus(env),
+        gpus=_gpus(variables.get(VISIBLE), changed=VISIBLE in env),
+        prefers_cpu=bool(Environment(variables).use_cpu),
         loopback=_loopback(),
         can_fork=hasattr(os, "fork"),
         is_rocm=_is_rocm(),
@@ -71,17 +89,30 @@ def _num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _num_gpus(env: Mapping[str, str]) -> int:
+def _gpus(visible: str | None, *, changed: bool) -> tuple[str, ...]:
     # torch counts through NVML, without starting CUDA here. Importing it takes seconds, so a kernel that has not
     # done so is only made to when there is a driver to ask.
-    if "torch" not in sys.modules and not Path("/proc/driver/nvidia").exists() and not Path("/dev/kfd").exists():
-        return 0
+    has_driver = any(Path(driver).exists() for driver in _DRIVERS)
+    if "torch" not in sys.modules and not has_driver:
+        return ()
     import torch
 
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return torch.cuda.device_count()
+    if visible is None:
+        return tuple(map(str, range(torch.cuda.device_count())))
+    named = devices_in(visible)
+    is_built = torch.version.cuda is not None or torch.version.hip is not None
+    if has_driver and is_built and (changed or "MIG-" in visible):
+        return named  # torch cannot be asked what others will see, and would start CUDA to count slices of a GPU
+    return named[: torch.cuda.device_count()]
+
+
+def devices_in(visible: str) -> tuple[str, ...]:
+    """The devices in a value of ``CUDA_VISIBLE_DEVICES``, as CUDA reads it.
+
+    Nothing counts after an entry that is no device, and a process sees one slice of a GPU (MIG) at most.
+    """
+    named = tuple(takewhile(lambda device: device not in ("", "-1"), map(str.strip, visible.split(","))))
+    return named[:1] if visible.startswith("MIG-") else named
 
 
 def _is_rocm() -> bool:

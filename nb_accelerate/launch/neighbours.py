@@ -26,7 +26,8 @@ def gpu_warnings(plan: LaunchPlan) -> tuple[str, ...]:
     if program is None:
         return ()
     try:
-        answer = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=5, check=True)
+        command = [program, *_QUERY, f"--id={','.join(plan.gpus)}"]  # what others do on other devices is their affair
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
     return warnings_from(answer.stdout)

@@ -26,7 +26,8 @@ class LaunchPlan:
         start_method: how ranks come to be.
         reason: why it was chosen; "" where it is what one expects.
         device: ``"cpu"`` or ``"cuda"``.
-        visible_devices: value of ``CUDA_VISIBLE_DEVICES`` in the ranks, or None to leave it as it is.
+        gpus: the devices of the ranks, by local rank, as ``CUDA_VISIBLE_DEVICES`` writes them.
+        visible_devices: value of that variable in the ranks, or None to leave it as it is.
         num_threads: intra-op threads of each rank.
         loopback: name of the loopback interface.
         mixed_precision: what `Accelerator()` takes in the ranks by default.
@@ -39,6 +40,7 @@ class LaunchPlan:
     start_method: str
     reason: str
     device: str
+    gpus: tuple[str, ...]
     visible_devices: str | None
     num_threads: int
     loopback: str
@@ -70,8 +72,9 @@ def make_plan(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
     Raises:
         ConfigError: more ranks than there are GPUs, a GPU that is not there, or a start method that cannot work.
     """
-    use_gpus = facts.num_gpus > 0 and options.devices != "cpu"
-    number, visible = _ranks_and_devices(options, facts, use_gpus=use_gpus)
+    wants_cpu = options.devices == "cpu" or (options.devices is None and facts.prefers_cpu)
+    use_gpus = facts.num_gpus > 0 and not wants_cpu
+    number, gpus, visible = _ranks_and_devices(options, facts, use_gpus=use_gpus)
     method, reason = _start_method(options, facts, number, use_gpus=use_gpus)
     return LaunchPlan(
         num_processes=number,
@@ -79,6 +82,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
         start_method=method,
         reason=reason,
         device="cuda" if use_gpus else "cpu",
+        gpus=gpus,
         visible_devices=visible,
         # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
         num_threads=1 if method == "fork" else max(1, facts.num_cpus // number),
@@ -89,14 +93,15 @@ def make_plan(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
     )
 
 
-def _ranks_and_devices(options: LaunchOptions, facts: MachineFacts, *, use_gpus: bool) -> tuple[int, str | None]:
+def _ranks_and_devices(
+    options: LaunchOptions, facts: MachineFacts, *, use_gpus: bool
+) -> tuple[int, tuple[str, ...], str | None]:
     if not use_gpus:
         if options.devices not in (None, "cpu"):
             raise ConfigError(f"devices={options.devices!r}, but no GPU is visible here. Write devices='cpu' or None")
-        return options.num_processes or 1, "" if options.devices == "cpu" else None
+        return options.num_processes or 1, (), "" if options.devices == "cpu" else None
     if options.devices is None:
-        number = options.num_processes or facts.num_gpus
-        available, visible = facts.num_gpus, None
+        gpus, visible = facts.gpus, None
     else:
         chosen = [int(device) for device in options.devices]
         missing = [device for device in chosen if device >= facts.num_gpus]
@@ -105,15 +110,18 @@ def _ranks_and_devices(options: LaunchOptions, facts: MachineFacts, *, use_gpus:
                 f"devices={options.devices!r}, but the visible GPUs are 0 to {facts.num_gpus - 1}: "
                 f"there is no GPU {missing[0]}"
             )
-        number, available = options.num_processes or len(chosen), len(chosen)
-        visible = ",".join(map(str, chosen))
+        # Numbers count among the devices that are visible, which may be the fourth to the seventh of the machine.
+        gpus = tuple(facts.gpus[device] for device in chosen)
+        visible = ",".join(gpus)
+    available = len(gpus)
+    number = options.num_processes or available
     if number > available:
-        gpus = f"{available} GPU{'s' if available > 1 else ''}"
+        there_are = f"there {'are' if available > 1 else 'is'} {available} GPU{'s' if available > 1 else ''}"
         raise ConfigError(
-            f"num_processes={number}, but there {'are' if available > 1 else 'is'} {gpus}, and each rank needs its "
-            f"own. Write num_processes={available}, or devices='cpu' to run on the CPU"
+            f"num_processes={number}, but {there_are}, and each rank needs its own. Write num_processes={available}, "
+            f"or devices='cpu' to run on the CPU"
         )
-    return number, visible
+    return number, gpus[:number], visible
 
 
 def _start_method(options: LaunchOptions, facts: MachineFacts, number: int, *, use_gpus: bool) -> tuple[str, str]:

@@ -55,7 +55,7 @@ def clip_grad_norm(
     items = _as_list(parameters)
     if not accumulation.sync_gradients:
         gradients = [item.grad for item in items if item.grad is not None]
-        return nn.utils.get_total_norm(gradients, norm_type) / precision.loss_scale
+        return precision.without_scale(nn.utils.get_total_norm(gradients, norm_type))
     unscale(optimizers, items)
     return nn.utils.clip_grad_norm_(items, max_norm, norm_type)
 

@@ -62,6 +62,22 @@ def death(member: Member, tail: str) -> PoolError | RankDiedError:
     return RankDiedError(f"rank {member.rank} {how}. {advice}.{said}", rank=member.rank, exitcode=exitcode, output=tail)
 
 
+def came_apart(turn: Turn, members: Mapping[int, Member], backend: str) -> bool:
+    """Is the process group of no use after a cell?
+
+    Args:
+        turn: the cell, ended.
+        members: all ranks.
+        backend: what carries collectives.
+    """
+    if len(members) == 1:
+        return False
+    if turn.troubles:
+        return turn.was_cut or out_of_step(members)
+    # A collective of nccl returns before others have joined it: a cell may end well in which they never do.
+    return backend == "nccl" and len(turn.members) == len(members) and out_of_step(members)
+
+
 def out_of_step(members: Mapping[int, Member]) -> bool:
     """Has a rank been in more collectives of a process group than another?"""
     seen: dict[str, int] = {}

@@ -18,7 +18,7 @@ from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.looking import info, whereabouts
 from nb_accelerate.pool.names import names_in
 from nb_accelerate.pool.options import CellOptions, PoolOptions
-from nb_accelerate.pool.outcome import death, error_of, out_of_step, values_of
+from nb_accelerate.pool.outcome import came_apart, death, error_of, values_of
 from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.panel import cell_panel
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
@@ -53,6 +53,7 @@ class Pool:
         self._ledgers: dict[int, Ledger] = {}
         self._running: Turn | None = None
         self._failed_rank: int | None = None
+        self._apart_unseen = False
 
     # What it is.
 
@@ -415,10 +416,11 @@ class Pool:
 
     def _meet_again(self, output: CellOutput) -> None:
         self._move("repair")
+        unseen, self._apart_unseen = self._apart_unseen, False
         began = time.monotonic()
         self._bring_up(())
         anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
-        output.note(anew)
+        output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
     def _settle(self, turn: Turn) -> None:
         """A cell has ended: take note of what ranks bound, and of what it did to them."""
@@ -434,7 +436,8 @@ class Pool:
             self._ledgers[rank].unbound(end.unbound)
         if group.missing:
             self._move("lost")
-        elif self.world_size > 1 and turn.troubles and (turn.was_cut or out_of_step(group.members)):
+        elif came_apart(turn, group.members, group.plan.backend):
+            self._apart_unseen = not turn.troubles
             self._move("broke off")
         else:
             self._move("ended")

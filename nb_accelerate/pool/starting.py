@@ -46,11 +46,12 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
         raise PoolError("this runs on a rank already: ranks that stay are started in the notebook")
     facts = look(options.env)
     number = options.num_processes
-    if number is None and (facts.num_gpus == 0 or options.devices == "cpu"):
-        number = WITHOUT_GPUS
     launch = options.as_launch(number)
     _check_number(launch.num_processes or 1)
     plan = make_plan(launch, facts)
+    if number is None and plan.device == "cpu":
+        launch = replace(launch, num_processes=WITHOUT_GPUS)
+        plan = make_plan(launch, facts)
     if plan.start_method == "fork":
         # A copy of the notebook as it is now would be out of date with the next cell.
         launch = replace(launch, start_method="forkserver")

@@ -151,10 +151,9 @@ class FP16Precision(AutocastPrecision):
         self.update()
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    @property
     @override
-    def loss_scale(self) -> float:
-        return float(self.scaler.get_scale())
+    def without_scale(self, norm: Tensor) -> Tensor:
+        return norm / self.scaler.scale(torch.ones((), device=norm.device))
 
     def update(self) -> None:
         """Adapt the scale to the steps taken since the last time, if there were any.

@@ -60,10 +60,9 @@ class Precision:
         """Compute gradients of a loss. Called once per batch."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    @property
-    def loss_scale(self) -> float:
-        """What gradients are multiplied with at this moment, before `OptimizerStep.unscale`."""
-        return 1.0
+    def without_scale(self, norm: Tensor) -> Tensor:
+        """Return the norm that gradients would have if the loss had not been multiplied. Waits for no device."""
+        return norm
 
     def bind(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
         """Return how an optimizer takes its steps in this precision. Called by ``prepare``."""

@@ -5,7 +5,7 @@ A new device is one row. Nobody outside this file asks which kind a device is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,7 @@ class DeviceKind:
         is_available: whether this machine has such a device.
         count: how many; 0 means that the device has no number (the CPU).
         set_device: make the device with a number the current one.
-        seed: seed its random numbers.
+        current_device: the number of the current one.
         get_rng_state: its random state as a byte tensor on the CPU; None if it has none of its own.
         set_rng_state: put such a state back.
         empty_cache: give cached memory back to the device.
@@ -61,7 +61,7 @@ class DeviceKind:
     is_available: Callable[[], bool]
     count: Callable[[], int]
     set_device: Callable[[int], None] = _nothing
-    seed: Callable[[int], Any] = _nothing
+    current_device: Callable[[], int] = lambda: 0
     get_rng_state: Callable[[], torch.Tensor] | None = None
     set_rng_state: Callable[[torch.Tensor], None] = _nothing
     empty_cache: Callable[[], None] = _nothing
@@ -94,10 +94,11 @@ DEVICE_KINDS = (
         pins_memory=True,
         distributed_type=DistributedType.MULTI_GPU,
         backend="nccl",
-        is_available=lambda: torch.cuda.is_available(),
+        # Not torch.cuda.is_available: it starts the driver, and no rank could be forked from this process any more.
+        is_available=lambda: torch.cuda.device_count() > 0,
         count=lambda: torch.cuda.device_count(),
         set_device=lambda index: torch.cuda.set_device(index),
-        seed=lambda number: torch.cuda.manual_seed_all(number),
+        current_device=lambda: torch.cuda.current_device(),
         get_rng_state=lambda: torch.cuda.get_rng_state(),
         set_rng_state=lambda state: torch.cuda.set_rng_state(state),
         empty_cache=lambda: torch.cuda.empty_cache(),
@@ -113,7 +114,7 @@ DEVICE_KINDS = (
         is_available=lambda: torch.xpu.is_available(),
         count=lambda: torch.xpu.device_count(),
         set_device=lambda index: torch.xpu.set_device(index),
-        seed=lambda number: torch.xpu.manual_seed_all(number),
+        current_device=lambda: torch.xpu.current_device(),
         get_rng_state=lambda: torch.xpu.get_rng_state(),
         set_rng_state=lambda state: torch.xpu.set_rng_state(state),
         empty_cache=lambda: torch.xpu.empty_cache(),
@@ -127,7 +128,6 @@ DEVICE_KINDS = (
         backend=None,
         is_available=lambda: torch.backends.mps.is_available(),
         count=lambda: 1,
-        seed=lambda number: torch.mps.manual_seed(number),
         get_rng_state=lambda: torch.mps.get_rng_state(),
         set_rng_state=lambda state: torch.mps.set_rng_state(state),
         empty_cache=lambda: torch.mps.empty_cache(),
@@ -158,7 +158,8 @@ def best_device() -> torch.device:
 def choose_device(topology: Topology, *, cpu: bool) -> tuple[DeviceKind, torch.device]:
     """Choose the device of this process: the best kind there is, and of that kind the one with its local rank.
 
-    A kind that cannot carry tensors between ranks (mps) is passed over when there is more than one rank.
+    A kind that cannot carry tensors between ranks (mps) is passed over when there is more than one rank. Where one
+    device is visible it is this process' own: ``srun --gpus-per-task=1`` shows every task another one.
 
     Raises:
         ConfigError: there are more processes on this machine than devices.
@@ -168,10 +169,36 @@ def choose_device(topology: Topology, *, cpu: bool) -> tuple[DeviceKind, torch.d
     kind = CPU if cpu else next(usable)
     if not several or not kind.count():
         return kind, torch.device(kind.name)
-    if topology.local_rank >= kind.count():
+    index = topology.local_rank if kind.count() > 1 else 0
+    if index >= kind.count():
         raise ConfigError(
-            f"Rank {topology.rank} is process {topology.local_rank + 1} of {topology.local_world_size} on this "
-            f"machine, which has {kind.count()} {kind.name} device(s). Start at most {kind.count()} processes, "
-            "or train on the CPU with Accelerator(cpu=True)."
+            f"Rank {topology.rank} is process {index + 1} of {topology.local_world_size} on this machine, which has "
+            f"{kind.count()} {kind.name} devices. Start at most {kind.count()} processes, or train on the CPU with "
+            "Accelerator(cpu=True)."
         )
-    return kind, torch.device(kind.name, topology.local_rank)
+    return kind, torch.device(kind.name, index)
+
+
+def device_of_group(
+    bound: torch.device | None, topology: Topology, *, guessed: bool, cpu: bool
+) -> tuple[DeviceKind, torch.device]:
+    """Find the device that a process uses in a group that others made.
+
+    Args:
+        bound: the one that the group was told of.
+        topology: the place of this process.
+        guessed: whether nobody knows which of the processes on this machine it is.
+        cpu: use the CPU.
+
+    Raises:
+        ConfigError: there are more processes on this machine than devices.
+    """
+    if bound is not None and not cpu:
+        return device_kind(bound.type), bound
+    if not guessed:
+        return choose_device(topology, cpu=cpu)
+    kind, first = choose_device(replace(topology, local_rank=0), cpu=cpu)
+    if first.index is None:
+        return kind, first
+    # Number 0 is also what is current where nobody has chosen. Machines with as many ranks as devices are usual.
+    return kind, torch.device(kind.name, kind.current_device() or topology.rank % kind.count())

@@ -12,7 +12,7 @@ import torch
 
 from nb_accelerate.config.checks import check_choice, check_whole
 from nb_accelerate.process import context
-from nb_accelerate.process.devices import DEVICE_KINDS, device_kind
+from nb_accelerate.process.devices import device_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,10 +50,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += context.topology_here().rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    for kind in DEVICE_KINDS:
-        if kind.is_available():
-            kind.seed(seed)
+    torch.manual_seed(seed)  # that of every device as well, once it is used
     if (xla := _xla_model()) is not None:
         xla.set_rng_state(seed)
     if deterministic:

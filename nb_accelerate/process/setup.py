@@ -20,7 +20,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, group
 from nb_accelerate.process.affinity import set_numa_affinity
 from nb_accelerate.process.context import ProcessContext
-from nb_accelerate.process.devices import CPU, choose_device
+from nb_accelerate.process.devices import CPU, choose_device, device_of_group
 from nb_accelerate.topology import Topology, read_topology
 
 if TYPE_CHECKING:
@@ -57,13 +57,16 @@ def setup_process(
     use_cpu = bool(environment.use_cpu) if cpu is None else cpu
     options = options or InitProcessGroupKwargs()
     adopted = context.default_group()
-    topology = read_topology(environment.variables)
-    if adopted is not None:
-        topology = _topology_of_group(topology)
+    read = topology = read_topology(environment.variables)
+    if adopted is None:
+        kind, device = choose_device(topology, cpu=use_cpu)
+    else:
+        topology = _topology_of_group(read)
         use_cpu = use_cpu or dist.get_backend() == "gloo"
-    kind, device = choose_device(topology, cpu=use_cpu)
+        guessed = topology is not read
+        kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
     if environment.flag("ACCELERATE_CPU_AFFINITY"):
-        set_numa_affinity(topology.local_rank)
+        set_numa_affinity(topology.local_rank if device.index is None else device.index)
     if topology.world_size > 1:
         _select(kind, device)
         if adopted is None:

@@ -2,7 +2,8 @@
 
 A rank that waits in gloo, or for the rendezvous store, waits in C code: no signal and no exception reaches it, and
 gloo has no way to give up. What it waits for is a connection to another rank. So a thread breaks those connections,
-and the collective fails with an ordinary exception, in about 50 ms. The process group is of no use afterwards.
+and the collective fails with an ordinary exception, in about 50 ms. A collective of nccl runs on the device, and can
+be aborted there. The process group is of no use afterwards.
 
 A rank can be out of its collective before its own thread has acted, because another rank's has, and by the time this
 one does the ranks may have met again. So an alarm names the meeting whose connections it is about, and a new meeting
@@ -14,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
 from typing import TYPE_CHECKING
 
 import psutil
 
 from nb_accelerate.protocol.messages import CutOff
+from nb_accelerate.worker.groups import abort_groups
 
 if TYPE_CHECKING:
     from nb_accelerate.protocol.channel import Channel
@@ -55,7 +56,7 @@ class Alarm:
             self._given_up = message.meeting
             if message.meeting != self._meeting:
                 return False
-            _abort_nccl()
+            abort_groups()
             cut_connections(message.fellows)
             return True
 
@@ -82,12 +83,3 @@ def cut_connections(fellows: tuple[int, ...]) -> int:
                 copy.shutdown(socket.SHUT_RDWR)
             cut += 1
     return cut
-
-
-def _abort_nccl() -> None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if "nccl" in str(distributed.get_backend()):
-        with contextlib.suppress(Exception):  # it is being torn down already
-            distributed.distributed_c10d._abort_process_group()  # noqa: SLF001 - there is no public way

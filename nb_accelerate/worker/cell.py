@@ -12,16 +12,18 @@ import contextlib
 import os
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.board import here
+from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.displays import DisplayPort
-from nb_accelerate.worker.groups import close_groups, named, serve_store
+from nb_accelerate.worker.groups import abort_groups, close_groups, named, serve_store
 from nb_accelerate.worker.keyboard import Keyboard
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.revive import models_of_default_group, revive
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 SETUP_PROCESS = "nb_accelerate.process.setup:setup_process"
 ACCELERATOR = "nb_accelerate.accelerator:Accelerator"
 """The training half's, by dotted name: the notebook half does not import it."""
+
+_PATIENCE = timedelta(days=365)
+"""How long ranks wait for one another in a collective. Somebody may sit at a debugger of one of them, and nccl ends a
+rank that has waited for too long. Ranks that wait in vain are found, and told of, by the pool."""
 
 _MISSING = object()
 
@@ -71,12 +77,13 @@ class PersistentRank:
             self._alarm.listen(Channel.from_fd(waiting.pop(0)))
         self._alarm.meet(message.meeting)
         models = models_of_default_group()
+        abort_groups()
         close_groups()
         self._store = None
         os.environ.update(message.environ)
         if message.store is not None:
             self._store = serve_store(message.store, waiting.pop(0))
-        context = named(SETUP_PROCESS)()
+        context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_PATIENCE))
         _make_group_of_one(context)
         revive(models)
         topology = context.topology
@@ -178,11 +185,18 @@ def _make_group_of_one(context: Any) -> None:
     """One rank alone has a group too, so that a cell with a collective can be tried on it."""
     if context.topology.world_size > 1:
         return
+    import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        backend = "nccl" if context.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+        device = torch.device("cuda", torch.cuda.current_device()) if context.device.type == "cuda" else None
+        dist.init_process_group(
+            "gloo" if device is None else "nccl",
+            rank=0,
+            world_size=1,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            device_id=device,
+        )
 
 
 def _steps() -> dict[str, int]:

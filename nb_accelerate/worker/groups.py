@@ -5,6 +5,7 @@ What belongs to the training half is reached by a dotted name when it is needed,
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import Any
@@ -23,6 +24,29 @@ def has_group() -> bool:
     """Is a default process group open in this process? Imports nothing to find out."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def abort_groups() -> None:
+    """Break off what this process' nccl groups wait for. They stay known, and are of no use any more.
+
+    A group that is left waits for its collectives to end, and one that other ranks never joined does not. Other
+    backends have no collective that outlives the call.
+    """
+    if not has_group():
+        return
+    distributed: Any = sys.modules["torch.distributed"]
+    if "nccl" not in str(distributed.get_backend()):
+        return
+    torch: Any = sys.modules["torch"]
+    names = distributed.distributed_c10d._world.pg_names  # noqa: SLF001 - there is no public list of groups
+    with contextlib.suppress(Exception):  # it is being torn down already
+        # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That
+        # one also forgets the groups, and nobody could tell any more which models belong to them.
+        nccl = distributed.group.WORLD._get_backend(torch.device("cuda"))  # noqa: SLF001 - as above
+        nccl._group_start()  # noqa: SLF001 - as above
+        for group in sorted(names, key=names.get, reverse=True):
+            group.abort()
+        nccl._group_end()  # noqa: SLF001 - as above
 
 
 def close_groups() -> None:

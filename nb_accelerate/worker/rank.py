@@ -142,6 +142,9 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     if torch is not None:
         # OMP_NUM_THREADS is read once, when torch is loaded; in a forked rank that was long ago.
         torch.set_num_threads(setup.num_threads)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available():
+        distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG likewise
     return None if setup.store is None else serve_store(setup.store, store_fd)
 
 

@@ -86,7 +86,6 @@ def test_where_torch_has_no_gpu_to_ask_its_error_ends_no_step(clock: Clock, memo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_that_computes_says_so_if_its_library_is_installed(memory: bytearray) -> None:
     report = LossReport(board_on(memory), device_kind("cuda"))
     has_library = torch.version.hip is None and importlib.util.find_spec("pynvml") is not None

@@ -31,7 +31,7 @@ def run_inner(pytester: pytest.Pytester, *lines: str, marker: str = "", settle: 
     tests = (f"{marker}\ndef test_{number}():\n    {line}\n" for number, line in enumerate(lines))
     imports = "import os, socket, subprocess, tempfile, threading, time, pytest\nKEPT = []\n"
     pytester.makepyfile("\n".join((imports, *tests)))
-    plugins = ["-p", "fixtures.leaks", "-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}"]
+    plugins = ["-p", "fixtures.devices", "-p", "fixtures.leaks", "-p", "no:cacheprovider", "-o", f"pythonpath={TESTS}"]
     return pytester.runpytest_subprocess(*plugins, "-o", "markers=may_leave", "-o", f"leak_settle={settle}")
 
 

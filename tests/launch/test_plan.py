@@ -11,7 +11,7 @@ import pytest
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.machine import MachineFacts, interface_of, look
+from nb_accelerate.launch.machine import MachineFacts, devices_in, interface_of, look
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.neighbours import warnings_from
 from nb_accelerate.launch.plan import LaunchPlan, make_plan
@@ -23,7 +23,7 @@ def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:
     return make_plan(LaunchOptions(function=print, **options), MachineFacts(**known))
 
 
-T4 = {"num_gpus": 2}
+T4 = {"gpus": ("0", "1")}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ T4 = {"num_gpus": 2}
         (T4, {"start_method": "spawn"}, "2 ranks on CUDA, spawn, nccl on loopback"),
         ({"can_fork": False}, {"num_processes": 2}, "2 ranks on CPU, spawn (no fork here), gloo on loopback"),
         (
-            {"num_gpus": 8},
+            {"gpus": tuple("01234567")},
             {"num_nodes": 2, "master_addr": "10.0.0.1", "start_method": "forkserver"},
             "8 ranks on CUDA on each of 2 machines, forkserver, nccl",
         ),
@@ -62,7 +62,7 @@ def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: d
     ("facts", "options", "text"),
     [
         (T4, {"num_processes": 3}, "num_processes=3, but there are 2 GPUs.*Write num_processes=2, or devices='cpu'"),
-        ({"num_gpus": 1}, {"num_processes": 2}, "there is 1 GPU,"),
+        ({"gpus": ("0",)}, {"num_processes": 2}, "there is 1 GPU,"),
         (T4, {"devices": [0, 2]}, r"devices=\[0, 2\], but the visible GPUs are 0 to 1: there is no GPU 2"),
         (T4, {"devices": [1], "num_processes": 2}, "there is 1 GPU"),
         ({}, {"devices": [0]}, "no GPU is visible here"),
@@ -155,6 +155,49 @@ def test_a_ranks_environment_is_torchruns() -> None:
     assert expected.items() <= environ.items()
     assert "JPY_PARENT_PID" not in environ
     assert "ACCELERATE_USE_CPU" not in environ
+
+
+def test_devices_are_numbers_among_those_that_are_visible() -> None:
+    facts = {"gpus": ("4", "5", "GPU-8932f937", "7")}
+    chosen = plan(facts, devices=[0, 2])
+    assert chosen.gpus == ("4", "GPU-8932f937")
+    given = {"base": {"CUDA_VISIBLE_DEVICES": "0,1"}, "extra": {"CUDA_VISIBLE_DEVICES": "4,5,GPU-8932f937,7"}}
+    assert rank_environ(chosen, meeting(), 0, **given)["CUDA_VISIBLE_DEVICES"] == "4,GPU-8932f937"
+    assert plan(facts, num_processes=2).gpus == ("4", "5")
+    assert rank_environ(plan(facts), meeting(), 0, base={}, extra={}).get("CUDA_VISIBLE_DEVICES") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("0,1", ("0", "1")),
+        (" 3 , GPU-ab", ("3", "GPU-ab")),
+        ("", ()),
+        ("-1", ()),
+        ("2,-1,3", ("2",)),
+        ("MIG-a,MIG-b", ("MIG-a",)),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(text: str, devices: tuple[str, ...]) -> None:
+    assert devices_in(text) == devices
+
+
+def test_a_variable_that_asks_for_the_cpu_is_heard_unless_gpus_are_asked_for_by_number() -> None:
+    assert plan(T4 | {"prefers_cpu": True}).device == "cpu"
+    chosen = plan(T4 | {"prefers_cpu": True}, devices=[1])
+    assert chosen.device == "cuda"
+    environ = rank_environ(chosen, meeting(), 0, base={"ACCELERATE_USE_CPU": "true"}, extra={})
+    assert environ["ACCELERATE_USE_CPU"] == "false"
+    assert look({"ACCELERATE_USE_CPU": "1"}).prefers_cpu
+    assert not look({"ACCELERATE_USE_CPU": "0"}).prefers_cpu
+
+
+def test_a_clusters_network_interface_is_kept_and_one_machine_stays_on_loopback() -> None:
+    base = {"NCCL_SOCKET_IFNAME": "ib0"}
+    several = rank_environ(plan(num_nodes=2, master_addr="10.0.0.1"), meeting(), 0, base=base, extra={})
+    assert (several["NCCL_SOCKET_IFNAME"], several["GLOO_SOCKET_IFNAME"]) == ("ib0", "eth0")
+    alone = rank_environ(plan(), meeting(), 0, base=base, extra={})
+    assert (alone["NCCL_SOCKET_IFNAME"], alone["GLOO_SOCKET_IFNAME"]) == ("eth0", "eth0")
 
 
 def test_torch_itself_reads_that_environment(monkeypatch: pytest.MonkeyPatch) -> None:

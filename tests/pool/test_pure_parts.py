@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from nb_accelerate.pool.ledger import Ledger, Verdict, is_plain
 from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.merge import Merge
 from nb_accelerate.pool.names import free_names, names_in
+from nb_accelerate.pool.outcome import came_apart
 from nb_accelerate.pool.source import read_cell
 
 
@@ -303,3 +306,31 @@ class TestHangs:
         assert verdict({0: WAITS, 1: WAITS}, []) == ""
         assert verdict({0: WORKS, 1: WORKS}, []) == ""
         assert verdict({0: WORKS}, [1]) == ""
+
+
+class TestGroupsThatCameApart:
+    """Whether the process group has to be made anew before the next cell."""
+
+    @staticmethod
+    def members(*steps: int) -> Any:
+        return {rank: SimpleNamespace(steps={"default": count}) for rank, count in enumerate(steps)}
+
+    def apart(
+        self, members: Any, *, ran: int = 2, fails: bool = False, cut: bool = False, backend: str = "nccl"
+    ) -> bool:
+        turn: Any = SimpleNamespace(members=[object()] * ran, troubles=["one"] * fails, was_cut=cut)
+        return came_apart(turn, members, backend)
+
+    def test_after_a_failure_ranks_that_are_in_step_go_on(self):
+        assert not self.apart(self.members(3, 3), fails=True)
+        assert self.apart(self.members(3, 2), fails=True, backend="gloo")
+        assert self.apart(self.members(3, 3), fails=True, cut=True)
+
+    def test_nccl_lets_a_cell_end_well_in_which_a_rank_waits_for_ever(self):
+        assert self.apart(self.members(3, 2))
+        assert not self.apart(self.members(3, 3))
+        assert not self.apart(self.members(3, 2), ran=1)  # the other comes with the next cell
+        assert not self.apart(self.members(3, 2), backend="gloo")  # it counts what is sent from one to another too
+
+    def test_one_rank_is_never_apart(self):
+        assert not self.apart(self.members(3), ran=1, fails=True, cut=True)

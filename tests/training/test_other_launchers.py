@@ -65,7 +65,7 @@ def one_gpu(monkeypatch, tmp_path):
     place.mkdir()
     (place / "local_cpulist").write_text("0,900-999\n")
     properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties if index == 0 else object())
     near = affinity.near_cores
     monkeypatch.setattr(affinity, "near_cores", lambda address: near(address, tmp_path))

@@ -158,7 +158,6 @@ def test_a_forked_child_is_not_its_parent():
 
 
 def test_devices_are_shared_out_by_local_rank(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     place = Topology(rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, num_nodes=2)
     assert devices.choose_device(place, cpu=False)[1] == torch.device("cuda", 1)
@@ -169,6 +168,29 @@ def test_devices_are_shared_out_by_local_rank(monkeypatch):
         devices.choose_device(crowded, cpu=False)
 
 
+def test_the_one_device_that_a_process_is_shown_is_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    third = Topology(rank=2, local_rank=2, world_size=4, local_world_size=4)
+    assert devices.choose_device(third, cpu=False)[1] == torch.device("cuda", 0)
+
+
+def test_the_device_in_somebodys_group_is_the_one_that_somebody_chose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    ninth = Topology(rank=9, local_rank=9, world_size=16, local_world_size=16)
+
+    def device(bound=None, *, guessed=True, cpu=False):
+        return str(devices.device_of_group(bound, ninth, guessed=guessed, cpu=cpu)[1])
+
+    assert device(torch.device("cuda", 5)) == "cuda:5"
+    assert device(torch.device("cuda", 5), cpu=True) == "cpu"
+    assert device() == "cuda:1"
+    with pytest.raises(ConfigError, match="process 10 of 16"):
+        device(guessed=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device() == "cuda:3"
+
+
 def test_apple_devices_are_used_by_one_process_only(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert devices.choose_device(Topology(), cpu=False)[1] == torch.device("mps")
@@ -177,7 +199,6 @@ def test_apple_devices_are_used_by_one_process_only(monkeypatch):
 
 
 def test_cpu_cannot_be_asked_for_once_another_device_was_chosen(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     setup_process()
     with pytest.raises(ConfigError, match="already trains on cuda"):

@@ -111,7 +111,7 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_schedule_waits():
         moved = not torch.equal(before, model.weight)
         seen.append((moved, accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()[0]))
     assert seen == [(True, False, 0.05), (False, True, 0.05), (True, False, 0.025)]
-    assert accelerator.core.precision.loss_scale == 2.0
+    assert accelerator.scaler.get_scale() == 2.0
 
 
 def test_fp16_clips_the_true_gradients_once():
