@@ -28,13 +28,14 @@ def test_a_screen_says_what_it_does_not_know(text: str):
 
 
 PROGRAM = """
-import os, sys
+import os, sys, time
 print(os.isatty(0), os.isatty(1), os.get_terminal_size(), flush=True)
 try:
     for byte in "\u2501\x1b[31m".encode():
         os.write(1, bytes([byte]))
     print(flush=True)
-    sys.stdin.read()
+    while True:  # one long wait may begin just after the signal has come, and never hear of it
+        time.sleep(0.1)
 except KeyboardInterrupt:
     sys.exit(7)
 """
