@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from fixtures.deadlines import overdue_when
 
 from nb_accelerate.errors import DeadlineError
 
@@ -24,10 +25,12 @@ def test_a_deadline_shows_the_stacks_of_every_rank(run_ranks: RunRanks, capfd: p
     def a_function_that_hangs() -> None:
         import threading
 
+        print("here", flush=True)
         threading.Event().wait()
 
-    with pytest.raises(DeadlineError):
-        run_ranks(a_function_that_hangs, deadline=0.5)
+    both_hang = overdue_when(lambda launch: all("here" in launch.log(rank) for rank in (0, 1)))
+    with both_hang, pytest.raises(DeadlineError):
+        run_ranks(a_function_that_hangs)
     shown = capfd.readouterr().err
     assert shown.count("in a_function_that_hangs") == 2
     assert "rank 0 at its deadline" in shown
@@ -43,7 +46,8 @@ def test_a_cell_that_raises_is_seen_to_raise(shared_kernel: Kernel) -> None:
 
 
 def test_a_cell_that_does_not_end_is_a_timeout(kernel: Kernel) -> None:
-    cell = kernel.start("import threading; print('here'); threading.Event().wait()")
+    # One long wait may begin just after the interrupt has come, and never hear of it.
+    cell = kernel.start("import time; print('here')\nwhile True: time.sleep(0.1)")
     kernel.wait_for_output(cell, "here")
     with pytest.raises(TimeoutError):
         kernel.finish(cell, timeout=0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -166,7 +167,6 @@ def test_a_rank_that_dies_is_named_with_its_signal_and_its_last_words(notebook: 
     assert cell.error == "RankDiedError"
     assert "rank 1 was ended by SIGKILL (killed)" in cell.message
     assert "last words" in cell.message
-    assert cell.seconds < 10
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,18 @@ def test_a_value_that_cannot_come_back_says_what_and_where(notebook: Kernel) -> 
 
 
 def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
-    notebook.run("def waits():\n    time.sleep(600)").ok()
-    cell = notebook.run("launch(waits, (), 2, timeout=0.5)")
+    notebook.run("def waits():\n    print('here', flush=True); time.sleep(600)").ok()
+    notebook.run(
+        f"sys.path.append({str(Path(__file__).parents[1])!r})\n"
+        "from fixtures.deadlines import overdue_when\n"
+        "sys.path.pop()"
+    ).ok()
+    cell = notebook.run(
+        "with overdue_when(lambda launch: all('here' in launch.log(rank) for rank in (0, 1))):\n"
+        "    launch(waits, (), 2, timeout=600)"
+    )
     assert cell.error == "DeadlineError"
-    assert "timeout=0.5 s" in cell.message
+    assert "timeout=600 s" in cell.message
     assert re.search(r"Meanwhile ranks 0 and 1 were in waits, Cell In\[\d+\] line 2", plain(cell.traceback))
 
 
