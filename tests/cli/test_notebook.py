@@ -102,12 +102,13 @@ def test_what_is_not_a_notebook_is_refused_with_its_name(tmp_path: Path):
         notebook.execute(path, progress=io.StringIO())
 
 
-SLEEPY = "import time\nprint('asleep', flush=True)\ntime.sleep(600)"
+# They sleep in small pieces: one long sleep may begin just after the signal has come, and never hear of it.
+SLEEPY = "import time\nprint('asleep', flush=True)\nwhile True: time.sleep(0.1)"
 STUBBORN = """
 import signal, time
 signal.signal(signal.SIGINT, lambda *_: print('no', flush=True))
 print('asleep', flush=True)
-while True: time.sleep(600)
+while True: time.sleep(0.1)
 """
 
 

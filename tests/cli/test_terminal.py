@@ -103,7 +103,8 @@ def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     (tmp_path / "0").touch()
     wait_for_step(launched, 1)
     # What the ranks print next is above a block that is still one.
-    shown = launched.wait_for(lambda text: "rank 0 begins 1" in text and "rank 1 begins 1" in text)
+    awaited = ("rank 0 begins 1", "rank 1 begins 1", "cell 2 of 3")
+    shown = launched.wait_for(lambda text: all(piece in text for piece in awaited))
     assert shown.count("cell 2 of 3") == 1
     assert shown.index("rank 1 begins 1") < shown.index("cell 2 of 3")
 

@@ -37,7 +37,7 @@ notebook_launcher(rank, (bool(sys.argv[1:]),), 1, start_method="fork", progress=
 @contextlib.contextmanager
 def launched(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
     """A process with a rank that runs; its server's process and its rank's folder."""
-    command = [sys.executable, "-c", LAUNCH, *arguments]
+    command = [sys.executable, "-u", "-c", LAUNCH, *arguments]  # what a rank prints comes at once
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -67,7 +67,7 @@ def test_the_next_server_removes_the_folder_of_one_that_was_killed_and_of_no_oth
         with watched(server) as has_ended:
             os.kill(server, signal.SIGKILL)
             kernel.kill()
-            assert has_ended(10.0)
+            assert has_ended(30.0)
         assert left.is_dir()
         assert living.parent != left.parent
         with launched() as (next_one, _, own):
@@ -178,11 +178,6 @@ def test_where_folders_cannot_be_locked_they_are_used_and_nothing_is_removed(
     assert list(folder.iterdir()) == []
 
 
-def busy_allowance() -> float:
-    """Extra seconds on a machine where other work competes for the cores."""
-    return max(0.0, os.getloadavg()[0] - (os.cpu_count() or 1))
-
-
 IMPORTS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -206,18 +201,21 @@ def test_a_server_that_is_still_importing_ends_with_its_kernel(tmp_path: Path, w
         said.read_text()  # until the import has begun
         with watched(server) as has_ended:
             kernel.kill()
-            is_in_time = has_ended(2.0 + busy_allowance())
+            is_in_time = has_ended(30.0)  # nothing else would end it
             if not is_in_time:
                 os.kill(server, signal.SIGKILL)
         assert is_in_time
 
 
 LOOKS = """
-import os, threading
+import os, threading, time
 def tell():
+    names = [thread.name for thread in threading.enumerate()]
+    deadline = time.monotonic() + 30
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)  # a thread that has been joined may still be listed for a moment
     with open({said!r}, "w") as file:
-        file.write(" ".join(thread.name for thread in threading.enumerate()))
-        file.write(" %d" % len(os.listdir("/proc/self/task")))
+        file.write(" ".join(names) + " %d" % len(os.listdir("/proc/self/task")))
 os.register_at_fork(before=tell)
 """
 

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from fixtures.kernels import Kernel
 
+from nb_accelerate.launch.supervisor import Patience
+
 SETUP = """
 import functools, os, signal, threading, time
 import torch, torch.distributed  # as a notebook has: a forked rank then need not import it
@@ -123,18 +125,15 @@ def _clean(notebook: Kernel, stacks: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_clean")
 @pytest.mark.parametrize("way", ["in_python", "in_sleep", "in_c", "in_a_collective", "in_a_loader"])
 @pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_an_interrupt_is_a_keyboard_interrupt_within_two_seconds(notebook: Kernel, way: str, method: str) -> None:
+def test_an_interrupt_is_a_keyboard_interrupt(notebook: Kernel, way: str, method: str) -> None:
     cell = start_two(notebook, way, f", start_method={method!r}")
-    began = time.monotonic()
     notebook.interrupt()
     assert notebook.finish(cell).error == "KeyboardInterrupt"
-    # The one thing a clock is asked here; what it measures is a deadline of the supervisor's, of about 1.5 s.
-    assert time.monotonic() - began < 2.0 + busy_allowance()
 
 
-def busy_allowance() -> float:
-    """Extra seconds on a machine where other work competes for the cores."""
-    return max(0.0, os.getloadavg()[0] - (os.cpu_count() or 1))
+def test_ranks_that_do_not_react_to_an_interrupt_are_killed_within_two_seconds() -> None:
+    # Not by a clock: on a busy machine it would say how busy that is.
+    assert Patience().interrupt + Patience().terminate < 2.0
 
 
 @pytest.mark.usefixtures("_clean")
@@ -152,7 +151,16 @@ def test_ranks_that_ignore_every_signal_are_killed_after_the_first(notebook: Ker
     assert notebook.finish(cell).error == "KeyboardInterrupt"
 
 
-@pytest.mark.usefixtures("_clean")
+@pytest.fixture
+def _patient(notebook: Kernel) -> Iterator[None]:
+    """A kernel whose ranks are given half a minute to react to an interrupt."""
+    notebook.run("import nb_accelerate.launch.supervisor as of_launches; short = of_launches.Patience").ok()
+    notebook.run("of_launches.Patience = functools.partial(short, interrupt=30.0)").ok()
+    yield
+    notebook.run("of_launches.Patience = short").ok()
+
+
+@pytest.mark.usefixtures("_clean", "_patient")
 def test_users_code_may_handle_the_interrupt_and_clean_up(notebook: Kernel) -> None:
     notebook.run(
         "def tidy():\n"
@@ -214,6 +222,15 @@ def test_no_rank_outlives_a_kernel_that_was_killed(kernel: Kernel, way: str, met
     family = kernel.processes()
     assert len(family) >= 3  # a server and two ranks; the ranks' loader workers come on top
     os.kill(kernel.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=2.0 + busy_allowance())
-    # Who became their parent may take its time to read how they ended.
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    deadline = time.monotonic() + 30.0  # nothing else would end them
+    while (alive := [process for process in family if not has_ended(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)  # there is no event for the end of somebody else's process
+    assert alive == []
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        # Who became its parent may take its time to read how it ended.
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
