@@ -17,7 +17,6 @@ go on, not even to be cancelled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -70,7 +69,7 @@ class InterruptGate:
         if os.getpid() != self._pid or not self._is_meant():
             return
         loop = asyncio._get_running_loop()  # noqa: SLF001 - as get_running_loop, with None in place of an error
-        if loop is not None and frame is not None and _module(frame) in _LOOPS:
+        if loop is not None and _is_in_loop(frame):
             loop.call_soon_threadsafe(self._interrupt, self._current)
         else:
             self._raise()
@@ -84,10 +83,12 @@ class InterruptGate:
             self._raise()
 
     def _is_meant(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
+        try:  # and no frames of contextlib's, see _is_in_loop
             told = os.read(self._fd, 16 * NUMBER.size)
-            if told:
-                (self._interrupted,) = NUMBER.unpack(told[-NUMBER.size :])
+        except BlockingIOError:
+            told = b""
+        if told:
+            (self._interrupted,) = NUMBER.unpack(told[-NUMBER.size :])
         return self._interrupted == self._current != 0
 
     def _raise(self) -> None:
@@ -95,5 +96,8 @@ class InterruptGate:
         raise KeyboardInterrupt
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
+def _is_in_loop(frame: FrameType | None) -> bool:
+    """Was an event loop at work when the signal came? Also if it came while one before it was being handled."""
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LOOPS

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nb_accelerate.protocol.messages import Failure
+from nb_accelerate.worker import interrupt
 from nb_accelerate.worker.call import answer
 from nb_accelerate.worker.ends import NUDGE, NUMBER
 from nb_accelerate.worker.interrupt import InterruptGate
@@ -139,6 +140,33 @@ def test_between_two_steps_of_tasks_an_interrupt_waits_for_the_next_round(rank: 
         assert steps == [1]
         loop.run_until_complete(task)  # it can be cancelled, or go on
         assert steps == [1, 2]
+
+
+def test_a_signal_that_comes_while_one_is_handled_waits_for_the_next_round_too(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+):
+    steps: list[int] = []
+
+    async def goes_on() -> None:
+        is_hit_in_the_loop()
+        steps.append(1)
+
+    def once_more(fd: int, size: int, *, test: Any) -> bytes:
+        test.patch.undo()
+        test.raise_signal(test.NUDGE)
+        return bytes(test.read(fd, size))
+
+    rank.announce(1)
+    # Its frame is one of the module's, like those in which a signal may come while another is being handled.
+    read = types.FunctionType(once_more.__code__, vars(interrupt))
+    test = types.SimpleNamespace(patch=monkeypatch, raise_signal=signal.raise_signal, NUDGE=NUDGE, read=os.read)
+    read.__kwdefaults__ = {"test": test}
+    monkeypatch.setattr(interrupt, "os", types.SimpleNamespace(**{**vars(os), "read": read}))
+    with closing(asyncio.new_event_loop()) as loop, rank.gate:
+        task = loop.create_task(goes_on())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(task)
+        assert steps == [1]
 
 
 def test_what_a_loop_could_not_raise_any_more_is_raised_by_a_nudge(rank: Rank):
