@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 
 import nbformat
 import pytest
@@ -13,6 +15,8 @@ from nbformat import NotebookNode
 from nb_accelerate.cli import notebook
 
 CELLS = {
+    # A rank that was off the CPU for a while says the same as the other nevertheless.
+    "patience": "import nb_accelerate.pool.output\nnb_accelerate.pool.output.HOLD = 30.0  # seconds",
     "auto": "%load_ext nb_accelerate\n%distributed auto on",
     "imports": (
         "import matplotlib.pyplot as plt\nimport torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n"
@@ -38,7 +42,8 @@ CELLS = {
     ),
     "plot": "%matplotlib inline\nplt.plot(losses);",
     "differs": "f'rank {accelerator.process_index}'",
-    "error": "last = losses[-1]\nlosses['last']",
+    "last": "last = losses[-1]",  # in a cell of its own: the first error ends the next one on all ranks
+    "error": "# There is no such loss.\nlosses['last']",
     "goes on": "print(len(losses), last == losses[-1])",
     "here": "%%local\n'losses' in globals()",
     "back": "%distributed pull losses\n%distributed auto off",
@@ -54,6 +59,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NotebookNode]:
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     # With this variable ipykernel believes to run in its own tests, and does not capture what C code prints.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    # On a new machine this takes long, and after five seconds matplotlib says so on stderr.
+    subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], env=env, check=True, capture_output=True)
     run = notebook.execute(path, progress=io.StringIO(), env=env)
     assert run.failure is None, run.failure.render(color=False)
     return dict(zip(CELLS, run.notebook.cells, strict=True))

@@ -5,17 +5,22 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from fixtures.kernels import Cell, Kernel
+from fixtures.kernels import BLOCKED_RANKS, Cell, Kernel
 
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    # Seconds. A rank that was off the CPU for a while says the same as the other nevertheless.
+    shared_kernel.put("nb_accelerate.pool.output.HOLD", 30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
+    shared_kernel.run(BLOCKED_RANKS).ok()
     shared_kernel.run(
         "%%distributed\nimport torch, torch.distributed as dist\n"
-        "def step(x):\n    secret = x + rank\n    if rank: raise ValueError(secret)\n    dist.barrier()"
+        "def step(x, folder):\n    secret = x + rank\n    if rank:\n        until_blocked(folder, 1)\n"
+        "        raise ValueError(secret)\n    say_that_it_waits(folder)\n    dist.barrier()"
     ).ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
@@ -30,8 +35,8 @@ def _ranks_go_on(notebook: Kernel) -> Iterator[None]:
 
 
 @pytest.fixture
-def failed(notebook: Kernel) -> Kernel:
-    assert notebook.run("%%distributed\nstep(41)").error == "ValueError"
+def failed(notebook: Kernel, tmp_path: Path) -> Kernel:
+    assert notebook.run(f"%%distributed\nstep(41, {str(tmp_path)!r})").error == "ValueError"
     return notebook
 
 
