@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +218,23 @@ def test_ranks_that_do_not_move_are_asked_where_they_are_now_and_then(clock: Clo
     assert "slow_part" in kept.drawn[-1].rows[0].now
     refresh_for(panel, clock, 20.0)
     assert 4 <= watched.asked <= 6
+
+
+@pytest.mark.parametrize("before", [1.5, 1.75, 2.0, 2.25])
+def test_a_process_that_was_stopped_is_named_within_three_seconds(clock: Clock, before: float):
+    run, paper = Run(2), Paper()
+    run.begin_loop()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        for rank, pid in ((0, os.getpid()), (1, process.pid)):
+            run.ranks[rank] = replace(run.ranks[rank], pid=pid)
+        panel = Panel(Facts(name="train", setup=()), range(2), Lines(paper, is_notebook=False), Watched(run))
+        refresh_for(panel, clock, before)
+        assert paper.err == []
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        refresh_for(panel, clock, 3.0)
+        process.kill()
+    assert paper.err == [f"Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT {process.pid}\n"]
 
 
 def test_a_panel_that_cannot_be_drawn_ends_no_run(clock: Clock, caplog: pytest.LogCaptureFixture):
