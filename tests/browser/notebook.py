@@ -37,7 +37,8 @@ _RUN = """([command, cell]) => {
     window.runsUnderWay = (window.runsUnderWay || 0) + 1;
     app.commands.execute(command).finally(() => { window.runsUnderWay -= 1; });
 }"""
-_OUTPUT = "document.querySelectorAll('.jp-Notebook .jp-Cell')[{cell}].querySelector('.jp-Cell-outputArea')"
+# A notebook that has just been opened may not have this cell yet, nor the cell its output.
+_OUTPUT = "document.querySelectorAll('.jp-Notebook .jp-Cell')[{cell}]?.querySelector('.jp-Cell-outputArea')"
 
 
 class Notebook:
@@ -104,13 +105,13 @@ class Notebook:
 
     def output(self, cell: int) -> str:
         """The text that is to be read under a cell."""
-        return str(self.evaluate(f"() => {_OUTPUT.format(cell=cell)}.innerText"))
+        return str(self.evaluate(f"() => {_OUTPUT.format(cell=cell)}?.innerText ?? ''"))
 
     def wait_for_output(self, cell: int, text: str, timeout: float = 30.0) -> str:
         """Wait until `text` is to be read under a cell; returns all that is."""
         try:
             self.wait_until(
-                f"text => {_OUTPUT.format(cell=cell)}.innerText.includes(text)", argument=text, timeout=timeout
+                f"text => {_OUTPUT.format(cell=cell)}?.innerText.includes(text)", argument=text, timeout=timeout
             )
         except Exception as error:  # Playwright's says nothing of what was there instead
             raise AssertionError(f"{text!r} did not appear; there was {self.output(cell)!r}") from error

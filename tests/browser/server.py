@@ -129,7 +129,7 @@ class JupyterServer:
         (kernel,) = (
             child
             for child in psutil.Process(self._process.pid).children()
-            if any(identity in argument for argument in child.cmdline())
+            if any(identity in argument for argument in _arguments(child))
         )
         return kernel
 
@@ -156,3 +156,11 @@ class JupyterServer:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    """What a process was started with; nothing if it has ended since it was listed."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

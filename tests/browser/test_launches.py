@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from fixtures.leaks import name_of
 
 if TYPE_CHECKING:
     from browser.conftest import OpenNotebook
@@ -61,7 +62,8 @@ def test_a_launch_shows_its_output_and_its_values_and_the_stop_button_ends_it(
 
     notebook.run(2)
     notebook.wait_for_output(2, "asleep\nasleep")
-    ranks = [process for process in notebook.kernel.children(recursive=True) if process.name().startswith("nb-rank")]
+    family = notebook.kernel.children(recursive=True)
+    ranks = [process for process in family if (name_of(process) or "").startswith("nb-rank")]
     began = time.monotonic()
     notebook.interrupt()
     notebook.wait_for_output(2, "KeyboardInterrupt")
