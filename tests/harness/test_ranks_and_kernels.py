@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from fixtures.deadlines import overdue_when
+from fixtures.deadlines import every_rank_is_heard, overdue_when
 
 from nb_accelerate.errors import DeadlineError
 
@@ -29,7 +29,7 @@ def test_a_deadline_shows_the_stacks_of_every_rank(run_ranks: RunRanks, capfd: p
         threading.Event().wait()
 
     both_hang = overdue_when(lambda launch: all("here" in launch.log(rank) for rank in (0, 1)))
-    with both_hang, pytest.raises(DeadlineError):
+    with both_hang, every_rank_is_heard(), pytest.raises(DeadlineError):
         run_ranks(a_function_that_hangs)
     shown = capfd.readouterr().err
     assert shown.count("in a_function_that_hangs") == 2

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fixtures.deadlines import overdue_when
+from fixtures.deadlines import every_rank_is_heard, overdue_when
 from fixtures.leaks import started_by
 from fixtures.ranks import RunRanks
 
@@ -241,7 +241,11 @@ def test_a_bad_end_is_the_right_error_and_the_machine_is_clean(
     run_ranks: RunRanks, way: Callable[[], object], method: str, world_size: int
 ) -> None:
     expected = WAYS[way]
-    with overdue_when(expected.overdue), pytest.raises(expected.kind, match=expected.text) as caught:
+    with (
+        overdue_when(expected.overdue),
+        every_rank_is_heard(),
+        pytest.raises(expected.kind, match=expected.text) as caught,
+    ):
         run_ranks(way, world_size=world_size, start_method=method)
     assert expected.check(caught.value), caught.value
     assert started_by(psutil.Process()) == []  # neither a rank nor a loader's worker

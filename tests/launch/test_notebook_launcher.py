@@ -44,6 +44,11 @@ def train(settings, factor=1):
 def notebook(shared_kernel: Kernel) -> Kernel:
     shared_kernel.warm_up()
     shared_kernel.run(SETUP).ok()
+    shared_kernel.run(
+        f"sys.path.append({str(Path(__file__).parents[1])!r})\n"
+        "from fixtures.deadlines import every_rank_is_heard, overdue_when\n"
+        "sys.path.pop()"
+    ).ok()
     shared_kernel.run("launch(rank, (), 2)").ok()  # the warm server is there from here on
     # A fork of a kernel that did this would hang in its first matmul.
     shared_kernel.run("x = torch.randn(1500, 1500); y = (x @ x).sum().item()").ok()
@@ -128,7 +133,7 @@ def test_an_exception_has_its_own_type_the_rank_and_the_lines_of_the_cell(notebo
         "    open(there, 'w').close()\n"
         "    time.sleep(60)\n"
     ).ok()
-    cell = notebook.run("launch(fails, (7,), 2)")
+    cell = notebook.run("with every_rank_is_heard():\n    launch(fails, (7,), 2)")
     assert (cell.error, cell.message) == ("NoLoss", "no loss at step 7")
     shown = plain(cell.traceback)
     assert "rank 1 of 2" in shown
@@ -247,13 +252,9 @@ def test_a_value_that_cannot_come_back_says_what_and_where(notebook: Kernel) -> 
 
 def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
     notebook.run("def waits():\n    print('here', flush=True); time.sleep(600)").ok()
-    notebook.run(
-        f"sys.path.append({str(Path(__file__).parents[1])!r})\n"
-        "from fixtures.deadlines import overdue_when\n"
-        "sys.path.pop()"
-    ).ok()
     cell = notebook.run(
-        "with overdue_when(lambda launch: all('here' in launch.log(rank) for rank in (0, 1))):\n"
+        "both_wait = overdue_when(lambda launch: all('here' in launch.log(rank) for rank in (0, 1)))\n"
+        "with both_wait, every_rank_is_heard():\n"
         "    launch(waits, (), 2, timeout=600)"
     )
     assert cell.error == "DeadlineError"
