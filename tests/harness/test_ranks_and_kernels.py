@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,10 +32,9 @@ def test_a_deadline_shows_the_stacks_of_every_rank(run_ranks: RunRanks, capfd: p
     both_hang = overdue_when(lambda launch: all("here" in launch.log(rank) for rank in (0, 1)))
     with both_hang, every_rank_is_heard(), pytest.raises(DeadlineError):
         run_ranks(a_function_that_hangs)
-    shown = capfd.readouterr().err
-    assert shown.count("in a_function_that_hangs") == 2
-    assert "rank 0 at its deadline" in shown
-    assert "rank 1 at its deadline" in shown
+    _, first, second = re.split(r"--- rank [01] at its deadline\n", capfd.readouterr().err)
+    assert "in a_function_that_hangs" in first  # perhaps twice: they are asked again after a moment
+    assert "in a_function_that_hangs" in second
 
 
 def test_a_cell_that_raises_is_seen_to_raise(shared_kernel: Kernel) -> None:
