@@ -26,6 +26,15 @@ _SAID = {"_engine_run_backward": "backward"}
 _WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$|^<string>$")
 
 
+_LAST_LINE = b'  File "<string>", line 1 in <module>\n'
+"""Of every whole dump: it is written piece by piece, ends with the main thread, and that began with ``python -c``."""
+
+
+def is_whole(dump: bytes | bytearray) -> bool:
+    """Has all of a rank's dump come? One of stacks too deep to be listed whole does not say."""
+    return dump.endswith(_LAST_LINE)
+
+
 def main_thread(dump: str) -> tuple[Frame, ...]:
     """Frames of the main thread, innermost first, from a dump. Empty if the dump is.
 

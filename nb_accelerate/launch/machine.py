@@ -126,15 +126,18 @@ def _what_forbids_forking() -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was used in this notebook"
     # Any code, not only torch's, may have loaded the driver; then a forked child cannot start it again.
-    try:
-        if "libcuda.so" in Path("/proc/self/maps").read_text(errors="replace"):
-            return "the CUDA driver is loaded in this notebook"
-        names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-        if any(name.startswith("pt_autograd") for name in names):
-            return "a backward pass ran in this notebook"
-    except OSError:  # no /proc: not Linux, no CUDA either
-        pass
+    if "libcuda.so" in _text_of(Path("/proc/self/maps")):
+        return "the CUDA driver is loaded in this notebook"
+    if any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm")):
+        return "a backward pass ran in this notebook"
     return ""
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # a thread that has just ended; or no /proc: not Linux, no CUDA either
+        return ""
 
 
 def _loopback() -> str:

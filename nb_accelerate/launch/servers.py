@@ -301,12 +301,13 @@ def warm_status() -> WarmStatus | None:
         if _warm is None or not _warm.alive():
             return None
         server = psutil.Process(_warm.pid)
-        idle = [child for child in server.children() if child.name() == "nb-idle"]
-        return WarmStatus(
-            pid=server.pid,
-            idle=tuple(child.pid for child in idle),
-            memory=sum(process.memory_full_info().uss for process in (server, *idle)),
-        )
+        idle, memory = [], server.memory_full_info().uss
+        for child in server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if child.name() == "nb-idle":
+                    memory += child.memory_full_info().uss
+                    idle.append(child.pid)
+        return WarmStatus(pid=server.pid, idle=tuple(idle), memory=memory)
 
 
 def _forget() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Sources:
     def __init__(self, on_bell: Callable[[bytes], None]) -> None:
         self._selector = selectors.DefaultSelector()
         self._on_bell = on_bell
+        self._closed = False
+        self._lock = threading.RLock()  # a signal handler may ring while this thread does
         self._bell_read, self._bell_write = os.pipe()
         for fd in (self._bell_read, self._bell_write):
             os.set_blocking(fd, False)
@@ -61,14 +64,17 @@ class Sources:
 
     def ring(self, what: bytes) -> None:
         """Wake up the thread that waits. From any thread, also in a signal handler."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._bell_write, what)
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._bell_write, what)
 
     def close(self) -> None:
         """Let go of everything. Descriptors that were added are their owners'."""
+        with self._lock:  # who rings later, a button say, must not write to what has this number then
+            self._closed = True
+            os.close(self._bell_write)
         self._selector.close()
         os.close(self._bell_read)
-        os.close(self._bell_write)
 
     def _answer_bell(self) -> None:
         try:

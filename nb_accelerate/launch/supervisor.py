@@ -67,6 +67,7 @@ class Patience:
         quit: from `Quit` until a rank has ended: exit handlers of users and libraries run in it.
         ask: for the stacks of ranks after a failure. Other ranks' failures that arrive within it are compared, and
             the earliest wins.
+        cause: for the end of the rank that others have lost: it is told once its process is cleaned up.
         interrupt: for users' code to react to KeyboardInterrupt, when the user interrupts.
         unwind: the same after a failure: ranks are then most often stuck in a collective and cannot react.
         terminate: from SIGTERM to SIGKILL.
@@ -75,6 +76,7 @@ class Patience:
     start: float = 120.0
     quit: float = 10.0
     ask: float = 0.3
+    cause: float = 5.0
     interrupt: float = 1.0
     unwind: float = 0.4
     terminate: float = 0.4
@@ -354,6 +356,15 @@ class Supervisor:
         """Every rank has answered or ended, so that no earlier cause and no stacks can come any more."""
         return self._stage is Stage.ASK and all(rank.answer or rank.handle.ended for rank in self._ranks)
 
+    def _lacks_a_cause(self, now: float) -> bool:
+        """All that is known is that ranks have lost another one, and that one has not been heard of yet."""
+        return (
+            self._stage is Stage.ASK
+            and not self._nobody_is_left_to_ask()
+            and all(incident.peer_lost for incident in self._incidents)
+            and now < self._incidents[0].when + self._patience.cause
+        )
+
     def _signals_were_sent(self) -> bool:
         """From then on what ranks report, and how they end, is our doing and no cause."""
         return self._stage is not None and self._stage >= Stage.INTERRUPT
@@ -386,6 +397,10 @@ class Supervisor:
                 rank.handle.signal(signal.SIGTERM if stage is Stage.TERMINATE else signal.SIGKILL)
 
     def _act_on_deadlines(self) -> None:
+        if self._next_deadline() > time.monotonic() and not self._nobody_is_left_to_ask():
+            return
+        # What has come by now is not late, however long this thread was kept from reading it.
+        self._sources.wait(0.0)
         now = time.monotonic()
         if now >= min(self._start_ends, self._overdue_at):
             starting = self._start_ends <= now
@@ -398,7 +413,10 @@ class Supervisor:
             self._quit_ends = float("inf")
             self._enter(Stage.TERMINATE)
         if self._stage is not None and (now >= self._stage_ends or self._nobody_is_left_to_ask()):
-            self._enter(Stage(self._stage + 1))
+            if self._lacks_a_cause(now):
+                self._stage_ends = now + self._patience.ask
+            else:
+                self._enter(Stage(self._stage + 1))
         elif now >= self._again_at:
             self._again_at = float("inf") if self._stage is Stage.ASK else now + NUDGE_AFTER
             for rank in self._ranks:

@@ -78,10 +78,10 @@ class Cells:
         replaced = offer(pool, options.ranks)
         if replaced:
             _show(replaced)
-        turn = pool.begin(source, options, variables=self._shell.user_ns, tell=bool(parsed.get("background")))
+        variables = self._shell.user_ns
         if parsed.get("background"):
-            return pools.CellHandle(pool, turn)
-        values = pool.finish(turn)
+            return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
+        values = pool.run(source, options, variables=variables)
         if "out" in parsed.values:
             self._shell.user_ns[parsed.values["out"]] = values
         return None

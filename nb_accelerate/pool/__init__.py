@@ -66,8 +66,7 @@ def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHand
     if not _pool.is_running:
         _pool.start()
     chosen = CellOptions(**{"wants_values": True, **options})
-    turn = _pool.begin(source, chosen)
-    return _pool.finish(turn) if wait else CellHandle(_pool, turn)
+    return _pool.run(source, chosen) if wait else CellHandle(_pool, _pool.begin(source, chosen))
 
 
 def push(values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:

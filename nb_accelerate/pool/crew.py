@@ -26,7 +26,7 @@ from nb_accelerate.pool.hang import HangWatch
 from nb_accelerate.pool.member import Member
 from nb_accelerate.pool.panel import outcome
 from nb_accelerate.pool.questions import Question
-from nb_accelerate.protocol.messages import Ask, Display, Parcel, Ready, Result
+from nb_accelerate.protocol.messages import Ask, Display, GoesOn, Parcel, Ready, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +107,7 @@ class Crew:
 
     def interrupt(self, turn: Turn) -> None:
         """End a turn early. Any thread, also a signal handler."""
-        self._post(lambda: turn.interrupt() if turn is self._turn else None)
+        self._post(lambda: self._interrupt(turn))
 
     def say(self, line: str) -> None:
         """Tell the user something, where the last output went. In the thread itself too."""
@@ -216,6 +216,12 @@ class Crew:
             member.output.alone = self._output is not None and self._output.alone
         turn.begin()
 
+    def _interrupt(self, turn: Turn) -> None:
+        if turn is self._turn:
+            turn.interrupt()
+        elif not turn.done.is_set():
+            turn.is_unwanted = True
+
     def _see_whether_turn_is_done(self) -> None:
         turn = self._turn
         if turn is None or turn.waiting:
@@ -240,6 +246,11 @@ class Crew:
         )
 
     def _act_on_deadlines(self) -> None:
+        if self._next_deadline() > time.monotonic():
+            return
+        # What has come by now is not late, however long this thread was kept from reading it.
+        self._sources.wait(0.0)
+        self._see_whether_turn_is_done()
         now = time.monotonic()
         if self._turn is not None and self._turn.due <= now:
             self._turn.act()
@@ -279,6 +290,9 @@ class Crew:
             self._read_rest(member)
             if isinstance(message, Ask):
                 self._asked(Question(member, message))
+            elif isinstance(message, GoesOn):
+                if self._turn is not None:
+                    self._turn.questions.goes_on(member.rank)
             elif self._turn is not None:
                 self._turn.answered(member, message, fds)
 

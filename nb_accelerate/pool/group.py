@@ -22,7 +22,7 @@ from nb_accelerate.pool.crew import Crew
 from nb_accelerate.pool.outcome import death, error_of, values_of
 from nb_accelerate.pool.starting import send_join, send_setup, start_rank
 from nb_accelerate.pool.turn import Turn
-from nb_accelerate.pool.waiting import wait_for
+from nb_accelerate.pool.waiting import interrupts_go_to, wait_for
 from nb_accelerate.protocol.messages import Quit
 
 if TYPE_CHECKING:
@@ -138,8 +138,9 @@ class RankGroup:
         Raises:
             BaseException: the first cause, if it went wrong.
         """
-        self.crew.begin(turn)
-        wait_for(self.crew, turn)
+        with interrupts_go_to(self.crew, turn):
+            self.crew.begin(turn)
+            wait_for(self.crew, turn)
         error = error_of(turn)
         if error is not None:
             raise error

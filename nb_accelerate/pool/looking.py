@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, is_whole, where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,8 +68,8 @@ def whereabouts(members: Mapping[int, Member], busy: set[int]) -> dict[int, str]
         member.stacks.clear()
         member.handle.signal(DUMP_SIGNAL)
     deadline = time.monotonic() + _ANSWER
-    while time.monotonic() < deadline and not all(bytes(member.stacks[-1:]) == b"\n" for member in asked):
-        time.sleep(0.01)  # the answer has no end that could be waited for
+    while time.monotonic() < deadline and not all(is_whole(member.stacks) for member in asked):
+        time.sleep(0.01)  # the pool's thread reads, and knows no end of a dump
     found = {rank: "ended" if member.handle.ended else "idle" for rank, member in sorted(members.items())}
     found.update((member.rank, where(bytes(member.stacks).decode(errors="replace"))) for member in asked)
     return found

@@ -23,7 +23,7 @@ from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.panel import cell_panel
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.pool.starting import plan_pool
-from nb_accelerate.pool.waiting import wait_for
+from nb_accelerate.pool.waiting import interrupts_go_to, wait_for
 from nb_accelerate.protocol.messages import Call, RunCell
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker import namespace as remote
@@ -196,7 +196,11 @@ class Pool:
             DeadlineError: it took too long.
             BaseException: what the cell raised on a rank.
         """
-        turn = self.begin(source, options, variables=variables, sink=sink)
+        turn, begin = self._prepare(source, options, variables=variables, sink=sink)
+        crew = self._the_group().crew
+        with interrupts_go_to(crew, turn):
+            begin()
+            wait_for(crew, turn)
         return self.finish(turn)
 
     def begin(
@@ -212,6 +216,20 @@ class Pool:
 
         With `tell` its failure is said in the cell, since nobody may ask for the result.
         """
+        turn, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
+        begin()
+        return turn
+
+    def _prepare(
+        self,
+        source: CellSource,
+        options: CellOptions | None,
+        *,
+        variables: Mapping[str, Any] | None,
+        sink: Sink | None,
+        tell: bool = False,
+    ) -> tuple[Turn, Callable[[], None]]:
+        """Everything that comes before the ranks are asked; gives the turn, and what begins it."""
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
@@ -250,22 +268,29 @@ class Pool:
 
             turn = group.turn(members, send, timeout=options.timeout, say=output.say)
             turn.attended = not tell
-            self._move("run")
-            self._running = turn
-            for shipment in manifest.shipments:
-                for rank in shipment.ranks:
-                    self._ledgers[rank].sent(shipment.values, shipment.uses)
-                    turn.sent[rank] = tuple(shipment.values)
             turn.callbacks.append(manifest.close)
             if tell:
                 turn.callbacks.append(lambda: _tell_failure(turn, output))
             front_end = "off" if options.quiet else choose_front_end(options.progress)
             panel = cell_panel(turn, source.filename, group.plan, sink, lambda: group.crew.interrupt(turn), front_end)
-            group.crew.begin(turn, output, watch_for_hangs=True, panel=panel)
         except BaseException:
             manifest.close()
             raise
-        return turn
+
+        def begin() -> None:
+            try:
+                self._move("run")
+            except BaseException:
+                manifest.close()
+                raise
+            self._running = turn
+            for shipment in manifest.shipments:
+                for rank in shipment.ranks:
+                    self._ledgers[rank].sent(shipment.values, shipment.uses)
+                    turn.sent[rank] = tuple(shipment.values)
+            group.crew.begin(turn, output, watch_for_hangs=True, panel=panel)
+
+        return turn, begin
 
     def finish(self, turn: Turn) -> list[Any]:
         """Wait for the end of a cell; see `run`."""
@@ -357,7 +382,12 @@ class Pool:
                 member.handle.ask(Call(parcel=packed.parcel), packed.fds)
 
         group = self._the_group()
-        return group.ask(group.turn(members, send, timeout=timeout))
+        turn = group.turn(members, send, timeout=timeout)
+        try:
+            return group.ask(turn)
+        finally:
+            if turn.was_cut and self.world_size > 1 and not group.missing:
+                self._move("broke off")
 
     # Looking.
 
@@ -444,7 +474,7 @@ class Pool:
 
     def _on_loss(self, error: BaseException) -> None:
         """In the crew's thread: a rank has ended."""
-        if self._running is None and self._state in (State.IDLE, State.APART, State.BROKEN):
+        if not self._is_busy and self._state in (State.IDLE, State.RUNNING, State.APART, State.BROKEN):
             self._move("lost")
             if self._group is not None:
                 self._group.crew.say(str(error))

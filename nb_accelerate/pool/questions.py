@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 from nb_accelerate.protocol.messages import Answer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nb_accelerate.pool.member import Member
     from nb_accelerate.protocol.messages import Ask
 
-_GOES_ON = 0.5
-"""Seconds in which the rank that was answered may ask again before another rank's question is put."""
+_NEXT_LINE = 0.5
+"""Seconds in which a rank whose debugger went on may ask at the next line before another rank's question is put."""
+
+_PIECE = 0.25
+"""Seconds. A signal just before one long wait begins would be noticed when it ends."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Questions:
         self._changed = threading.Condition()
         self._waiting: list[Question] = []
         self._rank = -1
+        self._talks = False
         self._closed = False
 
     def put(self, question: Question) -> None:
@@ -50,6 +56,20 @@ class Questions:
             self._waiting.append(question)
             self._changed.notify_all()
 
+    def goes_on(self, rank: int) -> None:
+        """The debugger of a rank has let its cell go on."""
+        with self._changed:
+            if rank == self._rank:
+                self._talks = False
+                self._changed.notify_all()
+
+    def gone(self, rank: int) -> None:
+        """A rank will not ask any more."""
+        with self._changed:
+            if rank == self._rank:
+                self._rank, self._talks = -1, False
+                self._changed.notify_all()
+
     def close(self) -> None:
         """Nobody will ask any more."""
         with self._changed:
@@ -57,20 +77,24 @@ class Questions:
             self._changed.notify_all()
 
     def get(self) -> Question | None:
-        """Wait for the next question; None if there will be none."""
+        """Wait for the next question; None if there will be none. For one thread, which may be the main one."""
         with self._changed:
-            self._changed.wait_for(self._has_news)
-            if not self._closed and self._rank >= 0:
-                self._changed.wait_for(self._goes_on, _GOES_ON)
+            self._wait_for(self._has_news)
+            self._wait_for(lambda: not self._talks or self._has_next_word())
+            self._changed.wait_for(lambda: self._rank < 0 or self._has_next_word(), _NEXT_LINE)
             if self._closed:
                 return None
             question = min(self._waiting, key=lambda one: (one.member.rank != self._rank, one.member.rank))
             self._waiting.remove(question)
-            self._rank = question.member.rank
+            self._rank, self._talks = question.member.rank, True
             return question
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        while not self._changed.wait_for(condition, _PIECE):
+            pass
 
     def _has_news(self) -> bool:
         return self._closed or bool(self._waiting)
 
-    def _goes_on(self) -> bool:
+    def _has_next_word(self) -> bool:
         return self._closed or any(one.member.rank == self._rank for one in self._waiting)

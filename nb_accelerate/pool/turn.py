@@ -106,6 +106,7 @@ class Turn:
         was_cut: connections were broken, so the process group is of no use any more.
         callbacks: called in the pool's thread just before it is done.
         attended: somebody waits for it, and can be asked.
+        is_unwanted: it was interrupted before it has begun.
         questions: of debuggers on ranks.
         done: everybody has answered or has ended.
     """
@@ -126,6 +127,7 @@ class Turn:
     was_cut: bool = False
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     attended: bool = True
+    is_unwanted: bool = False
     questions: Questions = field(default_factory=Questions)
     done: threading.Event = field(default_factory=threading.Event)
     stage: Stage | None = None
@@ -166,8 +168,13 @@ class Turn:
         for member in self.members:
             member.stacks.clear()
             self.send(member)
+        for member in self.members:
+            if member.handle.ended:  # since it was chosen; nobody will tell of it any more
+                self.ended(member)
         if self.timeout is not None:
             self._late_at = time.monotonic() + self.timeout
+        if self.is_unwanted:
+            self.interrupt()
 
     def answered(self, member: Member, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
         """A rank answered."""
@@ -176,6 +183,7 @@ class Turn:
             member.steps = message.steps
             message = message.answer
         self.answers[member.rank] = (message, fds)
+        self.questions.gone(member.rank)
         if self._is_our_doing():
             return
         if not (isinstance(message, Failure) and message.peer_lost):
@@ -189,6 +197,7 @@ class Turn:
 
     def ended(self, member: Member) -> None:
         """A rank's process has ended."""
+        self.questions.gone(member.rank)
         if member.rank not in self.answers and self.stage is not Stage.KILL:
             self._trouble(Trouble(kind="died", when=time.monotonic(), member=member, tail=member.output.tail))
 

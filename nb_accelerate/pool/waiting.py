@@ -23,7 +23,7 @@ def wait_for(crew: Crew, turn: Turn) -> None:
     Raises:
         PoolError: the thread that listens to the ranks has failed, which is a mistake of ours.
     """
-    with _interrupts_go_to(crew, turn):
+    with interrupts_go_to(crew, turn):
         while (question := turn.questions.get()) is not None:
             _put_to_user(crew, turn, question)
         turn.done.wait()
@@ -60,8 +60,8 @@ def _interrupts_raise() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_go_to(crew: Crew, turn: Turn) -> Iterator[None]:
-    """While the main thread waits, SIGINT goes to the ranks, and is no exception here."""
+def interrupts_go_to(crew: Crew, turn: Turn) -> Iterator[None]:
+    """While the main thread asks ranks and waits for them, SIGINT goes to them, and is no exception here."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -252,6 +252,11 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GoesOn:
+    """The debugger that asked lets the cell go on; it may ask again at the next line, or never."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """The line that was asked for, without its end; None if there is nobody to ask."""
 
@@ -260,4 +265,4 @@ class Answer:
 
 
 ToRank = Setup | Call | Join | RunCell | Answer | Quit
-FromRank = Ready | Result | Failure | Display | Ask | CellEnd
+FromRank = Ready | Result | Failure | Display | Ask | GoesOn | CellEnd

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.debugger import Pdb
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from nb_accelerate.worker.keyboard import Keyboard
@@ -22,6 +23,13 @@ class RankDebugger(Pdb):
         super().__init__(None, _Lines(self.keyboard), sys.stdout, **options)
         self.use_rawinput = False
         self.prompt = ""  # it is shown with the question, at the place where the user types
+
+    @override
+    def interaction(self, *args: Any) -> None:
+        try:
+            super().interaction(*args)  # type: ignore[no-untyped-call]
+        finally:
+            self.keyboard.leave()
 
 
 class _Lines:

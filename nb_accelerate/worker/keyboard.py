@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from nb_accelerate.protocol.messages import Answer, Ask
+from nb_accelerate.protocol.messages import Answer, Ask, GoesOn
 
 if TYPE_CHECKING:
     from nb_accelerate.protocol.channel import Channel
@@ -44,3 +44,8 @@ class Keyboard:
                 if message.text is None:
                     raise EOFError("nobody is there to answer")
                 return message.text
+
+    def leave(self) -> None:
+        """Say that the next question, if there is one, is not the next word of the same conversation."""
+        if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
+            self._channel.send(GoesOn())

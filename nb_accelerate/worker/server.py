@@ -266,16 +266,14 @@ class _Server:
                 self._tell_end(rank, status)
 
     def _tell_end(self, rank: _Rank, status: int) -> None:
-        # A rank that left in good order has ended its own children. One that was killed has not, and they are to be
-        # gone once its launch returns.
-        if status != 0:
+        # A rank that left in good order has ended its own children, or left some behind on purpose. One that was killed
+        # has not. All are to be gone once its launch returns, which waits for its last rank.
+        if status != 0 or not self._ranks:
             self._kill_adopted()
         self._scratch.remove(str(rank.key))
         with contextlib.suppress(BrokenPipeError):
             os.write(rank.status_fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
         os.close(rank.status_fd)
-        if not self._ranks:
-            self._kill_adopted()
 
     def _kill_adopted(self) -> None:
         """End what ranks left behind."""

@@ -14,6 +14,7 @@ from IPython.core.async_helpers import get_asyncio_loop
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.events import EventManager, available_events
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
@@ -129,6 +130,19 @@ class _CellCompiler(CachingCompiler):
         return ast.increment_lineno(tree, self.above) if filename == self.filename else tree
 
 
+class _Events(EventManager):
+    """What is called around cells. An interrupt that reaches it is the cell's: IPython's own would go on."""
+
+    @override
+    def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
+        for function in list(self.callbacks[event]):
+            try:
+                function(*args, **kwargs)
+            except Exception:
+                print(f"Error in callback {function} (for {event}):")  # noqa: T201 - in the cell, as IPython does
+                self.shell.showtraceback()
+
+
 class RankShell(InteractiveShell):
     """Make it with `make_shell`."""
 
@@ -144,6 +158,13 @@ class RankShell(InteractiveShell):
         self.loop_runner = _run_coroutine
         self.InteractiveTB.debugger_cls = RankDebugger
         self.set_hook("show_in_pager", page.as_hook(page.display_page), 99)  # type: ignore[no-untyped-call]
+
+    @override
+    def init_events(self) -> None:
+        super().init_events()  # type: ignore[no-untyped-call]
+        registered = self.events.callbacks
+        self.events = _Events(self, available_events)
+        self.events.callbacks.update(registered)
 
     def run(self, cell: RunCell) -> ExecutionResult:
         """Run a cell. What it raises is in the result, and nowhere else."""

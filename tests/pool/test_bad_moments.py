@@ -1,0 +1,171 @@
+"""What comes at a moment when nobody expects it: an interrupt before the ranks are asked, a rank that ends while a
+value is being packed, a kernel that is kept from reading until a deadline has passed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fixtures.kernels import Kernel
+
+from nb_accelerate.pool.looking import whereabouts
+
+SUM = "%%distributed\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(int(total.item()))"
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.put("nb_accelerate.pool.output.HOLD", 30.0)
+    shared_kernel.run("%load_ext nb_accelerate").ok()
+    shared_kernel.run(
+        "import os, signal, threading, time\nimport nb_accelerate.pool\nfrom nb_accelerate.pool.crew import Crew"
+    ).ok()
+    shared_kernel.run("%%distributed\nimport time, torch, torch.distributed as dist").ok()
+    shared_kernel.run("crew = nb_accelerate.pool.current()._group.crew").ok()
+    yield shared_kernel
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
+
+
+@pytest.fixture(autouse=True)
+def _the_ranks_go_on(notebook: Kernel) -> Iterator[None]:
+    yield
+    assert notebook.run(SUM).ok().stdout == "2\n"
+
+
+def pid_of(notebook: Kernel, rank: int) -> int:
+    value = notebook.run(f"nb_accelerate.pool.status()[{rank}].pid").ok().value
+    assert value is not None
+    return int(value)
+
+
+def test_an_interrupt_just_before_the_ranks_are_asked_ends_the_cell(notebook: Kernel):
+    notebook.run(
+        "begin = Crew.begin\n"
+        "def hit(*given, **options):\n"
+        "    Crew.begin = begin\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    begin(*given, **options)\n"
+        "Crew.begin = hit"
+    ).ok()
+    cell = notebook.run("%%distributed\ntime.sleep(600)")
+    assert (cell.error, cell.message) == ("KeyboardInterrupt", "the cell was interrupted")
+
+
+def test_an_interrupt_in_what_ipython_calls_around_a_cell_ends_the_cell(notebook: Kernel):
+    notebook.run(
+        "%%rank 0\ndef slow(*_):\n    get_ipython().events.unregister('pre_run_cell', slow)\n"
+        "    print('here', flush=True)\n    while True: time.sleep(0.1)\n"
+        "get_ipython().events.register('pre_run_cell', slow)"
+    ).ok()
+    cell = notebook.start("%%rank 0\ntime.sleep(600)")
+    notebook.wait_for_output(cell, "here")
+    notebook.interrupt()
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+
+
+class TestKernelsThatReadLate:
+    """The pool's thread does not get to read until a deadline has passed: what came in time is in time."""
+
+    @pytest.fixture(autouse=True)
+    def _held_up(self, notebook: Kernel) -> Iterator[None]:
+        notebook.run(
+            "gather = Crew._let_output_gather\n"
+            "def hold(self):\n"
+            "    turn, begun = self._turn, time.monotonic()\n"
+            "    while turn is not None and begun <= turn.due < begun + 60 and time.monotonic() <= turn.due:\n"
+            "        time.sleep(0.01)\n"
+            "    gather(self)\n"
+            "Crew._let_output_gather = hold"
+        ).ok()
+        yield
+        notebook.run("Crew._let_output_gather = gather").ok()
+
+    def test_ranks_that_answered_in_time_are_not_late(self, notebook: Kernel):
+        assert notebook.run("%%distributed --timeout 1\nprint('in time')").ok().stdout == "in time\n"
+
+    def test_the_first_cause_is_the_first_although_it_was_read_last(self, notebook: Kernel):
+        cell = notebook.run(
+            "%%distributed\n"
+            "class First(Exception):\n"
+            "    def __reduce__(self):\n"
+            "        time.sleep(0.1)  # it is raised first, and arrives last\n"
+            "        return First, ()\n"
+            "dist.barrier()\n"
+            "if rank == 0: raise First\n"
+            "time.sleep(0.05)\n"
+            "{}['second']"
+        )
+        assert cell.error == "First"
+
+
+def test_a_completion_that_comes_too_late_costs_the_process_group_and_nothing_else(notebook: Kernel):
+    notebook.run("%%distributed\nclass Model:\n    def forward(self): pass\nnet = Model()").ok()
+    pid = pid_of(notebook, 0)
+    os.kill(pid, signal.SIGSTOP)
+    notebook.run(
+        "def go_on():\n"
+        "    while crew._turn is None or not crew._turn.was_cut: time.sleep(0.01)\n"
+        f"    os.kill({pid}, signal.SIGCONT)\n"
+        "waiting = threading.Thread(target=go_on)\nwaiting.start()"
+    ).ok()
+    reply = notebook.client.complete("%%distributed\nnet.for", reply=True, timeout=30)
+    assert reply["content"]["matches"] == []
+    notebook.run("waiting.join(20)").ok()
+    again = notebook.run(SUM).ok()
+    assert (again.stdout, "the process group was made anew" in str(again.displays)) == ("2\n", True)
+
+
+@pytest.mark.may_leave("processes")  # a new rank
+def test_a_rank_that_ends_after_a_cell_in_the_background_has_is_told_of(notebook: Kernel):
+    cell = notebook.start("%%distributed --background\nprint('done')")
+    notebook.finish(cell)
+    notebook.run("handle = _\nassert handle.wait(20)").ok()
+    os.kill(pid_of(notebook, 1), signal.SIGKILL)
+    said, deadline = "", time.monotonic() + 30
+    while "SIGKILL" not in said:
+        said += str(notebook._iopub(cell, deadline)["content"])
+    notebook.run("%distributed restart 1").ok()
+    notebook.run("%%rank 1\nimport time, torch, torch.distributed as dist").ok()
+
+
+@pytest.mark.may_leave("processes")  # a new rank
+def test_a_rank_that_ends_while_a_value_is_packed_for_it_is_missed(notebook: Kernel):
+    notebook.run(
+        "class EndsIt:\n    def __reduce__(self):\n"
+        f"        os.kill({pid_of(notebook, 1)}, signal.SIGKILL)\n"
+        "        while not crew.members[1].handle.ended: time.sleep(0.01)\n"
+        "        return int, (3,)\nends_it = EndsIt()"
+    ).ok()
+    cell = notebook.run("%%distributed --out values\nends_it + rank")
+    assert (cell.error, "rank 1 was ended by SIGKILL" in cell.message) == ("RankDiedError", True)
+    notebook.run("%distributed restart 1\ndel ends_it").ok()
+    notebook.run("%%rank 1\nimport time, torch, torch.distributed as dist").ok()
+
+
+class TestDumps:
+    """Stacks are written piece by piece."""
+
+    THREAD = b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n'
+    MAIN = (
+        b"Current thread 0x00007e (most recent call first):\n"
+        b'  File "/home-of/train.py", line 7 in load\n  File "<string>", line 1 in <module>\n'
+    )
+
+    def test_half_a_dump_is_not_taken_for_a_whole_one(self):
+        pieces = [self.THREAD, self.MAIN]
+
+        class Stacks(bytearray):
+            def endswith(self, *given: Any) -> bool:
+                looked = super().endswith(*given)
+                if pieces:
+                    self.extend(pieces.pop(0))
+                return looked
+
+        handle = SimpleNamespace(ended=False, signal=lambda _: None)
+        member: Any = SimpleNamespace(rank=0, handle=handle, stacks=Stacks())
+        assert whereabouts({0: member}, {0}) == {0: "in load, /home-of/train.py:7"}
