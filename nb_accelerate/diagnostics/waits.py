@@ -11,8 +11,14 @@ from nb_accelerate.diagnostics.stacks import main_thread, where
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
-"""Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it."""
+_COLLECTIVES = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",
+    "torch/nn/parallel/distributed.py",
+    "nb_accelerate/comm/",
+)
+"""Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it; a forward
+of a parallel model, for its buffers; and ours, where a collective runs on the device, for its result."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,6 +299,14 @@ class TestHangs:
         assert "rank 0 waits in all_reduce, called from step" in verdict({0: WAITS}, [1])
         assert "rank 1 has ended the cell" in verdict({0: WAITS}, [1])
 
+    @pytest.mark.parametrize(
+        ("file", "function"),
+        [("torch/nn/parallel/distributed.py", "_pre_forward"), ("nb_accelerate/comm/gather.py", "gather")],
+    )
+    def test_a_parallel_forward_waits_and_so_does_whoever_wants_what_a_device_has_gathered(self, file, function):
+        dump = WAITS.replace("torch/distributed/distributed_c10d.py", file).replace("all_reduce", function)
+        assert f"rank 0 waits in {function}, called from step" in verdict({0: dump}, [1])
+
     def test_a_rank_that_waits_for_one_that_is_elsewhere(self):
         assert "; rank 1 is in load" in verdict({0: WAITS, 1: WORKS}, [])
 
