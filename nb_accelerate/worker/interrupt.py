@@ -12,6 +12,9 @@ again, since users' own handlers may take a second one for impatience.
 Where an event loop is at work, between two steps of tasks, the exception waits for the loop's next round. Raised at
 once, it could hit just when a task's next step is put into the queue or taken out of it, and that task would never
 go on, not even to be cancelled.
+
+In a finalizer or the callback of a weak reference (a loop's set of tasks has one) Python drops whatever is raised. An
+interrupt that hit there comes once more, with the next nudge.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 from nb_accelerate.worker.ends import NUDGE, NUMBER
@@ -41,10 +45,13 @@ class InterruptGate:
         self._begun = 0  # how many calls and cells
         self._current = 0  # the number of the one that runs
         self._interrupted = 0  # the number of the one that is to be interrupted
+        self._raised = 0  # the number of the one that has been
         self._handler = self._on_signal
         os.set_blocking(fd, False)
         signal.signal(signal.SIGINT, self._handler)
         signal.signal(NUDGE, self._on_nudge)
+        self._previous_hook = sys.unraisablehook
+        sys.unraisablehook = self._on_unraisable
         # The parent blocks it while a rank is born, so that it cannot end the rank before this line.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -92,8 +99,15 @@ class InterruptGate:
         return self._interrupted == self._current != 0
 
     def _raise(self) -> None:
-        self._interrupted = 0  # once for each time it was asked for
+        # Once for each time it was asked for.
+        self._interrupted, self._raised = 0, self._current
         raise KeyboardInterrupt
+
+    def _on_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt) and self._raised == self._current != 0:
+            self._interrupted = self._current
+        else:
+            self._previous_hook(dropped)
 
 
 def _is_in_loop(frame: FrameType | None) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -39,8 +41,10 @@ class Rank:
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, NUDGE)}
+    hook = sys.unraisablehook
     rank = Rank()
     yield rank
+    sys.unraisablehook = hook
     for number, handler in handlers.items():
         signal.signal(number, handler)
     os.close(rank.read)
@@ -110,6 +114,36 @@ def test_a_nudge_is_an_interrupt_unless_users_handle_those_themselves(rank: Rank
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(NUDGE)
         assert seen == [signal.SIGINT]
+
+
+class Thing:
+    pass
+
+
+def test_an_interrupt_that_hits_where_python_drops_it_comes_with_the_next_nudge(
+    rank: Rank, capsys: pytest.CaptureFixture[str]
+):
+    with rank.gate:
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+        rank.announce(1)
+        del thing
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(NUDGE)
+        signal.raise_signal(NUDGE)
+    del reference
+    assert capsys.readouterr().err == ""
+
+
+def test_what_else_is_dropped_is_told_as_ever(rank: Rank, monkeypatch: pytest.MonkeyPatch):
+    told: list[Any] = []
+    monkeypatch.setattr(rank.gate, "_previous_hook", lambda dropped: told.append(dropped.exc_type))
+    for error in (ValueError, KeyboardInterrupt):
+        thing = Thing()
+        weakref.finalize(thing, lambda error=error: exec("raise error", {"error": error}))
+        del thing
+    assert told == [ValueError, KeyboardInterrupt]
+    rank.call(begun=[])
 
 
 def of_a_loop(function: Callable[[], Any]) -> Callable[[], Any]:
