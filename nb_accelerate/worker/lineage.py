@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -83,6 +84,15 @@ def set_name(name: str) -> None:
 def children() -> list[int]:
     """Process ids of the children of this process, zombies too, that do not end by themselves."""
     return [child.pid for child in psutil.Process().children() if not _is_tracker(child)]
+
+
+def has_others(known: Collection[int]) -> bool:
+    """May this process, which has one thread, have children besides these? Microseconds where Linux lists them."""
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    except OSError:  # not Linux, or built without it
+        return True
+    return not {int(pid) for pid in text.split()} <= set(known)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

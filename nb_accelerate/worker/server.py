@@ -37,7 +37,7 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
-from nb_accelerate.worker.lineage import adopt_orphans, children, die_with_parent, ending_with, set_name
+from nb_accelerate.worker.lineage import adopt_orphans, children, die_with_parent, ending_with, has_others, set_name
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 
@@ -277,7 +277,7 @@ class _Server:
 
     def _kill_adopted(self) -> None:
         """End what ranks left behind."""
-        while self._adopts and _has_children():
+        while self._adopts and has_others({*self._ranks, *self._idle}):
             orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._idle]
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
@@ -299,15 +299,6 @@ class _Server:
         with contextlib.suppress(OSError):  # the kernel has gone
             self._control.send(Quit())
         os._exit(0)
-
-
-def _has_children() -> bool:
-    """Are there any, zombies too? A look at all processes takes a millisecond, this a microsecond."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _import_all(modules: tuple[str, ...]) -> BaseException | None:

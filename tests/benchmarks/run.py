@@ -7,20 +7,26 @@ one machine at one time, can be compared with that of last month.
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+SUBJECTS = sorted(file.stem.removeprefix("bench_") for file in Path(__file__).parent.glob("bench_*.py"))
 
 
-def main(subjects: list[str]) -> None:
-    """Run the benchmarks of these subjects, or all."""
-    for subject in subjects or sorted(file.stem.removeprefix("bench_") for file in FOLDER.glob("bench_*.py")):
+def main() -> None:
+    """Run the benchmarks that were asked for."""
+    parser = argparse.ArgumentParser(description="Measure, and print ratios of things that were timed in one run.")
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; by default all")
+    subjects = parser.parse_args().subjects or SUBJECTS
+    unknown = sorted({*subjects} - {*SUBJECTS})
+    if unknown:
+        parser.error(f"no benchmark of {', '.join(unknown)}; there are: {', '.join(SUBJECTS)}")
+    for subject in subjects:
         print(subject.replace("_", " "))
         for line in importlib.import_module(f"bench_{subject}").measure():
             print(f"  {line}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
