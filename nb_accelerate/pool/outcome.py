@@ -11,7 +11,7 @@ from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from nb_accelerate.pool.member import Member
     from nb_accelerate.pool.turn import Trouble, Turn
@@ -86,3 +86,16 @@ def out_of_step(members: Mapping[int, Member]) -> bool:
             if seen.setdefault(group, steps) != steps:
                 return True
     return False
+
+
+def tell_failure(turn: Turn, say: Callable[[str], None]) -> None:
+    """In the crew's thread: name what went wrong, without rebuilding users' exceptions here."""
+    for trouble in turn.troubles[:1]:
+        rank = trouble.member.rank if trouble.member is not None else None
+        if trouble.failure is not None:
+            report = trouble.failure[0].report
+            say(f"rank {rank} failed: {report.type_name}: {report.message}; .result() raises it here")
+        elif trouble.member is not None:
+            say(f"{str(death(trouble.member, '')).split('. ', maxsplit=1)[0]}; .result() raises it here")
+        else:
+            say(f"the cell was ended: {trouble.kind}")

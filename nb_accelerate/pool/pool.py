@@ -18,7 +18,7 @@ from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.looking import info, whereabouts
 from nb_accelerate.pool.names import names_in
 from nb_accelerate.pool.options import CellOptions, PoolOptions
-from nb_accelerate.pool.outcome import came_apart, death, error_of, values_of
+from nb_accelerate.pool.outcome import came_apart, error_of, tell_failure, values_of
 from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.panel import cell_panel
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
@@ -270,7 +270,7 @@ class Pool:
             turn.attended = not tell
             turn.callbacks.append(manifest.close)
             if tell:
-                turn.callbacks.append(lambda: _tell_failure(turn, output))
+                turn.callbacks.append(lambda: tell_failure(turn, output.say))
             front_end = "off" if options.quiet else choose_front_end(options.progress)
             panel = cell_panel(turn, source.filename, group.plan, sink, lambda: group.crew.interrupt(turn), front_end)
         except BaseException:
@@ -489,16 +489,3 @@ class Pool:
                 f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
                 f"%distributed push {' '.join(news)}"
             )
-
-
-def _tell_failure(turn: Turn, output: CellOutput) -> None:
-    """In the crew's thread: name what went wrong, without rebuilding users' exceptions here."""
-    for trouble in turn.troubles[:1]:
-        rank = trouble.member.rank if trouble.member is not None else None
-        if trouble.failure is not None:
-            report = trouble.failure[0].report
-            output.say(f"rank {rank} failed: {report.type_name}: {report.message}; .result() raises it here")
-        elif trouble.member is not None:
-            output.say(f"{str(death(trouble.member, '')).split('. ', maxsplit=1)[0]}; .result() raises it here")
-        else:
-            output.say(f"the cell was ended: {trouble.kind}")
