@@ -89,10 +89,10 @@ def children() -> list[int]:
 def has_others(known: Collection[int]) -> bool:
     """May this process, which has one thread, have children besides these? Microseconds where Linux lists them."""
     try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+        listed = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:  # not Linux, or built without it
         return True
-    return not {int(pid) for pid in text.split()} <= set(known)
+    return not {int(pid) for pid in listed.split()} <= set(known)
 
 
 def _is_tracker(process: psutil.Process) -> bool:
