@@ -43,6 +43,7 @@ class RankHandle:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.ended = False
+        self._born = False
         self._signal: Callable[[int], None] = lambda _: None
         self._asked = 0
         self.board = Page()
@@ -71,8 +72,7 @@ class RankHandle:
 
     def born(self, send_signal: Callable[[int], None]) -> None:
         """The other side has its ends: close ours of them, and remember how to signal the rank."""
-        for fd in self.birth_fds:
-            os.close(fd)
+        self._close_birth_fds()
         self._signal = send_signal
 
     def signal(self, signum: int) -> None:
@@ -103,7 +103,18 @@ class RankHandle:
 
     def close(self) -> None:
         """Close every descriptor. The rank, if it lives, sees the end of its channel."""
+        self._close_birth_fds()
+        self.close_ours()
+
+    def close_ours(self) -> None:
+        """Close the kernel's ends, in a process that is to become the rank or start it."""
         self.board.close()
         self.channel.close()
         for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
             os.close(fd)
+
+    def _close_birth_fds(self) -> None:
+        if not self._born:
+            self._born = True
+            for fd in self.birth_fds:
+                os.close(fd)

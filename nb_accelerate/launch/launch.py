@@ -22,7 +22,7 @@ from nb_accelerate.launch.router import Router
 from nb_accelerate.launch.starters import STARTERS
 from nb_accelerate.launch.supervisor import Supervisor
 from nb_accelerate.launch.values import keep_values, unpack_values
-from nb_accelerate.protocol.messages import Setup
+from nb_accelerate.protocol.messages import Call, Setup
 from nb_accelerate.protocol.shipping import pack
 
 if TYPE_CHECKING:
@@ -237,11 +237,9 @@ class Launch:
 
     def _attempt(self, server: RankServer, call: Packed | None, attempt: int) -> Values:
         options = self._options
-        with meet(options, self._plan) as meeting, self._started(server, meeting, attempt) as handles:
+        with meet(options, self._plan) as meeting, self._started(server, meeting, call, attempt) as handles:
             router = Router(handles, self._sink, template=options.log_line_prefix_template, fold=options.fold_output)
-            supervisor = Supervisor(
-                handles, call, router, timeout=options.timeout, monitor_interval=options.monitor_interval
-            )
+            supervisor = Supervisor(handles, router, timeout=options.timeout, monitor_interval=options.monitor_interval)
             with self._lock:
                 self._handles, self._router, self._supervisor = handles, router, supervisor
             ranks = [handle.rank for handle in handles]
@@ -267,28 +265,32 @@ class Launch:
                     supervisor.close()
 
     @contextlib.contextmanager
-    def _started(self, server: RankServer, meeting: Meeting, attempt: int) -> Iterator[list[RankHandle]]:
-        """The ranks, on their way: forked or about to be, with their `Setup` sent."""
+    def _started(
+        self, server: RankServer, meeting: Meeting, call: Packed | None, attempt: int
+    ) -> Iterator[list[RankHandle]]:
+        """The ranks, on their way: forked or about to be, and told all they need to know."""
         options, plan = self._options, self._plan
         base = dict(os.environ)
         world_size = plan.num_nodes * plan.num_processes
         with contextlib.ExitStack() as stack:
-            sources = stack.enter_context(pack(notebook_sources()))
-            handles = []
+            listener, handles = meeting.listener, []
             for local_rank in range(plan.num_processes):
-                serves = local_rank == 0 and meeting.listener is not None
-                store_fd = os.dup(meeting.listener.fileno()) if serves and meeting.listener else -1
+                # The socket is rank 0's alone from here on: nobody is to wait for a store that has gone.
+                store_fd = listener.detach() if listener is not None and local_rank == 0 else -1
                 rank = meeting.node_rank * plan.num_processes + local_rank
                 handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
                 stack.callback(handle.close)
                 handles.append(handle)
-                server.start(handle)
+            server.start(handles)
+            sources = stack.enter_context(pack(notebook_sources()))
+            for handle in handles:
+                serves = listener is not None and handle.local_rank == 0
                 setup = Setup(
-                    rank=rank,
+                    rank=handle.rank,
                     environ=rank_environ(
                         plan,
                         meeting,
-                        local_rank,
+                        handle.local_rank,
                         base=base,
                         extra=options.env,
                         attempt=attempt,
@@ -303,6 +305,7 @@ class Launch:
                 )
                 with contextlib.suppress(OSError):  # it has ended already, which its status pipe tells
                     handle.channel.send(setup, sources.fds)
+                    handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
             yield handles
 
 

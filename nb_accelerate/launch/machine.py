@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
 import os
 import shutil
@@ -126,11 +128,22 @@ def _what_forbids_forking() -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was used in this notebook"
     # Any code, not only torch's, may have loaded the driver; then a forked child cannot start it again.
-    if "libcuda.so" in _text_of(Path("/proc/self/maps")):
+    if is_loaded("libcuda.so.1"):
         return "the CUDA driver is loaded in this notebook"
     if any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm")):
         return "a backward pass ran in this notebook"
     return ""
+
+
+def is_loaded(library: str) -> bool:
+    """Is a shared library in this process' memory? By its name in the file (``DT_SONAME``), whoever loaded it."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return False
+    try:
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def _text_of(file: Path) -> str:
@@ -140,6 +153,7 @@ def _text_of(file: Path) -> str:
         return ""
 
 
+@functools.cache
 def _loopback() -> str:
     return interface_of("127.0.0.1") or "lo"
 

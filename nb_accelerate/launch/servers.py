@@ -1,4 +1,4 @@
-"""The kernel's side of the processes that ranks are forked from; see `nb_accelerate.worker.server`.
+"""The kernel's side of the processes that own ranks; see `nb_accelerate.worker.server`.
 
 Three births, one way of working afterwards:
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -30,10 +31,14 @@ from typing_extensions import override
 from nb_accelerate.errors import StartError
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
-from nb_accelerate.worker.server import LATER, SignalRank, StartRank, serve_forked
+from nb_accelerate.worker.executed import LATER, StartRank
+from nb_accelerate.worker.forked import Birth, serve_forked
+from nb_accelerate.worker.scratch import Scratch
+from nb_accelerate.worker.server import SignalRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import socket
+    from collections.abc import Callable, Iterator, Sequence
 
     from nb_accelerate.launch.handle import RankHandle
 
@@ -48,7 +53,7 @@ PRELOAD = (
 )
 """What every rank needs, imported once in the warm server."""
 
-_BOOTSTRAP = "from nb_accelerate.worker.server import main; main()"
+_BOOTSTRAP = "from nb_accelerate.worker.executed import main; main()"
 _CLOSING = 5.0
 """Seconds a server has to end its ranks and itself."""
 
@@ -56,47 +61,26 @@ _CLOSING = 5.0
 class RankServer(ABC):
     """Starts ranks, signals them, and ends with them."""
 
-    fresh = False
-    """Ranks are fresh interpreters."""
-
     inherits_call = False
     """Ranks have the function in memory, so it is not sent to them."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    _channel: Channel
+
+    def __init__(self) -> None:
+        _fill_streams()
         self._keys = itertools.count()
 
-    @property
     @abstractmethod
-    def pid(self) -> int:
-        """Its process id."""
+    def start(self, handles: Sequence[RankHandle]) -> None:
+        """Start ranks; each then waits for `Setup` on its handle's channel.
 
-    @abstractmethod
-    def alive(self) -> bool:
-        """Does it run?"""
-
-    @abstractmethod
-    def log(self) -> str:
-        """What it wrote: nothing, unless something is wrong with it."""
+        Raises:
+            StartError: the server is gone, or the system has no room for another process.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """End the server and, if any are left, its ranks."""
-
-    def start(self, handle: RankHandle) -> None:
-        """Start a rank; it then waits for `Setup` on the handle's channel.
-
-        Raises:
-            StartError: the server is gone.
-        """
-        key = next(self._keys)
-        try:
-            message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
-            self._channel.send(message, handle.birth_fds)
-        except OSError as error:
-            handle.born(lambda _: None)
-            raise StartError(f"the process that starts ranks has ended. It wrote:\n{self.log()}") from error
-        handle.born(lambda signum: self._signal(key, signum))
 
     def _tell_to_quit(self) -> None:
         # Said and not left to the end of the channel: a process that was forked from here meanwhile holds a copy.
@@ -111,9 +95,12 @@ class RankServer(ABC):
 class _ExecutedServer(RankServer):
     """A fresh interpreter."""
 
+    fresh = False
+    """Ranks are fresh interpreters too."""
+
     def __init__(self, preload: tuple[str, ...]) -> None:
-        channel, there = Channel.pair()
-        super().__init__(channel)
+        super().__init__()
+        self._channel, there = Channel.pair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         environ = dict(os.environ)
         # The kernel's path as it is now: nb_accelerate may have been found by a sys.path that only the kernel has.
@@ -130,18 +117,29 @@ class _ExecutedServer(RankServer):
         there.close()
 
     @property
-    @override
     def pid(self) -> int:
+        """Its process id."""
         return self._process.pid
 
-    @override
     def alive(self) -> bool:
+        """Does it run?"""
         return self._process.poll() is None
 
-    @override
     def log(self) -> str:
+        """What it wrote: nothing, unless something is wrong with it."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip()
+
+    @override
+    def start(self, handles: Sequence[RankHandle]) -> None:
+        for handle in handles:
+            key = next(self._keys)
+            message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
+            try:
+                self._channel.send(message, handle.birth_fds)
+            except OSError as error:
+                raise StartError(f"the process that starts ranks has ended. It wrote:\n{self.log()}") from error
+            handle.born(functools.partial(self._signal, key))
 
     @override
     def close(self) -> None:
@@ -172,60 +170,89 @@ class ColdServer(_ExecutedServer):
 
 
 class ForkedServer(RankServer):
-    """A fork of this process, for one launch. Its ranks have everything that is in memory here.
+    """A fork of this process for each start of ranks, which have everything that is in memory here.
 
-    The server stands between this process and the ranks so that they are owned, watched and cleaned up as others
-    are, and by a thread that lives as long as they do.
+    It stands between this process and the ranks so that they are owned, watched and cleaned up as others are, and by a
+    thread that lives as long as they do.
     """
 
     inherits_call = True
 
     def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
+        super().__init__()
+        self._call = call
+        self._handles: Sequence[RankHandle] = ()
+        self._reaper: threading.Thread | None = None
         importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
 
-        channel, there = Channel.pair()
-        super().__init__(channel)
+    @override
+    def start(self, handles: Sequence[RankHandle]) -> None:
+        self.close()
+        keys = [next(self._keys) for _ in handles]
+        scratch = Scratch()
+        with contextlib.ExitStack() as undo:
+            for key in keys:
+                undo.callback(scratch.remove, str(key))
+            births = [
+                Birth(key=key, mark=handle.mark, scratch=scratch.make(str(key)), fds=handle.birth_fds)
+                for key, handle in zip(keys, handles, strict=True)
+            ]
+            self._channel, there = Channel.pair()
+            undo.callback(self._channel.close)
+            with there, _sigint_blocked():
+                self._fork(handles, births, there, scratch)
+                undo.pop_all()
+                scratch.leave()  # it is the server's
+                for key, handle in zip(keys, handles, strict=True):
+                    handle.born(functools.partial(self._signal, key))
+
+    def _fork(
+        self, handles: Sequence[RankHandle], births: Sequence[Birth], there: socket.socket, scratch: Scratch
+    ) -> None:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # what is in a buffer now would be in the child's too
-        with _sigint_blocked():
-            self._pid = os.fork()
-            if self._pid == 0:
-                channel.close()
-                serve_forked(there.detach(), parent, call)
-        there.close()
-        self._ended = False
-
-    @property
-    @override
-    def pid(self) -> int:
-        return self._pid
-
-    @override
-    def alive(self) -> bool:
-        if not self._ended:
-            self._ended = os.waitpid(self._pid, os.WNOHANG)[0] != 0
-        return not self._ended
-
-    @override
-    def log(self) -> str:
-        return ""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise StartError(f"this process cannot be forked: {error.strerror}") from error
+        if pid == 0:
+            try:
+                self._channel.close()
+                for handle in handles:
+                    handle.close_ours()
+                serve_forked(there.detach(), parent, births, scratch, self._call)
+            finally:
+                os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
+        self._handles = handles
+        # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the
+        # larger it is: nobody need wait for that.
+        self._reaper = threading.Thread(target=_reap, args=(pid,), name="nb_accelerate-reaper", daemon=True)
+        self._reaper.start()
 
     @override
     def close(self) -> None:
-        if self._ended:
-            self._channel.close()
+        if self._reaper is None:
             return
         self._tell_to_quit()
-        # It answers when none of its ranks is left. After that it has only its copy of this process' memory to give
-        # back, which takes longer the larger it is: nobody need wait for that.
-        while not wait([self._channel.fileno()], _CLOSING) and self.alive():
-            pass
+        if not all(handle.ended for handle in self._handles):
+            # It answers when none of them is left.
+            while self._reaper.is_alive() and not wait([self._channel.fileno()], _CLOSING):
+                pass
         self._channel.close()
-        if self._ended:
-            return
-        threading.Thread(target=os.waitpid, args=(self._pid, 0), name="nb_accelerate-reaper", daemon=True).start()
-        self._ended = True
+        self._reaper = None
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):  # users' code waits for whatever ends
+        os.waitpid(pid, 0)
+
+
+def _fill_streams() -> None:
+    """Let no channel have a number from 0 to 2, which children redirect: without streams, the next ones would."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 @contextlib.contextmanager

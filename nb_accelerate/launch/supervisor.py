@@ -34,7 +34,7 @@ from nb_accelerate.launch.handle import NUDGE_AFTER
 from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.sources import Sources
-from nb_accelerate.protocol.messages import Call, Failure, Quit, Ready, Result
+from nb_accelerate.protocol.messages import Failure, Quit, Ready, Result
 from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.handle import RankHandle
     from nb_accelerate.launch.output import RankOutput
     from nb_accelerate.launch.router import Router
-    from nb_accelerate.protocol.shipping import Packed
 
 _INTERRUPT, _STOP = b"i", b"s"
 
@@ -118,7 +117,6 @@ class Supervisor:
 
     Args:
         handles: the ranks.
-        call: what they run, or None if they have it in memory.
         router: takes what they print.
         timeout: seconds from the moment all are ready.
         monitor_interval: seconds between two looks for ranks that were stopped.
@@ -128,7 +126,6 @@ class Supervisor:
     def __init__(
         self,
         handles: Sequence[RankHandle],
-        call: Packed | None,
         router: Router,
         *,
         timeout: float | None = None,
@@ -136,7 +133,6 @@ class Supervisor:
         patience: Patience | None = None,
     ) -> None:
         self._patience = patience or Patience()
-        self._call = call
         self._timeout = timeout
         self._router = router
         self.panel: Panel | None = None
@@ -255,7 +251,7 @@ class Supervisor:
             if isinstance(message, Ready):
                 rank.ready = True
                 rank.handle.pid = message.pid
-                self._when_ready(rank)
+                self._when_ready()
             elif isinstance(message, (Result, Failure)):
                 rank.answer = (message, fds)
                 self._when_answered(rank, message, fds)
@@ -310,15 +306,7 @@ class Supervisor:
 
     # What follows from it.
 
-    def _when_ready(self, rank: _Rank) -> None:
-        if self._stage is not None:
-            self._let_go(rank)
-            return
-        with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
-            if self._call is None:
-                rank.handle.ask(Call(parcel=None))
-            else:
-                rank.handle.ask(Call(parcel=self._call.parcel), self._call.fds)
+    def _when_ready(self) -> None:
         if all(rank.ready for rank in self._ranks):
             self._start_ends = float("inf")
             if self._timeout is not None:
@@ -388,11 +376,13 @@ class Supervisor:
             if stage is Stage.ASK:
                 if rank.ready and rank.answer is None:
                     rank.handle.signal(DUMP_SIGNAL)
-            elif stage is Stage.INTERRUPT and (rank.answer is not None or not rank.ready):
+            elif stage is Stage.INTERRUPT and rank.answer is not None:
                 self._let_go(rank)
             elif stage is Stage.INTERRUPT:
                 rank.handle.announce_interrupt()
                 rank.handle.signal(signal.SIGINT)
+                if not rank.ready:  # it may be long in coming, and there is nothing to wait for
+                    self._let_go(rank)
             else:
                 rank.handle.signal(signal.SIGTERM if stage is Stage.TERMINATE else signal.SIGKILL)
 

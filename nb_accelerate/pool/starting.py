@@ -76,7 +76,7 @@ def start_rank(server: RankServer, rank: int) -> RankHandle:
     """
     handle = RankHandle(rank, local_rank=rank)
     try:
-        server.start(handle)
+        server.start([handle])
     except BaseException:
         handle.close()
         raise

@@ -11,7 +11,7 @@ import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> None:
@@ -78,7 +79,7 @@ def adopt_orphans() -> bool:
 def set_name(name: str) -> None:
     """What ``top`` and ``ps -o comm`` call this process: at most 15 characters."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def children() -> list[int]:
@@ -104,7 +105,7 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _prctl(option: int, value: int) -> bool:
-    return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
+    return bool(_LIBC.prctl(option, value, 0, 0, 0) == 0)
 
 
 def _watch_parent(parent: int) -> None:

@@ -72,6 +72,7 @@ def run_rank(
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     channel = Channel.from_fd(ends.control)
     store: object = None
+    is_usable = False
     persistent: PersistentRank | None = None
     try:
         setup, fds = channel.recv()
@@ -83,12 +84,14 @@ def run_rank(
         except Exception as error:
             _send(channel, *fail(error, result_of_call=False))
         else:
+            is_usable = True
             channel.send(Ready(pid=os.getpid()))
         while True:
             message, fds = channel.recv()
             if isinstance(message, Quit):
                 break
-            if isinstance(message, Answer):  # to a debugger that an interrupt has ended meanwhile
+            # What it was to do has come already; an answer is to a debugger that an interrupt has ended meanwhile.
+            if not is_usable or isinstance(message, Answer):
                 continue
             if isinstance(message, Call):
                 _send(channel, *answer(functools.partial(_load, message.parcel, fds, inherited), gate))
@@ -121,9 +124,11 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
 
 def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bool) -> object:
     """Make this process what `setup` says; returns what must live as long as the rank."""
-    for name in os.environ.keys() - setup.environ.keys():
+    for name in [name for name in os.environ if name not in setup.environ]:
         del os.environ[name]
-    os.environ.update(setup.environ.items() - os.environ.items())
+    for name, value in setup.environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
     os.chdir(setup.cwd)
     sys.path[:] = setup.sys_path
     sys.argv[:] = setup.argv

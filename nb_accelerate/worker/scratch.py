@@ -43,9 +43,9 @@ class Scratch:
         if self._folder is None or name not in self._names:
             return
         self._names.remove(name)
-        shutil.rmtree(self._folder / name, ignore_errors=True)
+        _remove(self._folder / name)
         if not self._names:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
             self.leave()
 
     def leave(self) -> None:
@@ -54,6 +54,13 @@ class Scratch:
             os.close(self._lock)
         self._folder, self._lock = None, -1
         self._names.clear()
+
+
+def _remove(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:  # seldom: multiprocessing has put something into it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_abandoned() -> None:

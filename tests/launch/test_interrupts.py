@@ -177,6 +177,46 @@ def test_users_code_may_handle_the_interrupt_and_clean_up(notebook: Kernel) -> N
     assert sorted(ended.stdout.split("\n")[:-1]) == ["tidied 0", "tidied 1"]
 
 
+LATE_RANK = """
+import nb_accelerate.launch.supervisor as of_launches
+of_launches.Patience = functools.partial(of_launches.Patience, interrupt=30.0)
+forks, gate = 0, os.pipe()
+
+def count():
+    global forks
+    forks += 1
+
+def wait():
+    if forks == 3:  # the server, rank 0, rank 1
+        os.read(gate[0], 1)
+
+os.register_at_fork(before=count, after_in_child=wait)
+enter = of_launches.Supervisor._enter
+
+def enter_and_open(self, stage):
+    enter(self, stage)
+    os.write(gate[1], b".")
+
+of_launches.Supervisor._enter = enter_and_open
+
+def leaves_a_trace(folder):
+    open(os.path.join(folder, str(rank())), "x").close()
+    in_sleep()
+"""
+
+
+def test_a_rank_that_is_not_ready_when_the_interrupt_comes_never_runs_the_function(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    kernel.run(SETUP).ok()
+    kernel.run(LATE_RANK).ok()
+    cell = kernel.start(f"launch(leaves_a_trace, ({str(tmp_path)!r},), 2, start_method='fork')")
+    kernel.wait_for_output(cell, "here 0")
+    kernel.interrupt()
+    assert kernel.finish(cell).error == "KeyboardInterrupt"
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
 @pytest.mark.usefixtures("_clean")
 def test_an_interrupt_between_launches_reaches_neither_the_warm_server_nor_the_next_launch(notebook: Kernel) -> None:
     server = notebook.server().pid

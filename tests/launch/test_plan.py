@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,17 @@ def test_looking_at_this_machine_touches_no_device() -> None:
 
 def options(**given: Any) -> LaunchOptions:
     return LaunchOptions(function=print, **given)
+
+
+def test_a_driver_is_noticed_by_its_name_whoever_loaded_it_and_from_wherever() -> None:
+    program = """
+from nb_accelerate.launch.machine import is_loaded
+print(is_loaded("libtorch_cpu.so"))
+import torch
+print(is_loaded("libtorch_cpu.so"), is_loaded("libcuda.so.0"))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=45, check=True)
+    assert ran.stdout.split() == ["False", "True", "False"]
 
 
 def test_one_machine_meets_on_loopback_and_nowhere_else() -> None:

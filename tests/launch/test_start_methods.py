@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -146,3 +147,46 @@ def test_a_process_with_more_files_open_than_select_can_name_launches_too() -> N
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("[0, 1]") == 2
+
+
+WITHOUT_STREAMS = """
+import os, sys
+for fd in (0, 1, 2):
+    os.close(fd)
+from nb_accelerate import notebook_launcher
+
+def rank():
+    print("heard")
+    os.write(2, b"heard too\\n")
+    return os.environ["RANK"], sorted(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0] for fd in range(3))
+
+try:
+    found = notebook_launcher(rank, (), 2, start_method=sys.argv[1], progress="off")
+except BaseException as error:
+    found = error
+with open(sys.argv[2], "w") as file:
+    print(found, file=file)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="there is no list of descriptors")
+@pytest.mark.parametrize("method", METHODS[:-1])
+def test_a_process_without_standard_streams_launches_too(method: str, tmp_path: Path) -> None:
+    # What it opens then has numbers that every rank redirects.
+    result = tmp_path / "result"
+    subprocess.run([sys.executable, "-c", WITHOUT_STREAMS, method, str(result)], timeout=45, check=False)
+    streams = ["/dev/null", "pipe", "pipe"]
+    assert result.read_text() == f"{[(str(rank), streams) for rank in range(2)]}\n"
+
+
+def test_a_forked_rank_has_nothing_of_another_ones() -> None:
+    def function() -> set[str]:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.add(os.readlink(f"/proc/self/fd/{name}"))
+        return {link for link in found if link.startswith(("pipe:", "socket:"))}
+
+    ours = function()
+    first, second = launch(function, method="fork")
+    assert (first & second) <= ours

@@ -1,0 +1,210 @@
+"""A server that is a fresh interpreter, and starts ranks when it is told to.
+
+It imports torch once; a rank forked from it starts in milliseconds, with none of the kernel's threads, locks, sockets
+or CUDA state. A few idle processes, as many as the last launches had ranks, are forked beforehand. One that imports
+nothing starts ranks that are fresh interpreters themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from typing_extensions import override
+
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.lineage import die_with_parent, ending_with, set_name
+from nb_accelerate.worker.rank import run_rank
+from nb_accelerate.worker.scratch import Scratch, remove_abandoned
+from nb_accelerate.worker.server import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRank:
+    """Fork a rank. Comes with the write end of its status pipe, then its `RankEnds`.
+
+    Attributes:
+        key: names the rank in `SignalRank`.
+        mark: mark of its output frames.
+        fresh: start a fresh interpreter and not a fork of the server.
+    """
+
+    key: int
+    mark: bytes
+    fresh: bool = False
+
+
+_QUIET = 0.002
+"""Seconds without anything to do after which there is time to fork an idle process."""
+
+LATER = ("torch._dynamo",)
+"""Imports that can wait, a second of them: the first optimizer asks for it. If somebody waits for ranks already when
+the rest is imported, these get it by themselves when they need it, and the server once nobody waits."""
+
+_PAUSE = 0.5
+"""Seconds without anything to do after which there is time for that."""
+
+_MOST_IDLE = 8
+
+
+class _ExecutedServer(Server):
+    """See above.
+
+    Args:
+        control: this end of the control channel.
+        parent: process id of the kernel.
+        preload: modules to import first. One that fails is reported by every rank that is started.
+    """
+
+    def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
+        super().__init__(control, parent, Scratch())
+        self._idle: dict[int, Channel] = {}
+        # One that starts fresh interpreters has nothing to gain.
+        self._keeps_idle = bool(preload)
+        self._wanted = 2 if self._keeps_idle else 0
+        self._broken = self._import(tuple(module for module in preload if module not in LATER))
+        self._later = tuple(module for module in preload if module in LATER)
+        if self._later and not self._is_waited_for():
+            self._import_later()
+        self._freeze()
+        remove_abandoned()
+
+    def _is_waited_for(self) -> bool:
+        return bool(wait([self._control.fileno()], 0))
+
+    def _import_later(self) -> None:
+        modules, self._later = self._later, ()
+        self._broken = self._broken or self._import(modules)
+
+    def _import(self, modules: tuple[str, ...]) -> BaseException | None:
+        if not modules:
+            return None
+        with ending_with(self._parent):  # it takes seconds, and nobody else looks meanwhile
+            return _import_all(modules)
+
+    def _freeze(self) -> None:
+        """What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank."""
+        gc.collect()
+        gc.freeze()
+
+    @override
+    def _pause(self) -> float | None:
+        if self._ranks or not (self._later or len(self._idle) < self._wanted):
+            return None
+        return _PAUSE if self._later else _QUIET
+
+    @override
+    def _use_pause(self) -> None:
+        if self._later:
+            self._import_later()
+            self._freeze()
+        else:
+            self._fork_idle()
+
+    @override
+    def _take(self, message: Any, fds: tuple[int, ...]) -> None:
+        if isinstance(message, StartRank):
+            self._start(message, fds)
+
+    def _start(self, message: StartRank, fds: tuple[int, ...]) -> None:
+        status_fd, *rank_fds = fds
+        if not self._idle:
+            self._fork_idle()
+        pid, channel = self._idle.popitem()
+        scratch = self._scratch.make(str(message.key))
+        with contextlib.suppress(OSError):  # it has just been killed; its end is told like any other's
+            channel.send((message, scratch), rank_fds)
+        channel.close()
+        for fd in rank_fds:
+            os.close(fd)
+        self.own(pid, message.key, status_fd)
+        if self._keeps_idle:
+            self._wanted = min(_MOST_IDLE, max(self._wanted, len(self._ranks)))
+
+    def _fork_idle(self) -> None:
+        """Fork a process that waits to be made a rank: a large process takes ten milliseconds to fork."""
+        channel, there = Channel.pair()
+        server = os.getpid()
+        pid = self._fork()
+        if pid == 0:
+            try:
+                channel.close()
+                self._wait_to_be_a_rank(Channel(there), server)
+            finally:
+                os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
+        there.close()
+        self._idle[pid] = channel
+
+    def _wait_to_be_a_rank(self, channel: Channel, server: int) -> NoReturn:
+        set_name("nb-idle")
+        die_with_parent(server)
+        try:
+            (message, scratch), fds = channel.recv()
+        except EOFError:
+            os._exit(0)
+        channel.close()
+        ends = RankEnds.from_tuple(fds)
+        if message.fresh:
+            _exec_rank(ends, message.mark, server, scratch)
+        run_rank(ends, message.mark, server, scratch=scratch, broken=self._broken)
+
+    @override
+    def _let_go(self) -> None:
+        super()._let_go()
+        for channel in self._idle.values():
+            channel.close()
+
+    @override
+    def _spare(self) -> Collection[int]:
+        return self._idle.keys()
+
+    @override
+    def _has_ended(self, pid: int) -> None:
+        if pid in self._idle:  # somebody killed it
+            self._idle.pop(pid).close()
+
+
+def _import_all(modules: tuple[str, ...]) -> BaseException | None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return error
+    return None
+
+
+def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoReturn:
+    """Go on as a fresh interpreter with the same descriptors. SIGINT stays blocked until it has a handler."""
+    for fd in ends.as_tuple():
+        os.set_inheritable(fd, True)
+    code = "from nb_accelerate.worker.executed import fresh_rank; fresh_rank()"
+    arguments = [mark.hex(), str(server), scratch, *map(str, ends.as_tuple())]
+    os.execv(sys.executable, [sys.executable, "-c", code, *arguments])  # noqa: S606 - no shell is what we want
+
+
+def fresh_rank() -> NoReturn:
+    """Entry of the interpreter that `_exec_rank` starts."""
+    mark, server, scratch, *fds = sys.argv[1:]
+    for fd in fds:
+        os.set_inheritable(int(fd), False)
+    run_rank(RankEnds.from_tuple(tuple(map(int, fds))), bytes.fromhex(mark), int(server), scratch=scratch)
+
+
+def main() -> NoReturn:
+    """Entry of ``python -c`` with a descriptor, the kernel's process id and modules to import on the command line."""
+    set_name("nb-server")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the kernel blocked it until this line
+    control_fd, parent, *preload = sys.argv[1:]
+    _ExecutedServer(Channel.from_fd(int(control_fd)), int(parent), tuple(preload)).run()

@@ -1,0 +1,110 @@
+"""A server that is a fork of the kernel, with the ranks of one launch as forks of its own.
+
+Forking a large process takes milliseconds, and the last rank waits for all of it. After a fork, the first write to each
+page copies it: what is done here costs several times what it would in the kernel. So the kernel makes what can be made
+before, the ranks are born with their descriptors, and they are forked before anything else is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.inheritance import forget_parent
+from nb_accelerate.worker.lineage import adopt_orphans, set_name
+from nb_accelerate.worker.rank import run_rank
+from nb_accelerate.worker.server import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nb_accelerate.worker.scratch import Scratch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Birth:
+    """A rank that is to be forked.
+
+    Attributes:
+        key: names the rank in `SignalRank`.
+        mark: mark of its output frames.
+        scratch: its folder, of the server's `Scratch`.
+        fds: the write end of its status pipe, then its `RankEnds`.
+    """
+
+    key: int
+    mark: bytes
+    scratch: str
+    fds: tuple[int, ...]
+
+
+def serve_forked(
+    control_fd: int, parent: int, births: Sequence[Birth], scratch: Scratch, call: tuple[Any, Any, Any]
+) -> NoReturn:
+    """Be the server in a process that was just forked from a kernel. SIGINT is blocked.
+
+    Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
+
+    Args:
+        control_fd: this end of the control channel.
+        parent: process id of the kernel.
+        births: the ranks.
+        scratch: their folders.
+        call: function, positional and keyword arguments.
+    """
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what is alive stays alive: the collector would touch, and so copy, its pages in every rank
+    adopt_orphans()
+    server = os.getpid()
+    pids = []
+    for birth in births:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _be_rank(birth, server, births, control_fd, scratch, call)
+            finally:
+                os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
+        pids.append(pid)
+    set_name("nb-server")
+    forget_parent()
+    _close_streams()
+    owner = Server(Channel.from_fd(control_fd), parent, scratch)
+    for pid, birth in zip(pids, births, strict=True):
+        status_fd, *ends = birth.fds
+        for fd in ends:
+            os.close(fd)
+        owner.own(pid, birth.key, status_fd)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    owner.run()
+
+
+def _close_streams() -> None:
+    """Whoever reads what the kernel writes is not to wait for us."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+def _be_rank(
+    birth: Birth,
+    server: int,
+    births: Sequence[Birth],
+    control_fd: int,
+    scratch: Scratch,
+    call: tuple[Any, Any, Any],
+) -> NoReturn:
+    scratch.leave()
+    _, *ends = birth.fds
+    for fd in {control_fd, *(fd for one in births for fd in one.fds)}.difference(ends):
+        os.close(fd)
+    forget_parent()
+    run_rank(RankEnds.from_tuple(tuple(ends)), birth.mark, server, scratch=birth.scratch, inherited=call)
