@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import selectors
 import signal
 import threading
 import time
@@ -38,7 +37,7 @@ from nb_accelerate.protocol.messages import Failure, Quit, Ready, Result
 from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from nb_accelerate.display import Panel
     from nb_accelerate.launch.handle import RankHandle
@@ -289,16 +288,13 @@ class Supervisor:
     def _read_rest(self, rank: _Rank) -> None:
         """Whatever is left in a rank's pipes, without waiting for an end that a stray child may hold back."""
         handle = rank.handle
-        sources: list[tuple[int, Callable[[_Rank], None]]] = [
-            (handle.stdout, self._on_stdout),
-            (handle.stderr, self._on_stderr),
-            (handle.stacks, self._on_stacks),
-        ]
-        for fd, action in sources:
-            with selectors.DefaultSelector() as poll:
-                poll.register(fd, selectors.EVENT_READ)
-                while fd in self._sources and poll.select(0):
-                    action(rank)
+        for fd, take in (
+            (handle.stdout, rank.output.feed),
+            (handle.stderr, rank.output.feed_stderr),
+            (handle.stacks, rank.stacks.extend),
+        ):
+            while fd in self._sources and (data := self._sources.read(fd)):
+                take(data)
         if handle.channel in self._sources:
             self._on_channel(rank)
         if handle.ended:

@@ -24,7 +24,7 @@ _DRAWING = ("__init__", "__iter__", "update", "display", "close", "clear", "rese
 
 def bars_as_rows() -> None:
     """Make tqdm draw on the board whenever `Board.wants_rows`. Without tqdm there is nothing to do."""
-    if importlib.util.find_spec("tqdm") is None:
+    if "tqdm" not in sys.modules and importlib.util.find_spec("tqdm") is None:
         return
     from tqdm.std import tqdm, trange
 

@@ -100,17 +100,22 @@ class _ExecutedServer(Server):
 
     @override
     def _pause(self) -> float | None:
-        if self._ranks or not (self._later or len(self._idle) < self._wanted):
+        if self._ranks:
             return None
-        return _PAUSE if self._later else _QUIET
+        if len(self._idle) < self._wanted:
+            return _QUIET
+        return _PAUSE if self._later else None
 
     @override
     def _use_pause(self) -> None:
-        if self._later:
-            self._import_later()
-            self._freeze()
-        else:
+        if len(self._idle) < self._wanted:
             self._fork_idle()
+            return
+        self._import_later()
+        self._freeze()
+        while self._idle:  # they were forked without these imports
+            _, channel = self._idle.popitem()
+            channel.close()
 
     @override
     def _take(self, message: Any, fds: tuple[int, ...]) -> None:

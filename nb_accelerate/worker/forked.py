@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
-from nb_accelerate.worker.lineage import adopt_orphans, set_name
+from nb_accelerate.worker.lineage import adopt_orphans, set_name, step_back
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.server import Server
 
@@ -73,8 +74,8 @@ def serve_forked(
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         pids.append(pid)
+    step_back()  # nothing here is as urgent as what the ranks do, or the kernel when they have ended
     set_name("nb-server")
-    forget_parent()
     _close_streams()
     owner = Server(Channel.from_fd(control_fd), parent, scratch)
     for pid, birth in zip(pids, births, strict=True):
@@ -87,11 +88,12 @@ def serve_forked(
 
 
 def _close_streams() -> None:
-    """Whoever reads what the kernel writes is not to wait for us."""
+    """Whoever reads what the kernel writes is not to wait for us, and Python has nowhere to complain to."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     os.close(nothing)
+    sys.stdout = sys.stderr = None
 
 
 def _be_rank(

@@ -12,7 +12,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 _PREFIX = "nb-ranks-"
 """Short, since the path of a socket has room for a hundred characters."""
@@ -25,25 +24,25 @@ class Scratch:
     """The folders of a server's ranks."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self._folder = ""
         self._lock = -1
         self._names: set[str] = set()
 
     def make(self, name: str) -> str:
         """A new folder; its path."""
-        if self._folder is None:
+        if not self._folder:
             self._folder, self._lock = _new_folder()
-        path = self._folder / name
-        path.mkdir(mode=0o700)
+        path = f"{self._folder}/{name}"
+        os.mkdir(path, mode=0o700)  # noqa: PTH102 - a process that was just forked pays for each line of pathlib
         self._names.add(name)
-        return str(path)
+        return path
 
     def remove(self, name: str) -> None:
         """Remove a folder that `make` made, with all that is in it."""
-        if self._folder is None or name not in self._names:
+        if name not in self._names:
             return
         self._names.remove(name)
-        _remove(self._folder / name)
+        _remove(f"{self._folder}/{name}")
         if not self._names:
             _remove(self._folder)
             self.leave()
@@ -52,13 +51,13 @@ class Scratch:
         """In a process that was forked from the server: the lock is the server's alone, and ends with it."""
         if self._lock >= 0:
             os.close(self._lock)
-        self._folder, self._lock = None, -1
+        self._folder, self._lock = "", -1
         self._names.clear()
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: str) -> None:
     try:
-        folder.rmdir()
+        os.rmdir(folder)  # noqa: PTH106 - as above
     except OSError:  # seldom: multiprocessing has put something into it
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -74,17 +73,17 @@ def remove_abandoned() -> None:
                     os.close(lock)
 
 
-def _new_folder() -> tuple[Path, int]:
+def _new_folder() -> tuple[str, int]:
     while True:
         folder = tempfile.mkdtemp(prefix=_PREFIX)
         try:
-            return Path(folder), _lock(folder, fcntl.LOCK_EX)
+            return folder, _lock(folder, fcntl.LOCK_EX)
         except FileNotFoundError:  # somebody took it for an abandoned one before it was locked
             continue
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
-            return Path(folder), -1
+            return folder, -1
 
 
 def _lock(folder: str, how: int) -> int:

@@ -64,6 +64,7 @@ taken = []
 for _ in range(8):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    time.sleep({pause})
     began = time.perf_counter()
     notebook_launcher({name}, num_processes=2, use_port=str(port))
     taken.append(time.perf_counter() - began)
@@ -72,16 +73,21 @@ print(*taken, file=sys.stderr)
 # The function belongs to the program, as a cell's does to its notebook.
 
 
-def in_a_new_process(package: str, function: Callable[[], object]) -> list[float]:
-    program = PROGRAM.format(package=package, function=inspect.getsource(function), name=function.__name__)
+def in_a_new_process(package: str, function: Callable[[], object], pause: float) -> list[float]:
+    text = inspect.getsource(function)
+    program = PROGRAM.format(package=package, function=text, name=function.__name__, pause=pause)
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     return [float(word) for word in ran.stderr.splitlines()[-1].split()]
 
 
 def against_accelerate() -> list[str]:
     lines = []
-    for what, function in (("launch alone", nothing), ("launch, gloo, all_reduce", meets)):
-        runs = {package: [in_a_new_process(package, function) for _ in range(2)] for package in PACKAGES}
+    for what, function, pause in (
+        ("launch alone", nothing, 0.0),
+        ("launch alone, 50 ms after the last one", nothing, 0.05),
+        ("launch, gloo, all_reduce", meets, 0.0),
+    ):
+        runs = {package: [in_a_new_process(package, function, pause) for _ in range(2)] for package in PACKAGES}
         seconds = {}
         for package in PACKAGES:
             seconds[f"{what}: {package}"] = statistics.median(second for run in runs[package] for second in run[1:])
@@ -102,7 +108,7 @@ def start_methods() -> list[str]:
         "fork": lambda: launch(meets, (), 2, start_method="fork"),
         "forkserver": lambda: launch(meets, (), 2),
     }
-    return ratios(medians(actions, rounds=15), base="bare fork and gloo")
+    return ratios(medians(actions, rounds=40, pause=0.05), base="bare fork and gloo")
 
 
 def floods(lines: int) -> None:

@@ -11,11 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 Seconds = dict[str, float]
 
 
-def medians(actions: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
-    """The median seconds of each action, by name."""
+def medians(actions: Mapping[str, Callable[[], object]], *, rounds: int, pause: float = 0.0) -> Seconds:
+    """The median seconds of each action, by name.
+
+    Args:
+        actions: what is timed, in turns.
+        rounds: how often.
+        pause: seconds before each, for what the one before does in the background when it has returned.
+    """
     taken: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(rounds):
         for name, action in actions.items():
+            time.sleep(pause)
             began = time.perf_counter()
             action()
             taken[name].append(time.perf_counter() - began)

@@ -212,6 +212,28 @@ def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(n
     assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
 
 
+IDLE = """
+def idle(others):
+    while True:
+        status = warm_status()
+        if len(status.idle) == 2 and not set(status.idle) & set(others):
+            return status.idle
+        time.sleep(0.05)  # there is no event for what another process forks
+
+def has_what_can_wait():
+    return "torch._dynamo" in sys.modules
+"""
+
+
+def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_afterwards(notebook: Kernel) -> None:
+    notebook.run("import sys, time\nfrom nb_accelerate.launch import close, warm_status\nclose()").ok()
+    notebook.run(IDLE).ok()
+    # The rank waits for the server, so that it has not imported the rest when the rank runs.
+    first = "print(launch(has_what_can_wait, (), 1))\nearly = idle(())\nlate = idle(early)"
+    assert notebook.run(first).ok().stdout == "[False]\n"
+    assert notebook.run("print(launch(has_what_can_wait, (), 2))").ok().stdout == "[True, True]\n"
+
+
 def test_a_setting_keeps_nothing_warm(notebook: Kernel) -> None:
     notebook.run("close(); os.environ['NB_ACCELERATE_KEEP_WARM'] = '0'").ok()
     assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
