@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import signal
 import sys
 import threading
 import time
@@ -281,6 +282,8 @@ class Launch:
                 handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
                 stack.callback(handle.close)
                 handles.append(handle)
+            for handle in handles:
+                stack.callback(handle.signal, signal.SIGKILL)  # if an interrupt comes before anybody watches over it
             server.start(handles)
             sources = stack.enter_context(pack(notebook_sources()))
             for handle in handles:

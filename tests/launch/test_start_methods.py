@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nb_accelerate.errors import ConfigError
@@ -106,6 +108,27 @@ def test_ranks_see_the_working_directory_and_path_of_now(
     monkeypatch.syspath_prepend(str(tmp_path))
     for value in launch(lambda: (os.getcwd(), sys.path[0]), method=method):
         assert value == (str(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize("method", METHODS[:-1])
+def test_an_interrupt_before_anybody_watches_over_the_ranks_ends_them(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> None:
+        Path(tmp_path, str(os.getpid())).touch()
+        time.sleep(600)
+
+    def is_interrupted(*_: object, **__: object) -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)  # there is no event for what another process writes
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nb_accelerate.launch.launch.Router", is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(function, method=method)
+    for path in tmp_path.iterdir():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(path.name)).wait(30)
 
 
 def test_inline_runs_in_this_very_process_with_the_real_objects() -> None:
