@@ -34,6 +34,9 @@ class RankHandle:
         pid: its process id once it is ready.
         exitcode: once it has ended: exit code, or minus the signal's number; None also if its end went unseen.
         ended: its process is gone.
+
+    Raises:
+        OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
     """
 
     def __init__(self, rank: int, *, local_rank: int = 0, store_fd: int = -1) -> None:
@@ -46,22 +49,30 @@ class RankHandle:
         self._born = False
         self._signal: Callable[[int], None] = lambda _: None
         self._asked = 0
-        self.board = Page()
-        self.channel, there = Channel.pair()
-        self.stdout, stdout = os.pipe()
-        self.stderr, stderr = os.pipe()
-        self.stacks, stacks = os.pipe()
-        self.status, self._status_end = os.pipe()
-        interrupt, self._interrupt = os.pipe()
-        for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
-            os.set_blocking(fd, False)
+        with contextlib.ExitStack() as undo:
+            if store_fd >= 0:
+                undo.callback(os.close, store_fd)
+            self.board = Page()
+            undo.callback(self.board.close)
+            self.channel, there = Channel.pair()
+            undo.callback(self.channel.close)
+            undo.callback(there.close)
+            self.stdout, stdout = _pipe(undo)
+            self.stderr, stderr = _pipe(undo)
+            self.stacks, stacks = _pipe(undo)
+            self.status, self._status_end = _pipe(undo)
+            interrupt, self._interrupt = _pipe(undo)
+            for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
+                os.set_blocking(fd, False)
+            board = os.dup(self.board.fd)
+            undo.pop_all()
         self._ends = RankEnds(
             control=there.detach(),
             stdout=stdout,
             stderr=stderr,
             interrupt=interrupt,
             stacks=stacks,
-            board=os.dup(self.board.fd),
+            board=board,
             store=store_fd,
         )
 
@@ -118,3 +129,10 @@ class RankHandle:
             self._born = True
             for fd in self.birth_fds:
                 os.close(fd)
+
+
+def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for fd in ends:
+        undo.callback(os.close, fd)
+    return ends

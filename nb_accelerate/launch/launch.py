@@ -248,8 +248,6 @@ class Launch:
             place = self._place if attempt == 0 else ""
             panel = make_panel(facts, ranks, self._sink, supervisor, self._front_end, place=place)
             supervisor.panel = panel
-            for handle in handles:
-                handle.board.want_rows(panel is not None)
             error: BaseException | None = None
             try:
                 if self._stopping:
@@ -273,18 +271,25 @@ class Launch:
         options, plan = self._options, self._plan
         base = dict(os.environ)
         world_size = plan.num_nodes * plan.num_processes
+        listener = meeting.listener
+        handles: list[RankHandle] = []
         with contextlib.ExitStack() as stack:
-            listener, handles = meeting.listener, []
-            for local_rank in range(plan.num_processes):
-                # The socket is rank 0's alone from here on: nobody is to wait for a store that has gone.
-                store_fd = listener.detach() if listener is not None and local_rank == 0 else -1
-                rank = meeting.node_rank * plan.num_processes + local_rank
-                handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
-                stack.callback(handle.close)
-                handles.append(handle)
-            for handle in handles:
-                stack.callback(handle.signal, signal.SIGKILL)  # if an interrupt comes before anybody watches over it
-            server.start(handles)
+            if options.rdzv_backend == "c10d":
+                stack.callback(server.forget)  # or it could still hold the sockets that the machines have met through
+
+            def new_handles() -> Iterator[RankHandle]:
+                for local_rank in range(plan.num_processes):
+                    # The socket is rank 0's alone from here on: nobody is to wait for a store that has gone.
+                    store_fd = listener.detach() if listener is not None and local_rank == 0 else -1
+                    rank = meeting.node_rank * plan.num_processes + local_rank
+                    handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
+                    stack.callback(handle.close)
+                    stack.callback(handle.signal, signal.SIGKILL)  # if nobody watches over it when this is left
+                    handle.board.want_rows(self._front_end != "off")
+                    handles.append(handle)
+                    yield handle
+
+            server.start(new_handles())
             sources = stack.enter_context(pack(notebook_sources()))
             for handle in handles:
                 serves = listener is not None and handle.local_rank == 0

@@ -38,7 +38,7 @@ from nb_accelerate.worker.server import SignalRank
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from nb_accelerate.launch.handle import RankHandle
 
@@ -71,12 +71,15 @@ class RankServer(ABC):
         self._keys = itertools.count()
 
     @abstractmethod
-    def start(self, handles: Sequence[RankHandle]) -> None:
+    def start(self, handles: Iterable[RankHandle]) -> None:
         """Start ranks; each then waits for `Setup` on its handle's channel.
 
         Raises:
             StartError: the server is gone, or the system has no room for another process.
         """
+
+    def forget(self) -> None:  # noqa: B027 - most inherit nothing
+        """Wait until nobody has what was open here when the last ranks were started; they have ended."""
 
     @abstractmethod
     def close(self) -> None:
@@ -105,7 +108,7 @@ class _ExecutedServer(RankServer):
         environ = dict(os.environ)
         # The kernel's path as it is now: nb_accelerate may have been found by a sys.path that only the kernel has.
         environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        with _sigint_blocked():
+        with _interrupts_later():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, str(there.fileno()), str(os.getpid()), *preload],
                 stdin=subprocess.DEVNULL,
@@ -131,7 +134,7 @@ class _ExecutedServer(RankServer):
         return self._log.read().decode(errors="replace").strip()
 
     @override
-    def start(self, handles: Sequence[RankHandle]) -> None:
+    def start(self, handles: Iterable[RankHandle]) -> None:
         for handle in handles:
             key = next(self._keys)
             message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
@@ -186,8 +189,9 @@ class ForkedServer(RankServer):
         importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
 
     @override
-    def start(self, handles: Sequence[RankHandle]) -> None:
+    def start(self, handles: Iterable[RankHandle]) -> None:
         self.close()
+        handles = list(handles)
         keys = [next(self._keys) for _ in handles]
         scratch = Scratch()
         with contextlib.ExitStack() as undo:
@@ -199,7 +203,7 @@ class ForkedServer(RankServer):
             ]
             self._channel, there = Channel.pair()
             undo.callback(self._channel.close)
-            with there, _sigint_blocked():
+            with there, _interrupts_later():
                 self._fork(handles, births, there, scratch)
                 undo.pop_all()
                 scratch.leave()  # it is the server's
@@ -224,11 +228,23 @@ class ForkedServer(RankServer):
                 serve_forked(there.detach(), parent, births, scratch, self._call)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
-        self._handles = handles
         # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the
         # larger it is: nobody need wait for that.
-        self._reaper = threading.Thread(target=_reap, args=(pid,), name="nb_accelerate-reaper", daemon=True)
-        self._reaper.start()
+        reaper = threading.Thread(target=_reap, args=(pid,), name="nb_accelerate-reaper", daemon=True)
+        try:
+            reaper.start()
+        except RuntimeError as error:
+            self._channel.close()  # it ends, with its ranks
+            _reap(pid)
+            raise StartError(f"there is no room for another thread: {error}") from error
+        self._handles, self._reaper = handles, reaper
+
+    @override
+    def forget(self) -> None:
+        reaper = self._reaper
+        self.close()
+        if reaper is not None:
+            reaper.join()
 
     @override
     def close(self) -> None:
@@ -256,13 +272,27 @@ def _fill_streams() -> None:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """An interrupt of the cell must not end a child before it has said what SIGINT means to it."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _interrupts_later() -> Iterator[None]:
+    """An interrupt of the cell waits until this is left.
+
+    It must not end a child before that has said what SIGINT means to it, nor leave half of what belongs together done.
+    Blocking it is for the child; here another thread may get it, and then Python's handler runs in the main thread.
+    """
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # No other thread runs handlers, and one that was not installed from Python could not be put back.
+    is_ours = threading.current_thread() is threading.main_thread() and handler is not None
+    if is_ours:
+        signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 _lock = threading.Lock()

@@ -141,15 +141,33 @@ class _ExecutedServer(Server):
         """Fork a process that waits to be made a rank: a large process takes ten milliseconds to fork."""
         channel, there = Channel.pair()
         server = os.getpid()
-        pid = self._fork()
+        # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        pid = os.fork()
         if pid == 0:
             try:
                 channel.close()
+                self._let_go()
                 self._wait_to_be_a_rank(Channel(there), server)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         there.close()
         self._idle[pid] = channel
+
+    def _let_go(self) -> None:
+        """Close, in a child, what is the server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._control.close()
+        self._scratch.leave()
+        for fd in self._own_fds:
+            os.close(fd)
+        for channel in self._idle.values():
+            channel.close()
+        for rank in self._ranks.values():
+            os.close(rank.status_fd)
 
     def _wait_to_be_a_rank(self, channel: Channel, server: int) -> NoReturn:
         set_name("nb-idle")
@@ -163,12 +181,6 @@ class _ExecutedServer(Server):
         if message.fresh:
             _exec_rank(ends, message.mark, server, scratch)
         run_rank(ends, message.mark, server, scratch=scratch, broken=self._broken)
-
-    @override
-    def _let_go(self) -> None:
-        super()._let_go()
-        for channel in self._idle.values():
-            channel.close()
 
     @override
     def _spare(self) -> Collection[int]:

@@ -14,12 +14,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate.errors import StartError
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.worker.call import fail
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
 from nb_accelerate.worker.lineage import adopt_orphans, set_name, step_back
 from nb_accelerate.worker.rank import run_rank
-from nb_accelerate.worker.server import Server
+from nb_accelerate.worker.server import EXIT_STATUS, Server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +68,13 @@ def serve_forked(
     adopt_orphans()
     server = os.getpid()
     pids = []
+    failure = None
     for birth in births:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            failure = error
+            break
         if pid == 0:
             try:
                 _be_rank(birth, server, births, control_fd, scratch, call)
@@ -78,13 +85,29 @@ def serve_forked(
     set_name("nb-server")
     _close_streams()
     owner = Server(Channel.from_fd(control_fd), parent, scratch)
-    for pid, birth in zip(pids, births, strict=True):
-        status_fd, *ends = birth.fds
+    for birth in births[len(pids) :]:
+        _tell_why_not(birth, failure)
+        scratch.remove(str(birth.key))
+    for birth in births:
+        _, *ends = birth.fds
         for fd in ends:
             os.close(fd)
-        owner.own(pid, birth.key, status_fd)
+    for pid, birth in zip(pids, births, strict=False):
+        owner.own(pid, birth.key, birth.fds[0])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
+
+
+def _tell_why_not(birth: Birth, error: OSError | None) -> None:
+    """Answer for a rank that could not be forked."""
+    status_fd, *ends = birth.fds
+    reason = StartError(f"a rank could not be forked: {error.strerror if error else 'unknown'}")
+    failure, packed = fail(reason, result_of_call=False)
+    channel = Channel.from_fd(os.dup(RankEnds.from_tuple(tuple(ends)).control))
+    channel.send(failure, packed.fds if packed else ())
+    channel.close()
+    os.write(status_fd, EXIT_STATUS.pack(os.EX_OSERR))
+    os.close(status_fd)
 
 
 def _close_streams() -> None:

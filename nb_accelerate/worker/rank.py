@@ -90,10 +90,11 @@ def run_rank(
             message, fds = channel.recv()
             if isinstance(message, Quit):
                 break
-            # What it was to do has come already; an answer is to a debugger that an interrupt has ended meanwhile.
-            if not is_usable or isinstance(message, Answer):
+            if isinstance(message, Answer):  # to a debugger that an interrupt has ended meanwhile
                 continue
             if isinstance(message, Call):
+                if not is_usable:  # which has been answered; this was on its way
+                    continue
                 _send(channel, *answer(functools.partial(_load, message.parcel, fds, inherited), gate))
                 continue
             if persistent is None:

@@ -29,12 +29,12 @@ class Scratch:
         self._names: set[str] = set()
 
     def make(self, name: str) -> str:
-        """A new folder; its path."""
+        """A new folder; its path. `remove` it also if this fails."""
         if not self._folder:
             self._folder, self._lock = _new_folder()
         path = f"{self._folder}/{name}"
-        os.mkdir(path, mode=0o700)  # noqa: PTH102 - a process that was just forked pays for each line of pathlib
         self._names.add(name)
+        os.mkdir(path, mode=0o700)  # noqa: PTH102 - a process that was just forked pays for each line of pathlib
         return path
 
     def remove(self, name: str) -> None:

@@ -137,33 +137,6 @@ class Server:
 
     # What they have in common.
 
-    def _fork(self) -> int:
-        """Fork a process that has nothing of the server's and does not notice an interrupt yet.
-
-        Returns:
-            Its process id, and 0 in the process itself.
-        """
-        # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pid = os.fork()
-        if pid == 0:
-            self._let_go()
-        else:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-        return pid
-
-    def _let_go(self) -> None:
-        """Close, in a child, what is the server's."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._selector.close()
-        self._control.close()
-        self._scratch.leave()
-        for fd in self._own_fds:
-            os.close(fd)
-        for rank in self._ranks.values():
-            os.close(rank.status_fd)
-
     def _read_control(self) -> bool:
         messages, is_open = self._control.drain()
         for message, fds in messages:

@@ -91,6 +91,36 @@ def test_two_machines_are_numbered_by_torch_elastic(tmp_path: Path) -> None:
     assert sorted(found) == EXPECTED
 
 
+AGAIN = """
+import os, sys
+import nb_accelerate.launch.launch
+from nb_accelerate import notebook_launcher
+from nb_accelerate.launch.rendezvous import _elastic
+
+# As several machines do it, with one.
+nb_accelerate.launch.launch.meet = lambda options, plan: _elastic(options)
+
+def fails_first():
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0:
+        raise ValueError("on purpose")
+    return attempt
+
+for _ in range(3):
+    endpoint = dict(rdzv_backend="c10d", rdzv_endpoint=sys.argv[2])
+    values = notebook_launcher(fails_first, (), 2, start_method=sys.argv[1], max_restarts=1, progress="off", **endpoint)
+    print(values)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(method: str) -> None:
+    command = [sys.executable, "-c", AGAIN, method, f"127.0.0.1:{free_port()}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "[1, 1]\n" * 3
+
+
 @pytest.mark.slow
 @pytest.mark.may_leave("descriptors")  # of torch's store, which lives as long as the frames in the error
 def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:

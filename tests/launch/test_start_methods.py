@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.board import here
+from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch import notebook_launcher
+from nb_accelerate.launch.handle import RankHandle
+from nb_accelerate.launch.panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
 
@@ -129,6 +136,105 @@ def test_an_interrupt_before_anybody_watches_over_the_ranks_ends_them(
     for path in tmp_path.iterdir():
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int(path.name)).wait(30)
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Sends SIGINT to another thread of this process, as may happen in a kernel when the main thread has blocked it."""
+    asked: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+
+    def serve() -> None:
+        while (done := asked.get()) is not None:
+            signal.raise_signal(signal.SIGINT)
+            done.set()
+
+    def send() -> None:
+        done = threading.Event()
+        asked.put(done)
+        done.wait()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield send
+    asked.put(None)
+    thread.join()
+
+
+@pytest.mark.parametrize("where", ["os.fork", "threading.Thread.start"])
+def test_an_interrupt_while_this_process_is_forked_comes_afterwards(
+    where: str, interrupt: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = os.getpid()
+    owner, _, name = where.rpartition(".")
+    call = getattr({"os": os, "threading.Thread": threading.Thread}[owner], name)
+
+    def with_an_interrupt(*args: Any) -> Any:
+        result = call(*args)
+        if os.getpid() == kernel:
+            interrupt()
+        return result
+
+    def function() -> None:
+        Path(tmp_path, os.environ["RANK"]).touch()
+
+    before = {*psutil.Process().children()}
+    monkeypatch.setattr(where, with_an_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch(function, method="fork")
+    assert list(tmp_path.iterdir()) == []
+    deadline = time.monotonic() + 20.0
+    while (left := {*psutil.Process().children()} - before) and time.monotonic() < deadline:
+        time.sleep(0.02)  # another thread waits for it
+    assert left == set()
+
+
+def test_a_rank_that_cannot_be_forked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = []
+    fork = os.fork
+
+    def fails_the_third_time() -> int:
+        forks.append(1)
+        if len(forks) == 3:  # here, in the server, and once more in the server
+            raise BlockingIOError(errno.EAGAIN, "no room")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fails_the_third_time)
+    with pytest.raises(StartError, match="could not be forked: no room") as caught:
+        launch(time.sleep, 600, method="fork")
+    assert "rank 1" in str(caught.value.__cause__)
+
+
+def test_a_rank_for_which_too_many_files_are_open_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipes = []
+    pipe = os.pipe
+
+    def fails_the_third_time() -> tuple[int, int]:
+        pipes.append(1)
+        if len(pipes) == 3:
+            raise OSError(errno.EMFILE, "too many")
+        return pipe()
+
+    monkeypatch.setattr(os, "pipe", fails_the_third_time)
+    with pytest.raises(OSError, match="too many"):  # the fixtures look for what is left
+        RankHandle(0, store_fd=os.dup(0))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_ranks_know_from_the_start_whether_their_bars_are_rows(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> bool:
+        wanted = here().wants_rows
+        Path(tmp_path, os.environ["RANK"]).touch()
+        return wanted
+
+    def late(*args: Any, **options: Any) -> Any:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)  # as above
+        return make_panel(*args, **options)
+
+    monkeypatch.setattr("nb_accelerate.launch.launch.make_panel", late)
+    assert notebook_launcher(function, (), 2, start_method=method, progress="text", timeout=45) == [True, True]
 
 
 def test_inline_runs_in_this_very_process_with_the_real_objects() -> None:
