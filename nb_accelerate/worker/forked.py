@@ -67,13 +67,14 @@ def serve_forked(
     gc.freeze()  # what is alive stays alive: the collector would touch, and so copy, its pages in every rank
     adopt_orphans()
     server = os.getpid()
-    pids = []
-    failure = None
+    pids: list[int] = []
     for birth in births:
         try:
             pid = os.fork()
         except OSError as error:
-            failure = error
+            for missing in births[len(pids) :]:
+                _tell_why_not(missing, error)
+                scratch.remove(str(missing.key))
             break
         if pid == 0:
             try:
@@ -85,23 +86,19 @@ def serve_forked(
     set_name("nb-server")
     _close_streams()
     owner = Server(Channel.from_fd(control_fd), parent, scratch)
-    for birth in births[len(pids) :]:
-        _tell_why_not(birth, failure)
-        scratch.remove(str(birth.key))
     for birth in births:
-        _, *ends = birth.fds
-        for fd in ends:
+        for fd in birth.fds[1:]:
             os.close(fd)
-    for pid, birth in zip(pids, births, strict=False):
+    for pid, birth in zip(pids, births, strict=False):  # the last ones may not have been born
         owner.own(pid, birth.key, birth.fds[0])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
 
 
-def _tell_why_not(birth: Birth, error: OSError | None) -> None:
+def _tell_why_not(birth: Birth, error: OSError) -> None:
     """Answer for a rank that could not be forked."""
     status_fd, *ends = birth.fds
-    reason = StartError(f"a rank could not be forked: {error.strerror if error else 'unknown'}")
+    reason = StartError(f"a rank could not be forked: {error.strerror}")
     failure, packed = fail(reason, result_of_call=False)
     channel = Channel.from_fd(os.dup(RankEnds.from_tuple(tuple(ends)).control))
     channel.send(failure, packed.fds if packed else ())
