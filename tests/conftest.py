@@ -8,6 +8,7 @@ settings.load_profile("without deadlines")
 
 pytest_plugins = [
     "pytester",
+    "fixtures.failed",
     "fixtures.limits",
     "fixtures.devices",
     "fixtures.leaks",
