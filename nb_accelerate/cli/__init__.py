@@ -10,21 +10,21 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.cli import env, launch
+from nb_accelerate.cli import config, env, launch
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (env, launch)
+_COMMANDS = (config, launch, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the console script `nb-accelerate` calls this."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         return int(arguments.run(arguments))
     except NbAccelerateError as error:
         # These are written for the person at the terminal; a traceback would only hide the sentence.

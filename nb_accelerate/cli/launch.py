@@ -1,16 +1,19 @@
-"""`nb-accelerate launch`: run a notebook from a terminal, without a browser."""
+"""`nb-accelerate launch`: run a script or a notebook on all devices, from a terminal."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.cli.flags import add_flags
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    import argparse
+    from nb_accelerate.cli.script import Job
+    from nb_accelerate.config.file import ConfigFile
 
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
@@ -19,29 +22,207 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `launch` to the command line."""
     parser = subparsers.add_parser(
         "launch",
-        help="run a notebook from this terminal",
-        description="Run a notebook from top to bottom in a new kernel of this Python, with its progress as "
-        "text. The notebook itself is not changed: the executed copy is NAME.executed.ipynb, complete up to "
-        "the cell that failed or was interrupted. Ctrl-C interrupts the running cell; twice, the kernel.",
+        help="run a script or a notebook on all devices",
+        usage="nb-accelerate launch [FLAGS] TARGET [ARGUMENTS OF THE TARGET]",
+        description="Run a script in one process for each GPU, or in as many as you say; or a notebook, from top to "
+        "bottom in a new kernel. Flags of this command stand before the target; what follows it is the target's. Flags "
+        "may be written with dashes too (--num-processes). What no flag says is looked up in the environment "
+        "(ACCELERATE_...), then in the file that `nb-accelerate config` writes.",
+        epilog="A notebook is not changed: the executed copy is NAME.executed.ipynb, complete up to the cell that "
+        "failed or was interrupted. Ctrl-C interrupts; twice, it kills. The exit code is that of the script, 1 after "
+        "an exception, 2 for a wrong command line, 130 after Ctrl-C.",
     )
-    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK.ipynb")
+    parser.add_argument("target", metavar="TARGET", help="script.py, notebook.ipynb, or a module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--output-dir", type=Path, default=Path(), metavar="DIR", help="where to write (default: this folder)"
-    )
-    parser.add_argument("--html", action="store_true", help="also write the executed notebook as NAME.html")
+        "--config_file",
+        "--config-file",
+        type=Path,
+        metavar="FILE",
+        help="what `nb-accelerate config` has written (default: see `nb-accelerate config --help`)",
+    ).option_strings = ["--config_file"]
+    add_flags(parser)
+    _add_notebook_flags(parser.add_argument_group("notebooks"))
     parser.set_defaults(run=_run)
 
 
+def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--output-dir", type=Path, metavar="DIR", help="where to write (default: this folder)")
+    group.add_argument("--html", action="store_true", default=None, help="also write the page NAME.html")
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    path: Path = arguments.notebook
-    _check(path)
+    if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
+        return _run_notebook(arguments)
+    if arguments.output_dir is not None or arguments.html:
+        raise ConfigError(f"--output-dir and --html are for notebooks, but {arguments.target!r} is none.")
+    job = _job(arguments)
+    from nb_accelerate.cli.script import describe, options_for, run
+    from nb_accelerate.config.file import name_unknown, read_config
+
+    file = read_config(arguments.config_file)
+    if file is not None and not arguments.quiet and name_unknown(file):
+        print(name_unknown(file), file=sys.stderr)
+    options = options_for(job, **launch_options(arguments, file))
+    if arguments.dry_run:
+        wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_multi_gpu(file))
+        print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
+        return 0
+    return run(job, options)
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    from nb_accelerate.cli.script import Job
+
+    if arguments.module and arguments.no_python:
+        raise ConfigError("-m and --no_python were both given: the target is a module, or a program. Leave one out.")
+    kind = "module" if arguments.module else "program" if arguments.no_python else "script"
+    if kind == "script":
+        path = Path(arguments.target)
+        if path.is_dir():
+            raise ConfigError(f"launch was given the folder {str(path)!r}. Name the script in it.")
+        if not path.is_file():
+            raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
+    return Job(target=arguments.target, arguments=tuple(arguments.arguments), kind=kind)
+
+
+def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, Any]:
+    """Return what flags, and where they are silent the configuration file, say about a launch.
+
+    Environment variables come between the two; an `Accelerator` reads them in the ranks, as it always does.
+
+    Raises:
+        ConfigError: flags contradict one another.
+    """
+    said = vars(arguments)
+
+    def choose(flag: str, default: Any) -> Any:
+        return said[flag] if said[flag] is not None else default if file is None else file.get(flag, default)
+
+    if arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
+        raise ConfigError(
+            f"--cpu and {'--multi_gpu' if arguments.multi_gpu else '--gpu_ids'} were both given. Leave one of them out."
+        )
+    machines = choose("num_machines", 1)
+    processes = choose("num_processes", None)
+    if processes in (None, -1):
+        processes = None
+    elif processes % machines:
+        raise ConfigError(
+            f"num_processes={processes} cannot be shared out equally to num_machines={machines}. Write a multiple of "
+            f"{machines}: it counts the processes on all machines together."
+        )
+    else:
+        processes //= machines
+    on_cpu = arguments.cpu or (not (arguments.multi_gpu or arguments.gpu_ids) and _is_on_cpu(file))
+    gpu_ids = choose("gpu_ids", "all")
+    return {
+        "num_processes": processes,
+        "devices": "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes),
+        "mixed_precision": arguments.mixed_precision or "no",
+        "num_nodes": machines,
+        "node_rank": choose("machine_rank", 0),
+        "rdzv_backend": choose("rdzv_backend", "static"),
+        "rdzv_conf": _pairs(arguments.rdzv_conf),
+        "max_restarts": arguments.max_restarts or 0,
+        "monitor_interval": 0.1 if arguments.monitor_interval is None else arguments.monitor_interval,
+        "timeout": arguments.timeout,
+        "progress": "off" if arguments.quiet else "auto",
+        "env": _variables(arguments, file),
+        **_where_machines_meet(arguments, choose, machines),
+    }
+
+
+def _where_machines_meet(arguments: argparse.Namespace, choose: Any, machines: int) -> dict[str, Any]:
+    address, port = choose("main_process_ip", None), choose("main_process_port", None)
+    if machines == 1:
+        return {"use_port": port}
+    if not address:
+        raise ConfigError(
+            f"num_machines={machines}, but nobody says where machine 0 is. Write --main_process_ip ADDRESS"
+        )
+    if choose("rdzv_backend", "static") == "c10d":
+        return {"rdzv_endpoint": f"{address}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
+    return {"master_addr": address, "use_port": port}
+
+
+def _is_multi_gpu(file: ConfigFile | None) -> bool:
+    return file is not None and file.get("distributed_type") == "MULTI_GPU"
+
+
+def _is_on_cpu(file: ConfigFile | None) -> bool:
+    return file is not None and bool(file.get("use_cpu") or file.get("distributed_type") == "MULTI_CPU")
+
+
+def _gpu_numbers(text: str, processes: int | None) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"gpu_ids={text!r} are no numbers of GPUs. Write --gpu_ids 0,1 or all.") from None
+    return numbers if processes is None else numbers[: max(processes, 1)]
+
+
+def _pairs(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if not all(equals and key for key, equals, _ in pairs):
+        raise ConfigError(f"--rdzv_conf {text!r} is not a list such as join_timeout=60,last_call_timeout=2.")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, str]:
+    """The variables of the ranks: what the flags say, then the environment as it is, then the file."""
+    of_file = file.as_variables() if file is not None else {}
+    found = {name: value for name, value in of_file.items() if not os.environ.get(name, "").strip()}
+    if arguments.multi_gpu or arguments.gpu_ids:
+        found["ACCELERATE_USE_CPU"] = "false"
+    flags = {
+        "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+        "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "debug": "ACCELERATE_DEBUG_MODE",
+        "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
+        "num_cpu_threads_per_process": "OMP_NUM_THREADS",
+        **{
+            flag: f"ACCELERATE_{flag.upper()}"
+            for flag in (
+                "dynamo_backend",
+                "dynamo_mode",
+                "dynamo_use_fullgraph",
+                "dynamo_use_dynamic",
+                "dynamo_use_regional_compilation",
+            )
+        },
+    }
+    for flag, name in flags.items():
+        value = getattr(arguments, flag)
+        if value is not None:
+            found[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return found
+
+
+def _run_notebook(arguments: argparse.Namespace) -> int:
+    given = argparse.ArgumentParser(prog="nb-accelerate launch NOTEBOOK.ipynb")
+    _add_notebook_flags(given)
+    given.set_defaults(output_dir=arguments.output_dir, html=arguments.html)
+    arguments = given.parse_args(arguments.arguments, namespace=arguments)
+    for name in ("config_file", "num_processes", "multi_gpu", "cpu", "mixed_precision", "dry_run"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name} is for scripts; the cells of a notebook say how they launch. Write it in the cell: "
+                f"notebook_launcher(train, num_processes=2)"
+            )
+    path = Path(arguments.target)
+    if not path.is_file():
+        raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
 
     from nb_accelerate.cli import notebook
 
     run = notebook.execute(path, progress=sys.stdout)
-    written = [notebook.write_notebook(run, arguments.output_dir)]
+    folder = arguments.output_dir or Path()
+    written = [notebook.write_notebook(run, folder)]
     if arguments.html:
-        written.append(notebook.write_page(run, arguments.output_dir))
+        written.append(notebook.write_page(run, folder))
     for file in written:
         print(f"wrote {file}")
     if run.failure is not None:
@@ -49,15 +230,3 @@ def _run(arguments: argparse.Namespace) -> int:
     if run.interrupted:
         return _INTERRUPTED
     return 0 if run.failure is None else 1
-
-
-def _check(path: Path) -> None:
-    if path.suffix == ".py":
-        raise ConfigError(
-            f"launch was given the script {str(path)!r}, but runs notebooks only in this version. "
-            f"For a script, write: torchrun --nproc-per-node 2 {path}"
-        )
-    if path.suffix != ".ipynb":
-        raise ConfigError(f"launch was given {str(path)!r}, which is no notebook: its name does not end in .ipynb.")
-    if not path.is_file():
-        raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")

@@ -64,14 +64,21 @@ class Launch:
     """
 
     def __init__(
-        self, options: LaunchOptions, plan: LaunchPlan, sink: Sink, front_end: FrontEnd = "off", place: str = ""
+        self,
+        options: LaunchOptions,
+        plan: LaunchPlan,
+        sink: Sink,
+        front_end: FrontEnd = "off",
+        place: str = "",
+        *,
+        name: str = "",
     ) -> None:
         self._options = options
         self._plan = plan
         self._sink = sink
         self._front_end = front_end
         self._place = place
-        self._name = getattr(options.function, "__qualname__", type(options.function).__name__)
+        self._name = name or getattr(options.function, "__qualname__", type(options.function).__name__)
         self._began = time.monotonic()
         self._seconds: float | None = None
         self._supervisor: Supervisor | None = None

@@ -28,7 +28,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
         main(["--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {command} " in shown.replace("    ", "  ") for command in ("env", "launch"))
+    assert all(f"\n  {command} " in shown.replace("    ", "  ") for command in ("config", "env", "launch"))
 
 
 def test_env_names_python_torch_devices_and_versions(capsys: pytest.CaptureFixture[str]):
@@ -60,8 +60,8 @@ def test_env_says_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("train.py", "torchrun --nproc-per-node 2"),
-        ("notes.txt", "does not end in .ipynb"),
+        ("train.py", "there is no such file"),
+        ("tests", "Name the script in it"),
         ("missing.ipynb", "there is no such file"),
     ],
 )

@@ -1,0 +1,257 @@
+"""`nb-accelerate config`: answer some questions once, and let every launch know the answers."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nb_accelerate.cli.asking import Asker
+
+_WHERE = "the file (default: default_config.yaml in $HF_HOME/accelerate, or in ~/.cache/huggingface/accelerate)"
+_PRECISIONS = ("no", "fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the defaults of the questions depend on.
+
+    Attributes:
+        num_gpus: CUDA devices that are visible.
+        num_cpus: cores this process may use.
+        has_tpu: torch_xla is installed.
+    """
+
+    num_gpus: int = 0
+    num_cpus: int = 1
+    has_tpu: bool = False
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `config` to the command line."""
+    parser = subparsers.add_parser(
+        "config",
+        help="answer questions about this machine once, for all launches",
+        description="Ask how to train on this machine and write the answers to a file, which `launch`, "
+        "`notebook_launcher` and `Accelerator` read where arguments and environment variables say nothing. The file is "
+        "that of Hugging Face accelerate: either package reads what the other has written.",
+    )
+    _add_file(parser, default=None)
+    parser.set_defaults(run=_ask)
+    commands = parser.add_subparsers(title="without questions", metavar="COMMAND")
+    default = commands.add_parser(
+        "default",
+        help="write a file from what this machine has",
+        description="Write a file from what this machine has. A file that is there is not changed.",
+    )
+    _add_file(default, default=argparse.SUPPRESS)
+    default.add_argument("--mixed_precision", "--mixed-precision", choices=_PRECISIONS, default="no")
+    default.set_defaults(run=_write_default)
+    update = commands.add_parser(
+        "update",
+        help="bring an older file up to date",
+        description="Write a file again with the names that keys have today. Keys that mean nothing here are kept.",
+    )
+    _add_file(update, default=argparse.SUPPRESS)
+    update.set_defaults(run=_update)
+
+
+def _add_file(parser: argparse.ArgumentParser, default: Any) -> None:
+    # A default of the inner parser would replace what was given before the subcommand.
+    parser.add_argument("--config_file", "--config-file", type=Path, default=default, metavar="FILE", help=_WHERE)
+
+
+def _path(arguments: argparse.Namespace) -> Path:
+    from nb_accelerate.config.file import default_path
+
+    return arguments.config_file or default_path()
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.cli.asking import asker_here
+    from nb_accelerate.config.file import write_config
+
+    path = _path(arguments)
+    try:
+        answers = ask_config(asker_here(), machine_here())
+    except KeyboardInterrupt:
+        print("\nnothing was written")
+        return 130
+    print(f"wrote {write_config(answers, path)}")
+    return 0
+
+
+def _write_default(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.config.file import write_config
+
+    path = _path(arguments)
+    if path.exists():
+        print(f"{path} is there and was not changed. To answer the questions anew: nb-accelerate config")
+        return 0
+    print(f"wrote {write_config(default_config(machine_here(), arguments.mixed_precision), path)}")
+    return 0
+
+
+def _update(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.config.file import name_unknown, read_config, write_config
+
+    path = _path(arguments)
+    file = read_config(path)
+    assert file is not None
+    defaults = {"compute_environment": "LOCAL_MACHINE", "debug": False, "use_cpu": False}
+    print(f"wrote {write_config({**defaults, **file.values}, path)}")
+    unknown = name_unknown(file)
+    if unknown:
+        print(unknown)
+    return 0
+
+
+def machine_here() -> Machine:
+    """Look at this machine. PyTorch is imported only where there is a GPU's driver."""
+    from nb_accelerate.config.installed import is_installed
+    from nb_accelerate.launch.machine import look
+
+    facts = look({})
+    return Machine(num_gpus=facts.num_gpus, num_cpus=facts.num_cpus, has_tpu=is_installed("torch_xla"))
+
+
+def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, Any]:
+    """Return the configuration of a machine about which nothing was asked."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_GPU" if machine.num_gpus > 1 else "NO",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": mixed_precision,
+        "num_machines": 1,
+        "num_processes": max(1, machine.num_gpus),
+        "rdzv_backend": "static",
+        "same_network": False,
+        "use_cpu": machine.num_gpus == 0,
+    }
+
+
+def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
+    """Put the questions that matter on this machine, and return the answers as a configuration.
+
+    Raises:
+        ConfigError: the input ended before the last question.
+    """
+    from nb_accelerate.cli.asking import confirm, read_value
+
+    found = default_config(machine)
+    kind = asker.choose(
+        "How do you want to train?",
+        [
+            ("NO", "in one process"),
+            ("MULTI_CPU", "in several processes on CPUs"),
+            ("MULTI_GPU", "on several GPUs"),
+            ("XLA", "on a TPU"),
+        ],
+        "XLA" if machine.has_tpu else found["distributed_type"],
+    )
+    found["distributed_type"] = kind
+    found["use_cpu"] = kind == "MULTI_CPU" or (kind == "NO" and machine.num_gpus == 0)
+    if kind == "NO" and machine.num_gpus:
+        found["use_cpu"] = confirm(asker, "Train on the CPU only, although there is a GPU?", default=False)
+    if kind in ("MULTI_CPU", "MULTI_GPU"):
+        _ask_machines(asker, found)
+    if kind == "NO":
+        found["num_processes"] = 1
+    else:
+        usual = {"MULTI_CPU": min(machine.num_cpus, 2), "MULTI_GPU": machine.num_gpus, "XLA": 8}[kind]
+        found["num_processes"] = _ask_processes(asker, usual, found["num_machines"])
+    if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
+        found["gpu_ids"] = read_value(asker, "GPUs of this machine, by number, such as 0,1", "all", _gpu_ids)
+    if kind == "MULTI_GPU":
+        found["enable_cpu_affinity"] = confirm(asker, "Keep each process on the cores near its GPU?", default=False)
+    if kind != "NO":
+        found["debug"] = confirm(
+            asker, "Check what processes hand to each collective? It finds mistakes, and is slower", default=False
+        )
+    if kind == "XLA":
+        found["downcast_bf16"] = confirm(asker, "Compute torch.double in 32 bits on the TPU too?", default=False)
+    if confirm(asker, "Compile models with torch.compile?", default=False):
+        found["dynamo_config"] = _ask_dynamo(asker)
+    found["mixed_precision"] = asker.choose(
+        "Mixed precision?", [("no", "no"), ("bf16", "bf16"), *([("fp16", "fp16")] if kind != "XLA" else [])], "no"
+    )
+    return found
+
+
+def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:
+    from nb_accelerate.cli.asking import confirm, read_value
+
+    number = read_value(asker, "Number of machines", 1, lambda text: _whole(text, at_least=1))
+    found["num_machines"] = number
+    if number == 1:
+        return
+    found["rdzv_backend"] = asker.choose(
+        "How do the machines find one another?",
+        [("static", "each has a number"), ("c10d", "they are numbered as they come")],
+        "static",
+    )
+    if found["rdzv_backend"] == "static":
+        found["machine_rank"] = read_value(
+            asker, "Number of this machine, from 0", 0, lambda text: _whole(text, at_least=0, below=number)
+        )
+    found["main_process_ip"] = read_value(asker, "Address of machine 0, as the others see it", "", _address)
+    found["main_process_port"] = read_value(
+        asker, "Port on machine 0", 29500, lambda text: _whole(text, at_least=1, below=1 << 16)
+    )
+    found["same_network"] = confirm(asker, "Are all machines in one local network?", default=True)
+
+
+def _ask_processes(asker: Asker, usual: int, machines: int) -> int:
+    from nb_accelerate.cli.asking import read_value
+
+    def convert(text: str) -> int:
+        number = _whole(text, at_least=1)
+        if number % machines:
+            raise ValueError(f"{number} processes cannot be shared out equally to {machines} machines.")
+        return number
+
+    everywhere = " on all machines together" if machines > 1 else ""
+    return read_value(asker, f"Number of processes{everywhere}", max(1, usual) * machines, convert)
+
+
+def _ask_dynamo(asker: Asker) -> dict[str, Any]:
+    from nb_accelerate.cli.asking import confirm
+
+    backends = [(name, name.lower()) for name in ("INDUCTOR", "CUDAGRAPHS", "AOT_EAGER", "EAGER")]
+    section: dict[str, Any] = {"dynamo_backend": asker.choose("Backend of torch.compile?", backends, "INDUCTOR")}
+    if confirm(asker, "Change how torch.compile works?", default=False):
+        modes = [(name, name) for name in ("default", "reduce-overhead", "max-autotune")]
+        section["dynamo_mode"] = asker.choose("What to optimise for?", modes, "default")
+        section["dynamo_use_fullgraph"] = confirm(asker, "Refuse models that are not one graph?", default=False)
+        section["dynamo_use_dynamic"] = confirm(asker, "Compile for shapes that vary?", default=False)
+        section["dynamo_use_regional_compilation"] = confirm(
+            asker, "Compile repeated blocks by themselves?", default=False
+        )
+    return section
+
+
+def _whole(text: str, *, at_least: int, below: int | None = None) -> int:
+    expected = f"a whole number from {at_least}" + (f" to {below - 1}" if below is not None else "")
+    if not text.isdecimal() or int(text) < at_least or (below is not None and int(text) >= below):
+        raise ValueError(f"{text!r} is not {expected}.")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    if not text or any(letter.isspace() or letter in "/,;" for letter in text):
+        raise ValueError(f"{text!r} is not an address. Write a name or an IP address, without the port.")
+    return text
+
+
+def _gpu_ids(text: str) -> str:
+    parts = [part.strip() for part in text.split(",")]
+    if text != "all" and not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r} are no numbers of GPUs. Write 0,1 or all.")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"{text!r} names a GPU twice.")
+    return ",".join(parts)

@@ -1,0 +1,271 @@
+"""The flags of ``launch`` for scripts: accelerate's names, with what each does here, or why it is not there.
+
+Flags can be written with underscores or with dashes. What a flag leaves open, the configuration file decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag that does something.
+
+    Attributes:
+        name: with underscores, without the dashes in front.
+        help: what it does.
+        convert: makes a value of text; None for a flag without a value.
+        choices: values that can be.
+        short: a second name of one letter, or "".
+        metavar: what stands for the value in the help.
+        differs: how it differs from accelerate's flag of this name; "" if it does not.
+        is_ours: accelerate has no such flag.
+    """
+
+    name: str
+    help: str
+    convert: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] = ()
+    short: str = ""
+    metavar: str = ""
+    differs: str = ""
+    is_ours: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Flags of accelerate's that are understood, and refused.
+
+    Attributes:
+        reason: why, and what to write instead.
+        switches: names of flags without a value.
+        valued: names of flags with one.
+    """
+
+    reason: str
+    switches: str = ""
+    valued: str = ""
+
+
+GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
+    (
+        "what to run on",
+        (
+            Flag(name="cpu", help="train on the CPU, also where there are GPUs"),
+            Flag(
+                name="multi_gpu",
+                help="train on GPUs, one process each; an error where there are none",
+                differs="one GPU is enough",
+            ),
+            Flag(name="gpu_ids", help="GPUs of this machine, such as 0,2; all by default", convert=str, metavar="IDS"),
+            Flag(
+                name="num_processes",
+                help="number of processes, on all machines together; one for each GPU by default",
+                convert=int,
+                metavar="N",
+            ),
+            Flag(
+                name="num_cpu_threads_per_process",
+                help="threads of each process; by default the cores are shared out",
+                convert=int,
+                metavar="N",
+                differs="without it the cores are shared out, where accelerate sets one thread",
+            ),
+        ),
+    ),
+    (
+        "how to train",
+        (
+            Flag(
+                name="mixed_precision",
+                help="what Accelerator() takes by default: no, fp16 or bf16",
+                convert=str.lower,
+                choices=("no", "fp16", "bf16"),
+                differs="fp8 is refused",
+            ),
+            Flag(name="dynamo_backend", help="compile models: inductor, eager ...", convert=str, metavar="NAME"),
+            Flag(
+                name="dynamo_mode",
+                help="what torch.compile optimises for",
+                convert=str,
+                choices=("default", "reduce-overhead", "max-autotune"),
+            ),
+            Flag(name="dynamo_use_fullgraph", help="refuse models that are not one graph"),
+            Flag(name="dynamo_use_dynamic", help="compile for shapes that vary"),
+            Flag(name="dynamo_use_regional_compilation", help="compile repeated blocks by themselves"),
+            Flag(name="enable_cpu_affinity", help="keep each process on the cores near its GPU"),
+            Flag(
+                name="gradient_accumulation_steps",
+                help="batches for one optimizer step: what Accelerator() takes by default",
+                convert=int,
+                metavar="N",
+                differs="it counts with every setup, not with DeepSpeed alone",
+            ),
+        ),
+    ),
+    (
+        "several machines",
+        (
+            Flag(name="num_machines", help="number of machines", convert=int, metavar="N"),
+            Flag(name="machine_rank", help="number of this machine, from 0", convert=int, metavar="K"),
+            Flag(name="main_process_ip", help="address of machine 0", convert=str, metavar="ADDRESS"),
+            Flag(name="main_process_port", help="port on machine 0", convert=int, metavar="PORT"),
+            Flag(
+                name="rdzv_backend",
+                help="how machines find one another: static or c10d",
+                convert=str,
+                choices=("static", "c10d"),
+                differs="etcd is refused",
+            ),
+            Flag(name="rdzv_conf", help="options of c10d: join_timeout=60,...", convert=str, metavar="K=V,..."),
+            Flag(name="same_network", help="understood, and without effect", differs="it has no effect"),
+        ),
+    ),
+    (
+        "how to run",
+        (
+            Flag(name="module", short="m", help="the target is a module, as with python -m"),
+            Flag(name="no_python", help="the target is a program of any kind"),
+            Flag(name="max_restarts", help="after a failure, start all again, so often", convert=int, metavar="N"),
+            Flag(
+                name="monitor_interval",
+                help="seconds between two looks for processes that were stopped (SIGSTOP)",
+                convert=float,
+                metavar="SECONDS",
+                differs="failures are events here and need no interval",
+            ),
+            Flag(
+                name="debug",
+                help="check what processes hand to each collective",
+                differs="errors show the stacks of all processes without it",
+            ),
+            Flag(
+                name="quiet",
+                short="q",
+                help="show the script's output and nothing else",
+                differs="it also hides the progress of the processes",
+            ),
+            Flag(
+                name="timeout", help="seconds after which the launch is ended", convert=float, is_ours=True, metavar="S"
+            ),
+            Flag(name="dry_run", help="print commands and environments, and start nothing", is_ours=True),
+        ),
+    ),
+)
+
+_FSDP = "Sharded models (FSDP) are not in this version. Without it, every process has the whole model"
+_DEEPSPEED = "DeepSpeed is not in this version. To run under it: deepspeed SCRIPT"
+_MESH = "Meshes of several kinds of parallelism are not in this version"
+
+REFUSED = (
+    Refused(
+        reason="TPUs are not supported in this version", switches="tpu downcast_bf16", valued="main_training_function"
+    ),
+    Refused(
+        reason="This command starts processes on machines where it runs itself, and on no others",
+        switches="tpu_cluster no_tpu_cluster tpu_use_sudo",
+        valued="vm env aws_access_key_id aws_secret_access_key mpirun_hostfile",
+    ),
+    Refused(
+        reason="The output of all processes is shown here; to keep it as well: ... 2>&1 | tee FILE",
+        valued="tee log_dir",
+    ),
+    Refused(reason="Processes have no roles here", valued="role"),
+    Refused(
+        reason=_FSDP,
+        switches="use_fsdp",
+        valued="fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy fsdp_reshard_after_forward "
+        "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type "
+        "fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states "
+        "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload",
+    ),
+    Refused(
+        reason=_DEEPSPEED,
+        switches="use_deepspeed",
+        valued="deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+        "offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model "
+        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher "
+        "deepspeed_moe_layer_cls_names",
+    ),
+    Refused(
+        reason="Megatron-LM brings a launcher of its own",
+        switches="use_megatron_lm",
+        valued="megatron_lm_tp_degree megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_eod_mask_loss "
+        "megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_no_save_optim megatron_lm_optimizer_cpu_offload "
+        "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers megatron_lm_pp_degree "
+        "megatron_lm_num_micro_batches megatron_lm_sequence_parallelism megatron_lm_recompute_activations "
+        "megatron_lm_use_distributed_optimizer megatron_lm_gradient_clipping megatron_lm_recompute_granularity "
+        "megatron_lm_recompute_method megatron_lm_recompute_num_layers megatron_lm_attention_backend "
+        "megatron_lm_expert_model_parallel_size megatron_lm_context_parallel_size megatron_lm_attention_dropout "
+        "megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size "
+        "megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings",
+    ),
+    Refused(
+        reason="fp8 is not in this version. Write --mixed_precision bf16",
+        switches="fp8_use_autocast_during_eval",
+        valued="fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo "
+        "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
+    ),
+    Refused(
+        reason=_MESH,
+        switches="use_parallelism_config",
+        valued="parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size "
+        "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
+        "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
+        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+    ),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags to a parser, in groups; those that are refused are not in its help."""
+    for title, flags in GROUPS:
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            names = [f"-{flag.short}"] if flag.short else []
+            if flag.convert is None:
+                _add(group, flag.name, names, action="store_true", default=None, help=flag.help)
+            else:
+                choices: Sequence[str] | None = flag.choices or None
+                metavar = flag.metavar or None
+                _add(group, flag.name, names, type=flag.convert, choices=choices, metavar=metavar, help=flag.help)
+    for refused in REFUSED:
+        for name in refused.switches.split():
+            _add(parser, name, [], action=_Refuse, nargs=0, reason=refused.reason)
+        for name in refused.valued.split():
+            _add(parser, name, ["-t"] if name == "tee" else [], action=_Refuse, reason=refused.reason)
+
+
+def _add(group: argparse._ActionsContainer, name: str, short: list[str], **how: Any) -> None:
+    action = group.add_argument(*short, *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, **how)
+    action.option_strings = [*short, f"--{name}"]  # one of the two ways to write it is enough for the help
+
+
+class _Refuse(argparse.Action):
+    """Says why a flag is not there."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, reason: str, nargs: int | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=nargs, help=argparse.SUPPRESS)
+        self.reason = reason
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - argparse calls every action alike
+        namespace: argparse.Namespace,  # noqa: ARG002
+        values: Any,  # noqa: ARG002
+        option: str | None = None,
+    ) -> None:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{option}: {self.reason}.")

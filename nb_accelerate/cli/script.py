@@ -1,0 +1,231 @@
+"""A script on all ranks of this machine, watched over from a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.display import choose_front_end
+from nb_accelerate.errors import LaunchError, RankDiedError
+from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.incidents import RankTraceback
+from nb_accelerate.launch.launch import Launch
+from nb_accelerate.launch.machine import look
+from nb_accelerate.launch.neighbours import gpu_warnings
+from nb_accelerate.launch.panel import announce
+from nb_accelerate.launch.plan import make_plan
+from nb_accelerate.launch.sinks import StreamSink
+from nb_accelerate.worker.script import run_module, run_program, run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+    from nb_accelerate.launch.machine import MachineFacts
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.protocol.output import StreamName
+
+_FAILED = 1
+_SIGNALLED = 128
+"""What a shell adds to the number of the signal that ended a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run on each rank.
+
+    Attributes:
+        target: path of a script, name of a module, or a program.
+        arguments: of the target, as they were written.
+        kind: ``script``, ``module`` or ``program``.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: str = "script"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command line of one rank, if it were started by hand."""
+        python = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[self.kind]
+        return (*python, self.target, *self.arguments)
+
+    @property
+    def call(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """The function that a rank calls, and its arguments."""
+        if self.kind == "program":
+            return run_program, (self.command,)
+        return (run_module if self.kind == "module" else run_script), (self.target, self.arguments)
+
+
+def options_for(job: Job, **options: Any) -> LaunchOptions:
+    """Return the options of a launch that runs a job.
+
+    Raises:
+        ConfigError: an option cannot be.
+    """
+    function, args = job.call
+    return LaunchOptions(function=function, args=args, **options)
+
+
+def run(job: Job, options: LaunchOptions) -> int:
+    """Run a job on every rank until all have ended; return the exit code of the command.
+
+    That is 0, the exit code of the first rank that ended with another one, 1 after an exception, or 128 and the number
+    of a signal: 130 for an interrupt, 143 for SIGTERM.
+
+    Raises:
+        ConfigError: the options cannot be on this machine.
+    """
+    options, plan = _planned(options, look(options.env))
+    sink = _TerminalSink()
+    front_end = choose_front_end(options.progress)
+    if front_end != "off":
+        announce(plan, sink, front_end)
+        for warning in (*plan.warnings, *gpu_warnings(plan)):
+            sink.write("stderr", warning + "\n")
+    launch = Launch(options, plan, sink, front_end, name=Path(job.target).name)
+    sink.on_closed = launch.stop
+    with _stopped_by_signals(launch) as received:
+        try:
+            launch.run()
+        except BaseException as error:
+            code = _exit_code(error)
+            if not (received or sink.is_closed):
+                _tell(error)
+        else:
+            code = 0
+    if received:
+        return _SIGNALLED + received[0]
+    return _SIGNALLED + signal.SIGPIPE if sink.is_closed else code
+
+
+def _planned(options: LaunchOptions, facts: MachineFacts) -> tuple[LaunchOptions, LaunchPlan]:
+    plan = make_plan(options, facts)
+    if plan.start_method == "fork":  # nothing is in memory here that ranks could share; imports of the server are
+        options = replace(options, start_method="forkserver")
+        plan = make_plan(options, facts)
+    return options, plan
+
+
+def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[str]:
+    """Say, line by line, what `run` would start. Nothing is started.
+
+    Args:
+        job: what to run.
+        options: how.
+        wants_gpus: GPUs were asked for; where none is visible the lines are those of a machine that has enough.
+    """
+    facts = look(options.env)
+    if wants_gpus and not facts.num_gpus:
+        number = options.num_processes or 1
+        yield f"# no GPU is visible here; on a machine with {number} GPU{'s' if number > 1 else ''}:"
+        facts = _with_gpus(facts, options)
+    options, plan = _planned(options, facts)
+    yield f"# {plan.describe()}"
+    for local_rank in range(plan.num_processes):
+        changed = _changed_environ(plan, options, local_rank)
+        yield " ".join(
+            ("env", *(f"{name}={shlex.quote(value)}" for name, value in changed), *map(shlex.quote, job.command))
+        )
+
+
+def _with_gpus(facts: MachineFacts, options: LaunchOptions) -> MachineFacts:
+    devices = options.devices if options.devices not in (None, "cpu") else ()
+    number = max((options.num_processes or 1), *(int(device) + 1 for device in devices), 1)
+    return replace(facts, gpus=tuple(map(str, range(number))), prefers_cpu=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WouldMeet:
+    """Where ranks would meet; the port of one machine is only chosen when they do."""
+
+    address: str
+    port: object
+    node_rank: int
+    interface: str
+    run_id: str = "none"
+
+
+def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) -> list[tuple[str, str]]:
+    several = plan.num_nodes > 1
+    meeting = _WouldMeet(
+        address=options.master_addr,
+        port=options.use_port or (29500 if several else "FREE_PORT"),
+        node_rank=options.node_rank,
+        interface=plan.loopback if not several else "INTERFACE",
+    )
+    environ = rank_environ(plan, meeting, local_rank, base=os.environ, extra=options.env)  # type: ignore[arg-type]
+    return sorted((name, value) for name, value in environ.items() if os.environ.get(name) != value)
+
+
+@dataclass
+class _TerminalSink(StreamSink):
+    """Standard output and error. Whoever reads them may leave before the end, as ``head`` does."""
+
+    on_closed: Callable[[], None] = lambda: None
+    is_closed: bool = False
+
+    @override
+    def write(self, stream: StreamName, text: str) -> None:
+        if self.is_closed:
+            return
+        try:
+            super().write(stream, text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self.is_closed = True
+            # Python flushes its streams once more at its end, and would complain.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            threading.Thread(target=self.on_closed, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(launch: Launch) -> Iterator[list[int]]:
+    """SIGTERM, and a terminal that is closed, end the ranks; gives the list of the signals that came."""
+    received: list[int] = []
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        received.append(signum)
+        # It waits for the end of the launch, which is the business of this very thread.
+        threading.Thread(target=launch.stop, daemon=True).start()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return _SIGNALLED + signal.SIGINT
+    if isinstance(error, RankDiedError) and error.exitcode is not None:
+        return _SIGNALLED - error.exitcode if error.exitcode < 0 else error.exitcode
+    return _FAILED
+
+
+def _tell(error: BaseException) -> None:
+    """Show the user's traceback, or one sentence: no frame of this package."""
+    cause = error.__cause__
+    if isinstance(error, KeyboardInterrupt):
+        text = str(error)
+    elif isinstance(cause, RankTraceback):
+        text = str(cause).strip("\n")
+    else:
+        text = f"nb-accelerate: {error}" if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
+    notes: Sequence[str] = getattr(error, "__notes__", ())
+    print("\n".join((text, *notes)), file=sys.stderr)

@@ -1,0 +1,277 @@
+"""Configuration files: what ``nb-accelerate config`` writes, and what was written for Hugging Face accelerate.
+
+Names, values and places are accelerate's. Format: https://huggingface.co/docs/accelerate/package_reference/cli
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.checks import check_choice, check_flag, check_whole, suggest
+from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.config.precision import PrecisionType
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+SECTIONS = (
+    "dynamo_config",
+    "deepspeed_config",
+    "fsdp_config",
+    "fp8_config",
+    "megatron_lm_config",
+    "mpirun_config",
+    "parallelism_config",
+)
+"""Keys whose value is a mapping of its own."""
+
+_TPU_PODS = (
+    "command_file",
+    "commands",
+    "tpu_env",
+    "tpu_name",
+    "tpu_use_cluster",
+    "tpu_use_sudo",
+    "tpu_vm",
+    "tpu_zone",
+)
+"""Keys of accelerate's about machines that are reached through gcloud; nothing here reads them."""
+
+_YES_OR_NO = {"yes": True, "true": True, "no": False, "false": False}
+
+
+def default_path(variables: Mapping[str, str] | None = None) -> Path:
+    """Return where the configuration file lies if nobody names another one.
+
+    Args:
+        variables: environment variables; those of this process by default. ``HF_HOME`` comes before
+            ``XDG_CACHE_HOME``, and ``~/.cache`` is the last resort.
+    """
+    variables = os.environ if variables is None else variables
+    cache = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")  # noqa: PTH118 - "~" is expanded below
+    folder = Path(home).expanduser() / "accelerate"
+    yaml, older = folder / "default_config.yaml", folder / "default_config.json"
+    return older if older.is_file() and not yaml.is_file() else yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """A configuration file that was read and checked.
+
+    Attributes:
+        path: where it lies.
+        values: all keys and values, with today's names for those of older versions.
+        unknown: keys that neither accelerate 1.15 nor this package knows. They are kept when the file is written again.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or ``default`` where the file does not say."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return one of `SECTIONS`; empty where the file has none."""
+        return self.get(name, {})  # type: ignore[no-any-return]
+
+    def as_variables(self) -> dict[str, str]:
+        """Return the environment variables that say the same to an `Accelerator`."""
+        found: dict[str, str] = {}
+        for key, name in (
+            ("mixed_precision", "ACCELERATE_MIXED_PRECISION"),
+            ("use_cpu", "ACCELERATE_USE_CPU"),
+            ("debug", "ACCELERATE_DEBUG_MODE"),
+            ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY"),
+        ):
+            if self.get(key) is not None:
+                found[name] = _as_text(self.values[key])
+        if self.get("distributed_type") == DistributedType.MULTI_CPU:
+            found["ACCELERATE_USE_CPU"] = "true"
+        for key, value in self.section("dynamo_config").items():
+            if value is not None:
+                found[f"ACCELERATE_{key.upper()}"] = _as_text(value)
+        return found
+
+
+def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None:
+    """Read and check a configuration file.
+
+    Args:
+        path: YAML or JSON. None is the file at `default_path`, which need not be there.
+
+    Returns:
+        The file; None where ``path`` is None and there is no default file.
+
+    Raises:
+        ConfigError: the file is not there, cannot be read, or has a value that cannot be. The text names file and key.
+    """
+    file = default_path() if path is None else Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if path is None:
+            return None
+        raise ConfigError(
+            f"There is no configuration file {str(file)!r}. To make one: nb-accelerate config --config_file {file}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
+    return ConfigFile(path=file, **_checked(file, _parsed(file, text)))
+
+
+def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a configuration file, as YAML or, where its name ends so, as JSON. Keys are in alphabetical order.
+
+    A file that is there is replaced as a whole: whoever reads it meanwhile sees the old one or the new one.
+
+    Args:
+        values: keys and values; None values are left out.
+        path: where to write; folders are made.
+
+    Raises:
+        ConfigError: a value cannot be, or the folder cannot be written to.
+    """
+    file = Path(path).expanduser()
+    checked = _checked(file, dict(values))["values"]
+    kept = {key: value for key, value in sorted(checked.items()) if value is not None}
+    if file.suffix == ".json":
+        text = json.dumps(kept, indent=2) + "\n"
+    else:
+        import yaml
+
+        text = yaml.safe_dump(kept, sort_keys=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+            new.write(text)
+        Path(new.name).replace(file)
+    except OSError as error:
+        raise ConfigError(f"The configuration file {str(file)!r} cannot be written: {error.strerror}.") from None
+    return file
+
+
+def _parsed(file: Path, text: str) -> dict[str, Any]:
+    import yaml  # JSON is YAML too, but for details that no configuration file has
+
+    try:
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
+    return found
+
+
+def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Today's names for older ones, and every value of the right kind."""
+    values = dict(values)
+    if values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ConfigError(
+            f"The configuration file {str(file)!r} is for compute_environment={values['compute_environment']!r}, and "
+            f"this package starts processes on machines of your own only. Write compute_environment: LOCAL_MACHINE"
+        )
+    if "fp16" in values:
+        was_on = values.pop("fp16")
+        values.setdefault("mixed_precision", "fp16" if was_on else "no")
+    if "dynamo_backend" in values:
+        backend = values.pop("dynamo_backend")
+        values.setdefault("dynamo_config", {} if backend == "NO" else {"dynamo_backend": backend})
+    for key, value in values.items():
+        check = _KEYS.get(key)
+        if check is None or value is None:
+            continue
+        try:
+            values[key] = check(key, value)
+        except ConfigError as error:
+            raise ConfigError(f"In the configuration file {str(file)!r}: {error}") from None
+    known = {*_KEYS, *_TPU_PODS}
+    return {"values": values, "unknown": tuple(key for key in values if key not in known)}
+
+
+def name_unknown(file: ConfigFile) -> str:
+    """Return a sentence about the keys that nobody knows, or an empty string."""
+    if not file.unknown:
+        return ""
+    known = {*_KEYS, *_TPU_PODS}
+    listed = ", ".join(f"{key!r}{suggest(key, known)}" for key in file.unknown)
+    return f"{file.path} has keys that mean nothing here, which are kept and not used: {listed}"
+
+
+def _flag(key: str, value: object) -> bool:
+    # Older files have 'no' in quotation marks, which YAML takes for text.
+    return check_flag(key, _YES_OR_NO.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+def _precision(key: str, value: object) -> str:
+    return check_choice(key, _unquoted(value), (*PrecisionType.list(), "fp8"))
+
+
+def _distributed_type(key: str, value: object) -> str:
+    return check_choice(key, _unquoted(value), [member.value.lower() for member in DistributedType] + ["tpu"]).upper()
+
+
+def _unquoted(value: object) -> object:
+    """An unquoted ``no`` is False to YAML 1.1."""
+    return "no" if value is False else value
+
+
+def _count(key: str, value: object) -> int:
+    return -1 if value == -1 else check_whole(key, value, at_least=1)  # accelerate's word for "not said"
+
+
+def _index(key: str, value: object) -> int:
+    return check_whole(key, value, at_least=0)
+
+
+def _port(key: str, value: object) -> int:
+    number = check_whole(key, value, at_least=0)
+    if number >= 1 << 16:
+        raise ConfigError(f"{key}={number} is not a port. Write a number from 1 to 65535, or 0 for a free one.")
+    return number
+
+
+def _text(key: str, value: object) -> str:
+    if isinstance(value, (dict, list, bool)):
+        raise ConfigError(f"{key}={value!r} is of type {type(value).__name__}, not text.")
+    return str(value)
+
+
+def _section(key: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}={value!r} is not a section with keys of its own. Leave it out, or write {key}: {{}}")
+    return value
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_KEYS: dict[str, Callable[[str, Any], Any]] = {
+    "compute_environment": _text,
+    "debug": _flag,
+    "distributed_type": _distributed_type,
+    "downcast_bf16": _flag,
+    "enable_cpu_affinity": _flag,
+    "gpu_ids": _text,
+    "machine_rank": _index,
+    "main_process_ip": _text,
+    "main_process_port": _port,
+    "main_training_function": _text,
+    "mixed_precision": _precision,
+    "num_machines": _count,
+    "num_processes": _count,
+    "rdzv_backend": _text,
+    "same_network": _flag,
+    "use_cpu": _flag,
+    **dict.fromkeys(SECTIONS, _section),
+}

@@ -1,0 +1,283 @@
+"""`nb-accelerate config`, and the file it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nb_accelerate.cli import main
+from nb_accelerate.cli.config import Machine, ask_config, default_config
+from nb_accelerate.config.file import default_path, name_unknown, read_config, write_config
+from nb_accelerate.errors import ConfigError
+
+# As `accelerate config` wrote it in 2023 for two GPUs of one machine.
+OF_2023 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: fp16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+class Scripted:
+    """Answers questions from a list of pairs: a part of the question, and the answer."""
+
+    def __init__(self, *answers: tuple[str, str]) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+        self.said: list[str] = []
+
+    def _answer(self, question: str, default: str) -> str:
+        self.asked.append(question)
+        if self.answers and self.answers[0][0] in question:
+            return self.answers.pop(0)[1]
+        return default
+
+    def choose(self, question: str, options: Any, default: str) -> str:
+        answer = self._answer(question, default)
+        assert answer in [value for value, _ in options]
+        return answer
+
+    def line(self, question: str, default: str) -> str:
+        return self._answer(question, "")
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def write(folder: Path, text: str, name: str = "a.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_a_file_of_an_older_accelerate_is_read(tmp_path: Path):
+    file = read_config(write(tmp_path, OF_2023))
+    assert file is not None
+    assert (file.get("num_processes"), file.get("mixed_precision"), file.get("downcast_bf16")) == (2, "fp16", False)
+    assert file.unknown == ()
+    assert file.as_variables() == {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "false"}
+
+
+def test_names_of_older_versions_get_those_of_today(tmp_path: Path):
+    text = "distributed_type: 'NO'\nfp16: true\ndynamo_backend: INDUCTOR\n"
+    file = read_config(write(tmp_path, text))
+    assert file is not None
+    assert file.get("mixed_precision") == "fp16"
+    assert file.section("dynamo_config") == {"dynamo_backend": "INDUCTOR"}
+    assert file.as_variables()["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+
+
+def test_an_unquoted_no_means_no(tmp_path: Path):
+    file = read_config(write(tmp_path, "distributed_type: NO\nmixed_precision: no\n"))
+    assert file is not None
+    assert (file.get("distributed_type"), file.get("mixed_precision")) == ("NO", "no")
+
+
+def test_accelerate_reads_what_is_written_here_and_the_other_way_round(tmp_path: Path):
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    ours = write_config(default_config(Machine(num_gpus=2)) | {"mixed_precision": "bf16"}, tmp_path / "ours.yaml")
+    read = ClusterConfig.from_yaml_file(str(ours))
+    assert (read.num_processes, read.mixed_precision, read.distributed_type.value) == (2, "bf16", "MULTI_GPU")
+    read.to_yaml_file(str(tmp_path / "theirs.yaml"))
+    read.to_json_file(str(tmp_path / "theirs.json"))
+    for name in ("theirs.yaml", "theirs.json"):
+        theirs = read_config(tmp_path / name)
+        assert theirs is not None
+        assert theirs.unknown == ()
+        assert theirs.get("num_processes") == 2
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"HF_HOME": "hf"}, {"XDG_CACHE_HOME": "xdg"}, {"HF_HOME": "hf", "XDG_CACHE_HOME": "xdg"}]
+)
+def test_the_file_lies_where_accelerate_looks_for_it(tmp_path: Path, variables: dict[str, str]):
+    # The line that accelerate computes it with, without importing the package: that takes seconds.
+    environ = {"HOME": str(tmp_path), **{name: str(tmp_path / folder) for name, folder in variables.items()}}
+    expected = {
+        frozenset(): ".cache/huggingface",
+        frozenset({"HF_HOME"}): "hf",
+        frozenset({"XDG_CACHE_HOME"}): "xdg/huggingface",
+        frozenset({"HF_HOME", "XDG_CACHE_HOME"}): "hf",
+    }[frozenset(variables)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        assert default_path(environ) == tmp_path / expected / "accelerate" / "default_config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_processes: two\n", ["num_processes='two'", "whole number"]),
+        ("num_processes: 0\n", ["num_processes=0", "at least 1"]),
+        ("mixed_precision: bf17\n", ["mixed_precision='bf17'", "Did you mean 'bf16'?"]),
+        ("use_cpu: perhaps\n", ["use_cpu='perhaps'", "yes or no"]),
+        ("main_process_port: 70000\n", ["main_process_port=70000", "65535"]),
+        ("fsdp_config: yes\n", ["fsdp_config=True", "section"]),
+        ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER", "machines of your own"]),
+        ("- a\n- b\n", ["num_processes: 2"]),
+        ("a: [\n", ["cannot be read"]),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_file_and_key(tmp_path: Path, text: str, words: list[str]):
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(file)
+    assert all(word in str(caught.value) for word in [str(file), *words])
+
+
+def test_a_file_that_is_not_there_is_an_error_only_if_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert read_config() is None
+    with pytest.raises(ConfigError, match="nb-accelerate config --config_file"):
+        read_config(tmp_path / "a.yaml")
+
+
+def test_keys_that_nobody_knows_are_kept_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write(tmp_path, f"{OF_2023}num_proceses: 4\n")
+    file = read_config(path)
+    assert file is not None
+    assert "'num_proceses' Did you mean 'num_processes'?" in name_unknown(file)
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    assert yaml.safe_load(path.read_text())["num_proceses"] == 4
+    assert "num_proceses" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path):
+    path = write(tmp_path, OF_2023)
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        write_config({"num_processes": 0}, path)
+    assert path.read_text() == OF_2023
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.yaml"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_config({}, path / "below" / "a.yaml")
+
+
+def test_config_default_writes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "made" / "a.yaml"
+    command = ["config", "default", "--config-file", str(path), "--mixed-precision", "bf16"]
+    assert main(command) == 0
+    before = path.read_text()
+    assert yaml.safe_load(before)["mixed_precision"] == "bf16"
+    assert main([*command[:-1], "no"]) == 0
+    assert path.read_text() == before
+    assert "was not changed" in capsys.readouterr().out
+
+
+def test_one_gpu_machine_after_another_is_asked_what_matters_there():
+    on_cpu = Scripted()
+    assert ask_config(on_cpu, Machine()) == default_config(Machine())
+    assert not any("GPU" in question for question in on_cpu.asked)
+    on_gpus = Scripted(("GPUs of this machine", "0,2"))
+    assert ask_config(on_gpus, Machine(num_gpus=4))["gpu_ids"] == "0,2"
+    assert any("fp16" not in question for question in on_gpus.asked)
+
+
+def test_several_machines_are_asked_for_where_they_meet_and_mistakes_are_asked_again():
+    asker = Scripted(
+        ("How do you want", "MULTI_CPU"),
+        ("Number of machines", "two"),
+        ("Number of machines", "2"),
+        ("Number of this machine", "2"),
+        ("Number of this machine", "1"),
+        ("Address", ""),
+        ("Address", "10.0.0.1"),
+        ("Number of processes", "3"),
+        ("Number of processes", "4"),
+        ("torch.compile?", "yes"),
+        ("Mixed", "bf16"),
+    )
+    found = ask_config(asker, Machine(num_cpus=8))
+    assert asker.answers == []
+    assert [line.strip() for line in asker.said] == [
+        "'two' is not a whole number from 1.",
+        "'2' is not a whole number from 0 to 1.",
+        "'' is not an address. Write a name or an IP address, without the port.",
+        "3 processes cannot be shared out equally to 2 machines.",
+    ]
+    assert found["use_cpu"] is True
+    assert (found["num_machines"], found["machine_rank"], found["main_process_ip"]) == (2, 1, "10.0.0.1")
+    assert (found["num_processes"], found["mixed_precision"]) == (4, "bf16")
+    assert found["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+
+
+def test_answers_can_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "a.json"
+    # Several processes on CPUs; one machine; two processes; an answer that is none; then defaults.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n\n2\nperhaps\nn\n\nbf16\n"))
+    assert main(["config", "--config_file", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert (written["distributed_type"], written["num_processes"]) == ("MULTI_CPU", 2)
+    assert written["mixed_precision"] == "bf16"
+    shown = capsys.readouterr().out
+    assert "'perhaps' is none of them" in shown
+    assert f"wrote {path}" in shown
+
+
+def test_input_that_ends_too_early_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n"))
+    assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_arrow_keys_choose_in_a_terminal(tmp_path: Path):
+    import pty
+
+    down, enter = b"\x1b[B", b"\r"
+    path = tmp_path / "a.yaml"
+    main_end, program_end = pty.openpty()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    command = [sys.executable, "-m", "nb_accelerate.cli", "config", "--config_file", str(path)]
+    with subprocess.Popen(
+        command, stdin=program_end, stdout=program_end, stderr=program_end, env={**environ, "TERM": "xterm"}
+    ) as program:
+        os.close(program_end)
+        seen = b""
+        for question, keys in (
+            (b"How do you want", down + enter),
+            (b"Number of machines", enter),
+            (b"Number of processes", enter),
+            (b"Check what", enter),
+            (b"Compile models", enter),
+            (b"Mixed precision", down + enter),
+        ):
+            while question not in seen:
+                seen += _read_some(main_end)
+            os.write(main_end, keys)
+        while more := _read_some(main_end):
+            seen += more
+        assert program.wait(30) == 0, seen.decode()
+    os.close(main_end)
+    written = yaml.safe_load(path.read_text())
+    assert (written["distributed_type"], written["mixed_precision"]) == ("MULTI_CPU", "bf16")
+
+
+def _read_some(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 12)
+    except OSError:  # the program has ended
+        return b""

@@ -1,0 +1,270 @@
+"""`nb-accelerate launch SCRIPT`: flags, ranks, ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nb_accelerate.cli import main
+from nb_accelerate.cli.flags import GROUPS, REFUSED, add_flags
+from nb_accelerate.cli.launch import launch_options
+from nb_accelerate.config.file import read_config
+
+SAY_WHO = """
+import json, os, sys
+import torch
+from nb_accelerate import Accelerator
+
+class Defined:
+    pass
+
+accelerator = Accelerator()
+said = {
+    "rank": accelerator.process_index, "world_size": accelerator.num_processes, "name": __name__, "argv": sys.argv,
+    "path": sys.path[0], "file": __file__, "defined": hasattr(sys.modules["__main__"], "Defined"),
+    "precision": accelerator.mixed_precision, "accumulation": accelerator.gradient_accumulation_steps,
+    "threads": torch.get_num_threads(),
+}
+with open(os.path.join(os.path.dirname(__file__), f"{accelerator.process_index}.json"), "w") as file:
+    json.dump(said, file)
+print("hello from", accelerator.process_index)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-such-folder"))
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def said(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("?.json"))]
+
+
+def start(*arguments: str, **how: object) -> subprocess.Popen[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    command = [sys.executable, "-m", "nb_accelerate.cli", "launch", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **how)
+
+
+def test_a_script_runs_on_every_rank_as_python_would_run_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = write(tmp_path, SAY_WHO)
+    own = ["--num_processes", "7", "-m", "--", "--cpu"]
+    assert main(["launch", "--cpu", "--num-processes=2", "--mixed_precision", "bf16", str(script), *own]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"hello from {rank}\n" in shown for rank in range(2))
+    for rank, found in enumerate(said(tmp_path)):
+        assert (found["rank"], found["world_size"], found["precision"]) == (rank, 2, "bf16")
+        assert (found["name"], found["file"], found["defined"]) == ("__main__", str(script), True)
+        assert found["argv"] == [str(script), *own]
+        assert found["path"] == str(tmp_path)
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    script = write(tmp_path, SAY_WHO)
+    text = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\nunheard_of: 1\n"
+    file = write(tmp_path, text, "config.yaml")
+    command = ["launch", "--config_file", str(file), str(script)]
+    assert main(command) == 0
+    assert "unheard_of" in capsys.readouterr().err
+    assert [(found["world_size"], found["precision"]) for found in said(tmp_path)] == [(2, "bf16")] * 2
+    (tmp_path / "1.json").unlink()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert main(["launch", "--num_processes", "1", "--gradient_accumulation_steps", "3", *command[1:]]) == 0
+    assert [(found["world_size"], found["precision"]) for found in said(tmp_path)] == [(1, "no")]
+    assert said(tmp_path)[0]["accumulation"] == 3
+
+
+def test_modules_packages_and_programs_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", "")
+    write(
+        tmp_path / "package", "from package import train\nimport sys\nprint(__spec__.name, sys.argv[1:])", "__main__.py"
+    )
+    write(tmp_path / "package", "", "__init__.py")
+    monkeypatch.chdir(tmp_path)
+    quiet = ["launch", "--cpu", "--quiet"]
+    assert main([*quiet, "-m", "package", "x"]) == 0
+    assert capsys.readouterr().out == "package.__main__ ['x']\n"
+    assert main([*quiet, "--no_python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"]) == 0
+    assert capsys.readouterr().out == "rank 0 of 1\n"
+    assert main([*quiet, "--no_python", "sh", "-c", "exit 5"]) == 5
+    assert main([*quiet, "-m", "package.nothing"]) == 1
+    assert "there is no module package.nothing" in capsys.readouterr().err
+
+
+def test_an_exception_is_shown_once_with_the_lines_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = "import os\ndef work():\n    if os.environ['RANK'] == '1':\n        raise ValueError('not today')\nwork()\n"
+    script = write(tmp_path, text)
+    assert main(["launch", "--cpu", "--quiet", "--num_processes", "2", str(script)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("not today") == 2  # the line that raises, and the exception
+    assert error.rstrip().endswith("Raised by rank 1 of 2.")
+    assert f"{script}:4, in work" in error
+    assert "nb_accelerate" not in error
+
+
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
+def test_the_exit_code_is_that_of_the_script(tmp_path: Path, ending: str, code: int):
+    script = write(tmp_path, f"import os, sys\nif os.environ['RANK'] == '1': {ending}\n")
+    assert main(["launch", "--cpu", "--quiet", "--num_processes", "2", str(script)]) == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: int):
+    script = write(tmp_path, "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    with start("--cpu", "--quiet", "--num_processes", "2", str(script)) as program:
+        assert program.stdout is not None
+        ranks = [int(program.stdout.readline().split()[1]) for _ in range(2)]
+        program.send_signal(number)
+        output, error = program.communicate(timeout=30)
+        assert (program.returncode, output) == (code, "")
+        assert "Traceback" not in error
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_the_launch(tmp_path: Path):
+    script = write(tmp_path, "import os, time\nwhile True:\n    print(os.getpid(), flush=True)\n    time.sleep(0.01)\n")
+    with start("--cpu", "--quiet", "--num_processes", "1", str(script)) as program:
+        assert program.stdout is not None
+        rank = int(program.stdout.readline())
+        program.stdout.close()
+        assert program.wait(30) == 128 + signal.SIGPIPE
+        assert program.stderr is not None
+        assert program.stderr.read() == ""
+    assert not psutil.pid_exists(rank)
+
+
+SEEDS = [
+    ([], "1 rank on CPU"),
+    (["--num_processes=2"], "2 ranks on CPU"),
+    (
+        ["--multi_gpu", "--mixed_precision=fp16", "--num_processes=2"],
+        "2 ranks on CUDA, forkserver, nccl on loopback, fp16",
+    ),
+    (["--gpu_ids", "1,3"], "2 ranks on CUDA"),
+]
+
+
+@pytest.mark.parametrize(("flags", "plan"), SEEDS)
+def test_a_dry_run_prints_what_would_be_started(
+    flags: list[str], plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    script = write(tmp_path, "raise SystemExit('this was run')")
+    assert main(["launch", *flags, "--dry_run", str(script), "--arg1", "a b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert plan in "\n".join(lines)
+    commands = [line for line in lines if not line.startswith("#")]
+    assert len(commands) == int(plan[0])
+    for rank, command in enumerate(commands):
+        assert f" RANK={rank} " in command
+        assert command.endswith(f" {sys.executable} {script} --arg1 'a b'")
+
+
+def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ngpu_ids: all\nmixed_precision: fp16\n"
+    file = write(tmp_path, f"{text}num_processes: 2\nuse_cpu: false\n", "config.yaml")
+    script = write(tmp_path, "")
+    assert main(["launch", "--config_file", str(file), "--dry_run", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "on a machine with 2 GPUs" in shown
+    assert shown.count("ACCELERATE_MIXED_PRECISION=fp16") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cpu", "--multi_gpu"], "--cpu and --multi_gpu were both given"),
+        (["-m", "--no_python"], "-m and --no_python were both given"),
+        (["--num_machines", "2", "--num_processes", "3"], "cannot be shared out equally"),
+        (["--num_machines", "2", "--num_processes", "4"], "--main_process_ip ADDRESS"),
+        (["--use_fsdp"], "--use_fsdp: Sharded models"),
+        (["--fsdp-offload-params", "true"], "--fsdp-offload-params: Sharded models"),
+        (["--zero_stage", "3"], "--zero_stage: DeepSpeed"),
+        (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
+        (["--config_file", "nothing.yaml"], "There is no configuration file"),
+        (["--num_processes", "-2"], "num_processes=-2 starts nothing"),
+        (["--html"], "are for notebooks"),
+        (["--rdzv_conf", "a"], "is not a list such as"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_sentence(
+    tmp_path: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["launch", *flags, str(write(tmp_path, "raise SystemExit(9)"))]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_several_machines_share_out_the_processes(tmp_path: Path):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parser.set_defaults(target="train.py")
+    address = ["--main_process_ip", "10.0.0.1"]
+    static = launch_options(
+        parser.parse_args(["--num_machines=2", "--num_processes=8", "--machine_rank=1", *address]), None
+    )
+    assert (static["num_processes"], static["num_nodes"], static["node_rank"]) == (4, 2, 1)
+    assert (static["master_addr"], static["use_port"]) == ("10.0.0.1", None)
+    c10d = ["--num_machines=2", "--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60", *address]
+    found = launch_options(parser.parse_args(c10d), None)
+    assert (found["rdzv_endpoint"], found["rdzv_conf"]) == ("10.0.0.1:29500", {"join_timeout": "60"})
+    text = "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 4\nmain_process_ip: host\nmachine_rank: 1\n"
+    file = read_config(write(tmp_path, text, "config.yaml"))
+    of_file = launch_options(parser.parse_args([]), file)
+    assert (of_file["num_processes"], of_file["node_rank"], of_file["master_addr"]) == (2, 1, "host")
+    assert of_file["devices"] == "cpu"
+
+
+def test_every_flag_of_accelerate_is_known_and_takes_as_many_values():
+    """Held against accelerate's own parser: nothing is missing, and nothing swallows the script's name."""
+    code = (
+        "import json; from accelerate.commands.launch import launch_command_parser as make\n"
+        "print(json.dumps([[action.option_strings, action.nargs] for action in make()._actions]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    theirs = {
+        name.lstrip("-"): nargs == 0
+        for names, nargs in json.loads(run.stdout)
+        for name in names
+        if name.startswith("--") and "-" not in name[2:]
+    }
+    ours = {flag.name: flag.convert is None for _, flags in GROUPS for flag in flags}
+    ours |= {name: True for refused in REFUSED for name in refused.switches.split()}
+    ours |= {name: False for refused in REFUSED for name in refused.valued.split()}
+    expected = {name: is_switch for name, is_switch in theirs.items() if name not in ("help", "config_file")}
+    own = {flag.name for _, flags in GROUPS for flag in flags if flag.is_ours}
+    assert {name: is_switch for name, is_switch in ours.items() if name not in own} == expected
+
+
+def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]):
+    code = (
+        "import sys\nfrom nb_accelerate.cli import main\n"
+        "try: main(['launch', '--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'yaml', 'IPython', 'psutil', 'prompt_toolkit') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
