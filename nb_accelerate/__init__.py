@@ -8,6 +8,7 @@ scripts. The notebook half runs in the kernel and does not import torch. They me
 by an import::
 
     level  training half                                                        base                  notebook half
+    11                                                                          __main__
     10                                                                          __init__  cli
      9     utils  state  data_loader  optimizer  scheduler  logging  local_sgd                      magics
      8     accelerator                                                                                pool  launchers

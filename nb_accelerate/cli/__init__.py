@@ -10,14 +10,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.cli import config, env, launch
+from nb_accelerate.cli import config, env, launch, test
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (config, launch, env)
+_COMMANDS = (config, launch, test, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         arguments = parser.parse_args(argv)
-        return int(arguments.run(arguments))
+        return arguments.run(arguments) or 0
     except NbAccelerateError as error:
         # These are written for the person at the terminal; a traceback would only hide the sentence.
         print(f"nb-accelerate: {error}", file=sys.stderr)
@@ -37,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook."
     )
     parser.add_argument("--version", action="version", version=f"nb-accelerate {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.print_help())
     for command in _COMMANDS:
         command.register(subparsers)
     return parser

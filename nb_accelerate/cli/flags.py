@@ -225,9 +225,16 @@ REFUSED = (
 )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags to a parser, in groups; those that are refused are not in its help."""
+def add_flags(parser: argparse.ArgumentParser, *, without: str = "") -> None:
+    """Add all flags to a parser, in groups; those that are refused are not in its help.
+
+    Args:
+        parser: gets them.
+        without: title of a group to leave out.
+    """
     for title, flags in GROUPS:
+        if title == without:
+            continue
         group = parser.add_argument_group(title)
         for flag in flags:
             names = [f"-{flag.short}"] if flag.short else []

@@ -87,7 +87,7 @@ def run(job: Job, options: LaunchOptions) -> int:
     Raises:
         ConfigError: the options cannot be on this machine.
     """
-    options, plan = _planned(options, look(options.env))
+    options, plan = planned(options, look(options.env))
     sink = _TerminalSink()
     front_end = choose_front_end(options.progress)
     if front_end != "off":
@@ -102,7 +102,7 @@ def run(job: Job, options: LaunchOptions) -> int:
         except BaseException as error:
             code = _exit_code(error)
             if not (received or sink.is_closed):
-                _tell(error)
+                tell(error)
         else:
             code = 0
     if received:
@@ -110,7 +110,12 @@ def run(job: Job, options: LaunchOptions) -> int:
     return _SIGNALLED + signal.SIGPIPE if sink.is_closed else code
 
 
-def _planned(options: LaunchOptions, facts: MachineFacts) -> tuple[LaunchOptions, LaunchPlan]:
+def planned(options: LaunchOptions, facts: MachineFacts) -> tuple[LaunchOptions, LaunchPlan]:
+    """Return the options and the plan of a launch from a terminal.
+
+    Raises:
+        ConfigError: the options cannot be on this machine.
+    """
     plan = make_plan(options, facts)
     if plan.start_method == "fork":  # nothing is in memory here that ranks could share; imports of the server are
         options = replace(options, start_method="forkserver")
@@ -131,7 +136,7 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
         number = options.num_processes or 1
         yield f"# no GPU is visible here; on a machine with {number} GPU{'s' if number > 1 else ''}:"
         facts = _with_gpus(facts, options)
-    options, plan = _planned(options, facts)
+    options, plan = planned(options, facts)
     yield f"# {plan.describe()}"
     for local_rank in range(plan.num_processes):
         changed = _changed_environ(plan, options, local_rank)
@@ -218,7 +223,7 @@ def _exit_code(error: BaseException) -> int:
     return _FAILED
 
 
-def _tell(error: BaseException) -> None:
+def tell(error: BaseException) -> None:
     """Show the user's traceback, or one sentence: no frame of this package."""
     cause = error.__cause__
     if isinstance(error, KeyboardInterrupt):

@@ -251,7 +251,7 @@ def test_arrow_keys_choose_in_a_terminal(tmp_path: Path):
     path = tmp_path / "a.yaml"
     main_end, program_end = pty.openpty()
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = [sys.executable, "-m", "nb_accelerate.cli", "config", "--config_file", str(path)]
+    command = [sys.executable, "-m", "nb_accelerate", "config", "--config_file", str(path)]
     with subprocess.Popen(
         command, stdin=program_end, stdout=program_end, stderr=program_end, env={**environ, "TERM": "xterm"}
     ) as program:

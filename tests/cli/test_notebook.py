@@ -124,7 +124,7 @@ while True: time.sleep(0.1)
 def test_a_stopped_run_ends_its_kernel_and_writes_what_there_is(write, cell: str, answers: dict[str, int]):
     path = write("print('before')", cell, "print('never')")
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
-    command = [sys.executable, "-m", "nb_accelerate.cli", "launch", str(path), "--output-dir", str(path.parent)]
+    command = [sys.executable, "-m", "nb_accelerate", "launch", str(path), "--output-dir", str(path.parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         kernels = []

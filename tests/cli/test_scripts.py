@@ -56,7 +56,7 @@ def said(folder: Path) -> list[dict[str, object]]:
 
 def start(*arguments: str, **how: object) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = [sys.executable, "-m", "nb_accelerate.cli", "launch", *arguments]
+    command = [sys.executable, "-m", "nb_accelerate", "launch", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **how)
 
 

@@ -37,7 +37,7 @@ LAUNCH = "notebook_launcher(train, ({end},), num_processes=2, start_method='fork
 
 
 def command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "nb_accelerate.cli", "launch", str(folder / "a.ipynb"), "--output-dir", str(folder)]
+    return [sys.executable, "-m", "nb_accelerate", "launch", str(folder / "a.ipynb"), "--output-dir", str(folder)]
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,62 @@
+"""`nb-accelerate test`: does distributed training work on this machine, as it is configured?"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.cli.flags import GROUPS, add_flags
+
+if TYPE_CHECKING:
+    import argparse
+
+_NOT_HERE = "how to run"
+"""The group of flags that say what to do with a script."""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `test` to the command line."""
+    parser = subparsers.add_parser(
+        "test",
+        help="check that distributed training works here",
+        description="Start the processes that `launch` would start, and check in them, one after the other: ranks, "
+        "collectives, loaders, training against one process, checkpoints. The exit code is 0 if all is well.",
+    )
+    parser.add_argument(
+        "--config_file", "--config-file", type=Path, metavar="FILE", help="what `nb-accelerate config` has written"
+    ).option_strings = ["--config_file"]
+    add_flags(parser, without=_NOT_HERE)
+    silent = {flag.name: None for title, flags in GROUPS if title == _NOT_HERE for flag in flags}
+    parser.set_defaults(run=_run, target="test", **silent)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from nb_accelerate.cli.checks import run_checks
+    from nb_accelerate.cli.launch import launch_options
+    from nb_accelerate.cli.script import planned, tell
+    from nb_accelerate.config.file import read_config
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.launch import Launch
+    from nb_accelerate.launch.machine import look
+    from nb_accelerate.launch.sinks import StreamSink
+
+    file = read_config(arguments.config_file)
+    chosen = launch_options(arguments, file)
+    # A machine without several GPUs shows the most with two processes.
+    if chosen["num_processes"] is None and not look(chosen["env"]).num_gpus:
+        chosen["num_processes"] = 2
+    options, plan = planned(LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0}), look(chosen["env"]))
+    print(plan.describe() + (f" (from {file.path})" if file is not None else ""), flush=True)
+    began = time.monotonic()
+    try:
+        values = Launch(options, plan, StreamSink(), name="nb-accelerate test").run()
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        tell(error)
+        print(f"the test failed: {error}", file=sys.stderr)
+        return 1
+    print(f"all {values[0]} checks passed in {time.monotonic() - began:.1f} s")
+    return 0
