@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nb_accelerate.config.file import default_path, read_config
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
@@ -61,8 +63,20 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "cores", _cores()
     yield "shared memory", _shared_memory()
     yield from _torch()
+    yield "configuration", _configuration()
     for package in _PACKAGES:
         yield package, _version(package)
+
+
+def _configuration() -> str:
+    try:
+        file = read_config()
+    except ConfigError as error:
+        return str(error)
+    if file is None:
+        return f"none (nb-accelerate config writes {default_path()})"
+    said = ", ".join(f"{key}={value}" for key, value in sorted(file.values.items()) if value not in (None, {}, []))
+    return f"{file.path}: {said}"
 
 
 def _cores() -> str:

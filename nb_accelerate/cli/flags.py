@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError
@@ -59,6 +60,12 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
         "what to run on",
         (
+            Flag(
+                name="config_file",
+                help="what `nb-accelerate config` has written (its --help says where the default file lies)",
+                convert=Path,
+                metavar="FILE",
+            ),
             Flag(name="cpu", help="train on the CPU, also where there are GPUs"),
             Flag(
                 name="multi_gpu",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.cli.flags import add_flags
+from nb_accelerate.config.file import CONFIG_FILE
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,13 +35,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("target", metavar="TARGET", help="script.py, notebook.ipynb, or a module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--config_file",
-        "--config-file",
-        type=Path,
-        metavar="FILE",
-        help="what `nb-accelerate config` has written (default: see `nb-accelerate config --help`)",
-    ).option_strings = ["--config_file"]
     add_flags(parser)
     _add_notebook_flags(parser.add_argument_group("notebooks"))
     parser.set_defaults(run=_run)
@@ -174,7 +168,11 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, str]:
     """The variables of the ranks: what the flags say, then the environment as it is, then the file."""
     of_file = file.as_variables() if file is not None else {}
+    if file is not None:
+        of_file[CONFIG_FILE] = str(file.path.absolute())
     found = {name: value for name, value in of_file.items() if not os.environ.get(name, "").strip()}
+    if arguments.config_file is not None:
+        found[CONFIG_FILE] = of_file[CONFIG_FILE]
     if arguments.multi_gpu or arguments.gpu_ids:
         found["ACCELERATE_USE_CPU"] = "false"
     flags = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.cli.flags import GROUPS, add_flags
@@ -24,9 +23,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Start the processes that `launch` would start, and check in them, one after the other: ranks, "
         "collectives, loaders, training against one process, checkpoints. The exit code is 0 if all is well.",
     )
-    parser.add_argument(
-        "--config_file", "--config-file", type=Path, metavar="FILE", help="what `nb-accelerate config` has written"
-    ).option_strings = ["--config_file"]
     add_flags(parser, without=_NOT_HERE)
     silent = {flag.name: None for title, flags in GROUPS if title == _NOT_HERE for flag in flags}
     parser.set_defaults(run=_run, target="test", **silent)

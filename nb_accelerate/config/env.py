@@ -1,7 +1,8 @@
-"""The only code that reads our environment variables.
+"""The only code that reads our environment variables, and what stands in for those that are not set.
 
 Names are those of Hugging Face accelerate, so a script that was configured for it keeps its configuration.
-A variable that is set to an empty string counts as not set.
+A variable that is set to an empty string counts as not set; then the configuration file decides, if there is one
+(see `nb_accelerate.config.file`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import check_whole
+from nb_accelerate.config.file import read_config
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,15 +28,24 @@ class Environment:
     """A typed view of environment variables.
 
     Args:
-        variables: what to read; the environment of this process by default. It is read when asked, not copied.
+        variables: what to read, and nothing else. None is the environment of this process, read when asked, and
+            behind it the configuration file.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self.variables: Mapping[str, str] = os.environ if variables is None else variables
+        self._is_given = variables is not None
 
     def text(self, name: str) -> str | None:
-        """Return the value of ``name``, or None if it is not set."""
-        return self.variables.get(name, "").strip() or None
+        """Return the value of ``name``, or None if it is not set.
+
+        Raises:
+            ConfigError: it is not set, and the configuration file cannot be read.
+        """
+        value = self.variables.get(name, "").strip()
+        if not value and not self._is_given and (file := read_config()) is not None:
+            value = file.as_variables().get(name, "")
+        return value or None
 
     def flag(self, name: str) -> bool | None:
         """Return the value of ``name`` as a yes or no, or None if it is not set.

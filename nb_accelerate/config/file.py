@@ -5,6 +5,7 @@ Names, values and places are accelerate's. Format: https://huggingface.co/docs/a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -19,6 +20,9 @@ from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
+"""Names the file to use; ``launch --config_file`` sets it for the processes that it starts."""
 
 SECTIONS = (
     "dynamo_config",
@@ -50,10 +54,12 @@ def default_path(variables: Mapping[str, str] | None = None) -> Path:
     """Return where the configuration file lies if nobody names another one.
 
     Args:
-        variables: environment variables; those of this process by default. ``HF_HOME`` comes before
-            ``XDG_CACHE_HOME``, and ``~/.cache`` is the last resort.
+        variables: environment variables; those of this process by default. ``NB_ACCELERATE_CONFIG_FILE`` names a file.
+            Otherwise it lies below ``HF_HOME``, ``XDG_CACHE_HOME/huggingface`` or ``~/.cache/huggingface``.
     """
     variables = os.environ if variables is None else variables
+    if variables.get(CONFIG_FILE):
+        return Path(variables[CONFIG_FILE]).expanduser()
     cache = variables.get("XDG_CACHE_HOME") or "~/.cache"
     home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")  # noqa: PTH118 - "~" is expanded below
     folder = Path(home).expanduser() / "accelerate"
@@ -83,6 +89,22 @@ class ConfigFile:
     def section(self, name: str) -> Mapping[str, Any]:
         """Return one of `SECTIONS`; empty where the file has none."""
         return self.get(name, {})  # type: ignore[no-any-return]
+
+    def launch_options(self) -> dict[str, Any]:
+        """Return what it says about the ranks of one machine, as arguments of `notebook_launcher`.
+
+        Empty for a file about several machines: a cell does not wait for others unless it says so itself.
+        """
+        if self.get("num_machines", 1) > 1:
+            return {}
+        found: dict[str, Any] = {}
+        if self.get("num_processes", -1) > 0:
+            found["num_processes"] = self.values["num_processes"]
+        if self.get("distributed_type") == DistributedType.MULTI_CPU:
+            found["devices"] = "cpu"
+        elif self.get("gpu_ids", "all") != "all" and not self.get("use_cpu"):
+            found["devices"] = [int(number) for number in self.values["gpu_ids"].split(",")]
+        return found
 
     def as_variables(self) -> dict[str, str]:
         """Return the environment variables that say the same to an `Accelerator`."""
@@ -117,16 +139,29 @@ def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None
     """
     file = default_path() if path is None else Path(path).expanduser()
     try:
-        text = file.read_text(encoding="utf-8")
+        changed = file.stat().st_mtime_ns
     except FileNotFoundError:
-        if path is None:
+        if path is None and not os.environ.get(CONFIG_FILE):
             return None
         raise ConfigError(
             f"There is no configuration file {str(file)!r}. To make one: nb-accelerate config --config_file {file}"
         ) from None
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    return _read(file, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that has changed is another one
+    try:
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
+        raise _unreadable(file, error) from None
     return ConfigFile(path=file, **_checked(file, _parsed(file, text)))
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.")
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -166,7 +201,7 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
+        raise _unreadable(file, error) from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
     return found
@@ -246,6 +281,13 @@ def _text(key: str, value: object) -> str:
     return str(value)
 
 
+def _gpu_ids(key: str, value: object) -> str:
+    text = _text(key, value)
+    if text != "all" and not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ConfigError(f"{key}={text!r} are no numbers of GPUs. Write {key}: 0,1 or {key}: all.")
+    return text
+
+
 def _section(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{key}={value!r} is not a section with keys of its own. Leave it out, or write {key}: {{}}")
@@ -262,7 +304,7 @@ _KEYS: dict[str, Callable[[str, Any], Any]] = {
     "distributed_type": _distributed_type,
     "downcast_bf16": _flag,
     "enable_cpu_affinity": _flag,
-    "gpu_ids": _text,
+    "gpu_ids": _gpu_ids,
     "machine_rank": _index,
     "main_process_ip": _text,
     "main_process_port": _port,

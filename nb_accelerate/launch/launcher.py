@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display import choose_front_end
 from nb_accelerate.launch.inline import run_inline
@@ -57,7 +58,8 @@ def notebook_launcher(
     Args:
         function: what to run. It makes its own `Accelerator()`.
         args: its positional arguments.
-        num_processes: number of ranks on this machine. None is one for each GPU, or one on a machine without.
+        num_processes: number of ranks on this machine. None is what the configuration file says (see ``nb-accelerate
+            config``); without one it is one for each GPU, or one on a machine without.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: `Accelerator()`'s default in the ranks.
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
         master_addr: on several machines, the address of machine 0 as the others see it.
@@ -108,11 +110,12 @@ def notebook_launcher(
         2 ranks on CPU, forkserver, gloo on loopback
         [0, 1]
     """
+    of_file = _options_of_file() if num_processes is None and devices is None and num_nodes == 1 else {}
     options = LaunchOptions(
         function=function,
         args=args,
         kwargs=kwargs or {},
-        num_processes=num_processes,
+        num_processes=of_file.get("num_processes", num_processes),
         mixed_precision=mixed_precision,
         use_port=use_port,
         master_addr=master_addr,
@@ -126,7 +129,7 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
-        devices=devices,
+        devices=of_file.get("devices", devices),
         timeout=timeout,
         progress=progress,
         env=env or {},
@@ -138,6 +141,9 @@ def notebook_launcher(
     front_end = choose_front_end(options.progress)
     place = ""
     if front_end != "off":
+        if of_file:
+            said = ", ".join(f"{name}={value!r}" for name, value in of_file.items())
+            sink.write("stdout", f"{said}: from {default_path()}\n")
         place = announce(plan, sink, "text" if plan.start_method == "inline" else front_end)
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             sink.write("stderr", warning + "\n")
@@ -149,3 +155,8 @@ def notebook_launcher(
         return launch.run()
     launch.run_in_background()
     return launch
+
+
+def _options_of_file() -> dict[str, Any]:
+    file = read_config()
+    return file.launch_options() if file is not None else {}

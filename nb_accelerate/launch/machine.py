@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nb_accelerate.config.env import Environment
+from nb_accelerate.config.file import read_config
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def look(env: Mapping[str, str]) -> MachineFacts:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("torch", needed_for="starting ranks")
     shm = Path("/dev/shm")  # noqa: S108 - asked for its size
-    variables = {**os.environ, **env}
+    file = read_config()
+    variables = {**(file.as_variables() if file is not None else {}), **os.environ, **env}
     return MachineFacts(
         num_cpus=_num_cpus(),
         gpus=_gpus(variables.get(VISIBLE), changed=VISIBLE in env),

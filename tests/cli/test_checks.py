@@ -10,11 +10,6 @@ from fixtures.ranks import RunRanks
 from nb_accelerate.cli import main
 
 
-@pytest.fixture(autouse=True)
-def no_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-such-folder"))
-
-
 def test_every_check_passes_on_two_ranks(capsys: pytest.CaptureFixture[str]):
     assert main(["test"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -281,3 +281,52 @@ def _read_some(terminal: int) -> bytes:
         return os.read(terminal, 1 << 12)
     except OSError:  # the program has ended
         return b""
+
+
+@pytest.fixture
+def default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    return file
+
+
+def test_the_file_is_behind_arguments_and_environment_for_launches_and_accelerators(
+    default_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    from nb_accelerate import notebook_launcher
+
+    def precision(*arguments: str) -> tuple[int, str]:
+        from nb_accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision=arguments[0] if arguments else None)
+        return accelerator.num_processes, accelerator.mixed_precision
+
+    default_file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    assert notebook_launcher(precision) == [(2, "bf16"), (2, "bf16")]
+    assert f"num_processes=2, devices='cpu': from {default_file}" in capsys.readouterr().out
+    assert notebook_launcher(precision, num_processes=1, env={"ACCELERATE_MIXED_PRECISION": "no"}) == [(1, "no")]
+    assert notebook_launcher(precision, ("no",), num_processes=1) == [(1, "no")]
+    default_file.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 2\n")
+    assert notebook_launcher(precision) == [(1, "no")]
+    default_file.write_text("num_processes: many\n")
+    with pytest.raises(ConfigError, match=str(default_file)):
+        notebook_launcher(precision, num_processes=1)
+
+
+def test_env_says_what_the_file_says(default_file: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["env"]) == 0
+    assert f"none (nb-accelerate config writes {default_file})" in capsys.readouterr().out
+    default_file.write_text("num_processes: 2\nmixed_precision: bf16\n")
+    assert main(["env"]) == 0
+    assert f"{default_file}: mixed_precision=bf16, num_processes=2" in capsys.readouterr().out
+
+
+def test_a_variable_can_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(tmp_path / "a.yaml"))
+    with pytest.raises(ConfigError, match="There is no configuration file"):
+        read_config()
+    write(tmp_path, OF_2023)
+    file = read_config()
+    assert file is not None
+    assert file.get("num_processes") == 2

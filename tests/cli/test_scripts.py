@@ -39,11 +39,6 @@ print("hello from", accelerator.process_index)
 """
 
 
-@pytest.fixture(autouse=True)
-def no_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-such-folder"))
-
-
 def write(folder: Path, text: str, name: str = "train.py") -> Path:
     file = folder / name
     file.write_text(text)
@@ -255,7 +250,7 @@ def test_every_flag_of_accelerate_is_known_and_takes_as_many_values():
     ours = {flag.name: flag.convert is None for _, flags in GROUPS for flag in flags}
     ours |= {name: True for refused in REFUSED for name in refused.switches.split()}
     ours |= {name: False for refused in REFUSED for name in refused.valued.split()}
-    expected = {name: is_switch for name, is_switch in theirs.items() if name not in ("help", "config_file")}
+    expected = {name: is_switch for name, is_switch in theirs.items() if name != "help"}
     own = {flag.name for _, flags in GROUPS for flag in flags if flag.is_ours}
     assert {name: is_switch for name, is_switch in ours.items() if name not in own} == expected
 
