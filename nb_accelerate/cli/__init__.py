@@ -10,14 +10,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.cli import config, env, launch, test
+from nb_accelerate.cli import config, env, estimate_memory, launch, status, stop, test
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (config, launch, test, env)
+_COMMANDS = (config, launch, test, status, stop, estimate_memory, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,198 @@
+"""How much memory training a model will take, without loading its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nb_accelerate.bigmodel.sizes import calculate_maximum_sizes
+from nb_accelerate.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+_ADAM_MOMENTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that one process needs to train a model with Adam.
+
+    Attributes:
+        precision: ``no``, ``fp16``, ``bf16``: weights in 32 bits, as `Accelerator(mixed_precision=...)` trains;
+            ``bf16 weights``: everything in 16 bits.
+        weights: parameters and buffers.
+        gradients: of parameters that are trained.
+        adam: both moments of Adam.
+        activations: what the forward pass keeps for the backward pass; None if nobody said what goes in.
+        buckets: copies of gradients that DistributedDataParallel communicates.
+    """
+
+    precision: str
+    weights: int
+    gradients: int
+    adam: int
+    activations: int | None
+    buckets: int
+
+    @property
+    def training(self) -> int:
+        """All of it in one process alone."""
+        return self.weights + self.gradients + self.adam + (self.activations or 0)
+
+    @property
+    def distributed(self) -> int:
+        """All of it in one of several processes that have the whole model each."""
+        return self.training + self.buckets
+
+
+def make_model(target: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build a model without memory for its weights. Call it, and all that follows, inside a `FakeTensorMode`.
+
+    Args:
+        target: ``module:Class``, a class or function that is called without arguments; else what
+            ``transformers.AutoConfig.from_pretrained`` takes: a folder or a ``config.json``, or a name on the Hub.
+        dtype: of its weights.
+
+    Raises:
+        ConfigError: there is no such class or configuration.
+        MissingDependencyError: transformers is not installed.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return _make(target)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _make(target: str) -> nn.Module:
+    module, colon, name = target.partition(":")
+    if colon and not Path(target).exists():
+        try:
+            make = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{target!r} cannot be imported: {error}. Write module:Class") from error
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"{target} cannot be called without arguments: {error}. Name a function that builds the model."
+            ) from error
+        return make()  # type: ignore[no-any-return]
+    return _transformers_model(target)
+
+
+def _transformers_model(target: str) -> nn.Module:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("transformers", needed_for=f"the model {target!r}") from error
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call] # its advice is about training
+    try:
+        config = transformers.AutoConfig.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{target!r} is no folder with a config.json, and was not found on the Hub: {first} "
+            f"For a class of your own, write module:Class"
+        ) from error
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kind = next((found for found in named if found is not None), None)
+    return kind(config) if kind is not None else transformers.AutoModel.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def estimate_memory(
+    model: nn.Module, precision: str, inputs: Callable[[nn.Module], Mapping[str, Any]] | None = None
+) -> MemoryEstimate:
+    """Count what training takes, tensor by tensor.
+
+    Args:
+        model: of fake or of real tensors.
+        precision: see `MemoryEstimate`; for ``bf16 weights`` the model has them already.
+        inputs: gives the keyword arguments of a forward pass; it is run once to see what it keeps.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = sum(map(_bytes, parameters))
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    autocast = torch.autocast("cpu", dtype=half) if half is not None else contextlib.nullcontext()
+    activations = None
+    if inputs is not None:
+        with autocast:
+            activations = count_activations(model, inputs(model))
+    return MemoryEstimate(
+        precision=precision,
+        weights=sum(map(_bytes, [*model.parameters(), *model.buffers()])),
+        gradients=gradients,
+        adam=_ADAM_MOMENTS * gradients,
+        activations=activations,
+        buckets=gradients,
+    )
+
+
+def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, the model's own tensors left out.
+
+    Args:
+        model: what to call.
+        inputs: its keyword arguments.
+    """
+    own = {_key(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept.setdefault(_key(storage), storage)
+        return tensor
+
+    model.train()
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**inputs)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module], Mapping[str, Any]]:
+    """Return what makes the inputs of a language model: ``input_ids`` and, where it takes them, ``labels``.
+
+    Args:
+        batch_size: number of sequences.
+        sequence_length: tokens of each.
+    """
+
+    def make(model: nn.Module) -> Mapping[str, Any]:
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+        names = inspect.signature(model.forward).parameters
+        if "input_ids" not in names:
+            raise ConfigError(
+                f"{type(model).__name__}.forward takes no input_ids, so its activations cannot be estimated. "
+                f"Leave out --batch_size"
+            )
+        with_labels = "labels" in names and type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+        return {"input_ids": ids, **({"labels": ids} if with_labels else {})}
+
+    return make
+
+
+def largest_layer(model: nn.Module) -> tuple[int, str]:
+    """Return the bytes and the name of the largest part that is not taken apart; the first of equal ones."""
+    size, names = calculate_maximum_sizes(model)[1]
+    return int(size), names[0] if names else ""
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    """What two views of one storage have in common; fake tensors have no addresses."""
+    return int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

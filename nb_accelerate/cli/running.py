@@ -1,0 +1,88 @@
+"""Which runs of ours there are on this machine, found by looking at its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_SERVER = "nb-server"
+_RANK = re.compile(r"nb-rank(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A notebook or a command, and its ranks.
+
+    Attributes:
+        pid: process of the notebook's kernel, or of the command.
+        ranks: numbers of the ranks, in order.
+        memory: bytes that the ranks have to themselves.
+        seconds: since the first rank was started.
+        what: the notebook, or the command line.
+        is_notebook: an interrupt ends what the ranks do, and not the process.
+    """
+
+    pid: int
+    ranks: tuple[int, ...]
+    memory: int
+    seconds: float
+    what: str
+    is_notebook: bool
+
+
+def find_runs() -> list[Run]:
+    """Return all runs whose processes may be seen, by the process id of their owner. Idle servers are no runs."""
+    ranks: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if _RANK.fullmatch(process.name()):
+                owner = _owner_of(process)
+                ranks.setdefault(owner.pid, []).append(process)
+    found = []
+    for pid, processes in sorted(ranks.items()):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            found.append(_describe(psutil.Process(pid), processes))
+    return found
+
+
+def _owner_of(rank: psutil.Process) -> psutil.Process:
+    """The process that asked for a rank: the parent of the server that forked it."""
+    for ancestor in rank.parents():
+        if ancestor.name() != _SERVER:
+            return ancestor
+    raise psutil.NoSuchProcess(rank.pid)
+
+
+def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
+    numbers, memory, began = [], 0, time.time()
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            match = _RANK.fullmatch(rank.name())
+            if match is None:
+                continue
+            memory += rank.memory_full_info().uss
+            began = min(began, rank.create_time())
+            numbers.append(int(match[1]))
+    notebook = ""
+    with contextlib.suppress(psutil.Error):
+        notebook = owner.environ().get("JPY_SESSION_NAME", "")
+    is_notebook = bool(notebook) or any("ipykernel" in word for word in owner.cmdline())
+    return Run(
+        pid=owner.pid,
+        ranks=tuple(sorted(numbers)),
+        memory=memory,
+        seconds=time.time() - began,
+        what=_short(notebook) if notebook else " ".join(map(_short, owner.cmdline())),
+        is_notebook=is_notebook,
+    )
+
+
+def _short(word: str) -> str:
+    """A path below the home folder, as people write it."""
+    home = str(Path.home())
+    return "~" + word[len(home) :] if word.startswith(home + "/") else word

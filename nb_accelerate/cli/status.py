@@ -1,0 +1,43 @@
+"""`nb-accelerate status`: which runs there are on this machine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `status` to the command line."""
+    parser = subparsers.add_parser(
+        "status",
+        help="show the runs on this machine",
+        description="Show notebooks and commands that have ranks on this machine: process id, ranks, memory of all "
+        "ranks, for how long. `nb-accelerate stop PID` ends one.",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command is called alike)
+    from nb_accelerate.cli.running import find_runs
+
+    rows = [
+        (
+            str(run.pid),
+            str(len(run.ranks)),
+            f"{run.memory / 2**20:,.0f} MiB",
+            str(timedelta(seconds=round(run.seconds))),
+            run.what,
+        )
+        for run in find_runs()
+    ]
+    if not rows:
+        print("nothing runs on this machine")
+        return 0
+    rows.insert(0, ("pid", "ranks", "memory", "for", "what"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join((*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[4])))
+    return 0

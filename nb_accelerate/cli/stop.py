@@ -1,0 +1,60 @@
+"""`nb-accelerate stop`: end a run of this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+_SECONDS = 10.0
+"""A run has so long to end by itself."""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `stop` to the command line."""
+    parser = subparsers.add_parser(
+        "stop",
+        help="end a run on this machine",
+        description="End a run: a command is terminated; a cell of a notebook is interrupted, and the notebook lives "
+        "on. Ranks that stay and wait for cells are ended in their notebook, with `%%distributed stop`.",
+    )
+    parser.add_argument("pid", type=int, metavar="PID", help="as `nb-accelerate status` shows it")
+    parser.add_argument("--force", action="store_true", help="kill it if it does not end by itself")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import signal
+
+    import psutil
+
+    from nb_accelerate.cli.running import find_runs
+
+    run = next((run for run in find_runs() if run.pid == arguments.pid), None)
+    if run is None:
+        raise ConfigError(
+            f"there is no run with pid {arguments.pid}. To see those that there are: nb-accelerate status"
+        )
+    owner = psutil.Process(run.pid)
+    watched = [child for child in owner.children(recursive=True) if child.name().startswith("nb-rank")]
+    try:
+        if run.is_notebook:
+            owner.send_signal(signal.SIGINT)
+        else:
+            watched.append(owner)
+            owner.terminate()
+    except psutil.AccessDenied:
+        raise ConfigError(f"the run with pid {run.pid} is another user's") from None
+    _, alive = psutil.wait_procs(watched, timeout=_SECONDS)
+    if alive and arguments.force:
+        for process in alive:
+            process.kill()
+        _, alive = psutil.wait_procs(alive, timeout=_SECONDS)
+    if alive:
+        print(f"{run.what} has not ended within {_SECONDS:g} s. To kill it: nb-accelerate stop {run.pid} --force")
+        return 1
+    print(f"ended {len(run.ranks)} ranks of {run.what}")
+    return 0

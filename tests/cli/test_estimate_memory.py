@@ -1,0 +1,92 @@
+"""`nb-accelerate estimate-memory`, against what training really takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nb_accelerate.bigmodel.estimate import count_activations, estimate_memory, make_model
+from nb_accelerate.cli import main
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import GPT2Config
+
+    folder = tmp_path_factory.mktemp("gpt")
+    small = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+    GPT2Config(architectures=["GPT2LMHeadModel"], **small).save_pretrained(folder)
+    return folder
+
+
+def real_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16 weights", torch.bfloat16)])
+def test_it_counts_what_a_real_step_has_in_memory(gpt: Path, precision: str, dtype: torch.dtype):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        estimate = estimate_memory(make_model(str(gpt), dtype), precision)
+    model = make_model(str(gpt), dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert estimate.weights == real_bytes([*model.parameters(), *model.buffers()])
+    assert estimate.gradients == real_bytes(gradients)
+    assert estimate.adam == real_bytes(moments)
+    assert estimate.training == estimate.weights + estimate.gradients + estimate.adam
+    assert estimate.distributed == estimate.training + estimate.gradients
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_activations_are_those_that_a_real_forward_pass_keeps(gpt: Path, dtype: torch.dtype | None):
+    def count(model: torch.nn.Module) -> int:
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            return count_activations(model, {"input_ids": ids, "labels": ids})
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = count(make_model(str(gpt)))
+    real = count(make_model(str(gpt)))
+    assert fake == pytest.approx(real, rel=0.02)
+    one_layer = 2 * 8 * 32 * 4  # rows, tokens, features, bytes: a transformer keeps many of these
+    assert fake > 10 * one_layer
+
+
+def test_the_table_has_a_row_for_each_precision(gpt: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["estimate-memory", str(gpt), "--batch-size", "2", "--sequence_length", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("GPT2LMHeadModel: 30,720 parameters; the largest layer is transformer.h.0, 49.6 KiB")
+    assert lines[1] == "activations of 2 x 16 tokens"
+    assert [line.split("  ")[0] for line in lines[3:]] == ["no", "fp16", "bf16", "bf16 weights"]
+    assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_a_class_of_ones_own_needs_no_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    text = "import torch\ndef make():\n    return torch.nn.Linear(1 << 20, 1 << 20)\n"
+    (tmp_path / "my_model_of_four_terabytes.py").write_text(text)
+    assert main(["estimate-memory", "my_model_of_four_terabytes:make", "--precisions", "no"]) == 0
+    assert "4,096.00 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["torch.nn:Nothing"], "cannot be imported"),
+        (["torch.nn:Linear"], "cannot be called without arguments"),
+        (["torch.nn:Identity", "--batch_size", "1"], "takes no input_ids"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["estimate-memory", *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""`nb-accelerate status` and `nb-accelerate stop`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nb_accelerate.cli import main
+from nb_accelerate.cli.running import find_runs
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A command with two ranks that do not end by themselves, and their process ids."""
+    script = tmp_path / "endless.py"
+    script.write_text("import os, threading\nprint(os.getpid(), flush=True)\nthreading.Event().wait()\n")
+    command = [sys.executable, "-m", "nb_accelerate", "launch", "--cpu", "--quiet", "--num_processes", "2", str(script)]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as program:
+        assert program.stdout is not None
+        yield program, [int(program.stdout.readline()) for _ in range(2)]
+        program.kill()
+
+
+def test_a_command_is_shown_and_ended(job: tuple[subprocess.Popen[str], list[int]], capsys: pytest.CaptureFixture[str]):
+    program, ranks = job
+    assert main(["status"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[0] == str(program.pid))
+    assert row.split()[1] == "2"
+    assert row.endswith("endless.py")
+    run = next(run for run in find_runs() if run.pid == program.pid)
+    assert (run.ranks, run.is_notebook) == ((0, 1), False)
+    assert run.memory > 1 << 20
+    assert main(["stop", str(program.pid)]) == 0
+    assert "ended 2 ranks" in capsys.readouterr().out
+    program.wait(10)  # its exit code went to whoever waited first, which was the command above
+    assert not any(map(psutil.pid_exists, ranks))
+    assert not [run for run in find_runs() if run.pid == program.pid]
+
+
+def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):
+    assert main(["stop", str(os.getpid())]) == 2
+    assert "there is no run with pid" in capsys.readouterr().err
