@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cli import flags_page
 
 from nb_accelerate.cli import main
 from nb_accelerate.cli.flags import GROUPS, REFUSED, add_flags
@@ -263,3 +264,7 @@ def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_page_of_flags_is_up_to_date():
+    assert flags_page.PAGE.read_text(encoding="utf-8") == flags_page.render()
