@@ -105,6 +105,12 @@ class Environment:
         os.environ[DEBUG_MODE] = str(int(on))
 
     @property
+    def num_threads(self) -> int | None:
+        """``OMP_NUM_THREADS``: threads of a process, the first number where it is a list; None if it is not a number."""
+        first = (self.text("OMP_NUM_THREADS") or "").partition(",")[0].strip()
+        return int(first) if first.isdecimal() and int(first) > 0 else None
+
+    @property
     def keep_warm(self) -> bool:
         """``NB_ACCELERATE_KEEP_WARM``: keep the process that ranks are forked from between launches; yes by default."""
         return self.flag("NB_ACCELERATE_KEEP_WARM") is not False

@@ -38,6 +38,7 @@ class MachineFacts:
         num_cpus: cores this process may use.
         gpus: the CUDA devices that ranks could see, as ``CUDA_VISIBLE_DEVICES`` writes them.
         prefers_cpu: ``ACCELERATE_USE_CPU`` asks for the CPU.
+        num_threads: what ``OMP_NUM_THREADS`` asks for, or None.
         loopback: name of the loopback network interface.
         can_fork: the system has ``fork``.
         is_rocm: the GPUs are AMD's; their runtime does not survive a fork.
@@ -48,6 +49,7 @@ class MachineFacts:
     num_cpus: int
     gpus: tuple[str, ...] = ()
     prefers_cpu: bool = False
+    num_threads: int | None = None
     loopback: str = "lo"
     can_fork: bool = True
     is_rocm: bool = False
@@ -79,6 +81,7 @@ def look(env: Mapping[str, str]) -> MachineFacts:
         num_cpus=_num_cpus(),
         gpus=_gpus(variables.get(VISIBLE), changed=VISIBLE in env),
         prefers_cpu=bool(Environment(variables).use_cpu),
+        num_threads=Environment(variables).num_threads,
         loopback=_loopback(),
         can_fork=hasattr(os, "fork"),
         is_rocm=_is_rocm(),

@@ -85,7 +85,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
         gpus=gpus,
         visible_devices=visible,
         # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
-        num_threads=1 if method == "fork" else max(1, facts.num_cpus // number),
+        num_threads=1 if method == "fork" else facts.num_threads or max(1, facts.num_cpus // number),
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
         can_fork=facts.can_fork and not facts.is_rocm and not (use_gpus and facts.unforkable),

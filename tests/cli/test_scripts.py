@@ -81,9 +81,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     assert [(found["world_size"], found["precision"]) for found in said(tmp_path)] == [(2, "bf16")] * 2
     (tmp_path / "1.json").unlink()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert main(["launch", "--num_processes", "1", "--gradient_accumulation_steps", "3", *command[1:]]) == 0
+    threads = ["--num_cpu_threads_per_process", "1"]
+    assert main(["launch", "--num_processes", "1", "--gradient_accumulation_steps", "3", *threads, *command[1:]]) == 0
     assert [(found["world_size"], found["precision"]) for found in said(tmp_path)] == [(1, "no")]
-    assert said(tmp_path)[0]["accumulation"] == 3
+    assert (said(tmp_path)[0]["accumulation"], said(tmp_path)[0]["threads"]) == (3, 1)
 
 
 def test_modules_packages_and_programs_run_too(

@@ -272,3 +272,22 @@ def test_victims_of_the_out_of_memory_killer_are_counted(tmp_path: Path) -> None
     events.write_text("oom 9\noom_kill 2\noom_group_kill 0\n")
     assert oom_kills((vmstat, events, tmp_path / "missing")) == 5
     assert oom_kills() >= 0
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "threads"),
+    [
+        (None, {}, 4),
+        ("3", {}, 3),
+        ("3,2", {}, 3),
+        ("many", {}, 4),
+        ("3", {"start_method": "fork"}, 1),
+    ],
+)
+def test_omp_num_threads_says_how_many_threads_ranks_have(
+    said: str | None, options: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", said or "")
+    facts = {"num_threads": look({}).num_threads}
+    assert plan(facts, num_processes=2, **options).num_threads == threads
+    assert look({"OMP_NUM_THREADS": "7"}).num_threads == 7
