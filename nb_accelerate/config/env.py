@@ -106,7 +106,7 @@ class Environment:
 
     @property
     def num_threads(self) -> int | None:
-        """``OMP_NUM_THREADS``: threads of a process, the first number where it is a list; None if it is not a number."""
+        """``OMP_NUM_THREADS``: threads of a process, the first number of a list; None if it is not a number."""
         first = (self.text("OMP_NUM_THREADS") or "").partition(",")[0].strip()
         return int(first) if first.isdecimal() and int(first) > 0 else None
 
