@@ -14,4 +14,5 @@ pytest_plugins = [
     "fixtures.leaks",
     "fixtures.ranks",
     "fixtures.kernels",
+    "fixtures.hosts",
 ]

@@ -8,13 +8,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.cli.flags import add_flags
+from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.config.file import CONFIG_FILE
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbformat import NotebookNode
+
     from nb_accelerate.cli.script import Job
     from nb_accelerate.config.file import ConfigFile
+
+_LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 
 _INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
 
@@ -43,13 +49,27 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument("--output-dir", type=Path, metavar="DIR", help="where to write (default: this folder)")
     group.add_argument("--html", action="store_true", default=None, help="also write the page NAME.html")
+    group.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        metavar="NAME=VALUE",
+        help="another value of a name in the cell with the tag 'parameters'; again for more",
+    )
+    group.add_argument("-f", "--parameters-file", type=Path, metavar="FILE", help="YAML file of such values")
+    group.add_argument(
+        "--function",
+        metavar="NAME",
+        help="launch this function as the flags say; run the cells up to its definition, without their launches",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
-    if arguments.output_dir is not None or arguments.html:
-        raise ConfigError(f"--output-dir and --html are for notebooks, but {arguments.target!r} is none.")
+    for name in ("output_dir", "html", "parameter", "parameters_file", "function"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     job = _job(arguments)
     from nb_accelerate.cli.script import describe, options_for, run
     from nb_accelerate.config.file import name_unknown, read_config
@@ -200,23 +220,20 @@ def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[s
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
-    given = argparse.ArgumentParser(prog="nb-accelerate launch NOTEBOOK.ipynb")
-    _add_notebook_flags(given)
-    given.set_defaults(output_dir=arguments.output_dir, html=arguments.html)
-    arguments = given.parse_args(arguments.arguments, namespace=arguments)
-    for name in ("config_file", "num_processes", "multi_gpu", "cpu", "mixed_precision", "dry_run"):
-        if getattr(arguments, name) is not None:
-            raise ConfigError(
-                f"--{name} is for scripts; the cells of a notebook say how they launch. Write it in the cell: "
-                f"notebook_launcher(train, num_processes=2)"
-            )
+    # Its flags may stand on either side of it.
+    parser = argparse.ArgumentParser(prog="nb-accelerate launch NOTEBOOK.ipynb")
+    add_flags(parser)
+    _add_notebook_flags(parser)
+    parser.set_defaults(**{name: value for name, value in vars(arguments).items() if value is not None})
+    parser.parse_args(arguments.arguments, namespace=arguments)
     path = Path(arguments.target)
     if not path.is_file():
         raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
+    change = _change_of(arguments)
 
     from nb_accelerate.cli import notebook
 
-    run = notebook.execute(path, progress=sys.stdout)
+    run = notebook.execute(path, progress=sys.stdout, change=change)
     folder = arguments.output_dir or Path()
     written = [notebook.write_notebook(run, folder)]
     if arguments.html:
@@ -228,3 +245,41 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     if run.interrupted:
         return _INTERRUPTED
     return 0 if run.failure is None else 1
+
+
+def _change_of(arguments: argparse.Namespace) -> Callable[[NotebookNode], None]:
+    """What the flags ask to be changed in the copy that is executed."""
+    from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
+
+    values = read_parameters(arguments.parameter or (), arguments.parameters_file)
+    if arguments.function is None:
+        given = next((flag for flag in vars(arguments) if flag in _LAUNCH_FLAGS and getattr(arguments, flag)), None)
+        if given is not None:
+            raise ConfigError(
+                f"--{given} says how to launch, and the cells of a notebook say that themselves. To launch one "
+                f"function of it: --function NAME. Or write in the cell: notebook_launcher(train, num_processes=2)"
+            )
+        call = ""
+    else:
+        call = _call_of(arguments)
+
+    def change(notebook: NotebookNode) -> None:
+        if values:
+            set_parameters(notebook, values)
+        if call:
+            keep_function(notebook, arguments.function, call)
+
+    return change
+
+
+def _call_of(arguments: argparse.Namespace) -> str:
+    """The cell that launches one function as the flags and the configuration file say."""
+    from nb_accelerate.config.file import read_config
+
+    options = {
+        name: value
+        for name, value in launch_options(arguments, read_config(arguments.config_file)).items()
+        if value not in (None, {})
+    }
+    said = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f"from nb_accelerate import notebook_launcher\n\nnotebook_launcher({arguments.function}{said})"

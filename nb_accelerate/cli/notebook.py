@@ -34,7 +34,7 @@ from nb_accelerate.display.relay import PANEL
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from typing import TextIO
 
@@ -91,6 +91,7 @@ def execute(
     progress: TextIO,
     values: Mapping[str, str] | None = None,
     env: Mapping[str, str] | None = None,
+    change: Callable[[NotebookNode], None] = lambda _: None,
 ) -> NotebookRun:
     """Run the notebook at ``path`` in a new kernel and return what came of it, also when a cell fails.
 
@@ -103,14 +104,16 @@ def execute(
         values: Python expressions by name, evaluated in the kernel after the last cell. Each must be worth
             something that JSON can hold.
         env: the kernel's whole environment; by default it is this process's.
+        change: makes the copy that is executed another one.
 
     Raises:
-        ConfigError: if the file is not a notebook.
+        ConfigError: if the file is not a notebook, or ``change`` refuses it.
     """
     try:
         notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} is not a notebook that Jupyter can read: {error}") from error
+    change(notebook)
     return asyncio.run(_Session(path, notebook, progress, env).run(values or {}))
 
 

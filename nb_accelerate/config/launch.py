@@ -104,6 +104,12 @@ class LaunchOptions:
                 f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is each machine itself. Write the "
                 f"address of machine 0 as the others see it, the same on all: master_addr='10.0.0.1'"
             )
+        if self.rdzv_backend == "static" and self.max_restarts:
+            # A machine whose ranks have failed does not know that those of the others are about to.
+            raise ConfigError(
+                f"max_restarts={self.max_restarts} on num_nodes={self.num_nodes} machines needs somebody who tells all "
+                f"of them to start again. Write rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
+            )
 
 
 def _is_int(value: object) -> bool:

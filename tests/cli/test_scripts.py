@@ -202,7 +202,7 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
         (["--config_file", "nothing.yaml"], "There is no configuration file"),
         (["--num_processes", "-2"], "num_processes=-2 starts nothing"),
-        (["--html"], "are for notebooks"),
+        (["--html"], "is for notebooks"),
         (["--rdzv_conf", "a"], "is not a list such as"),
     ],
 )

@@ -6,12 +6,10 @@ do, with a cable between them and nothing else.
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,29 +135,6 @@ def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
             rdzv_conf={"join_timeout": 2, "is_host": True},
             progress="off",
         )
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Two namespaces with a cable between them; gives their addresses."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2")
-    names, addresses = ("nbtest0", "nbtest1"), ["10.77.7.1", "10.77.7.2"]
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        ip("netns", "add", name)
-    ip("link", "add", "nbveth0", "netns", names[0], "type", "veth", "peer", "name", "nbveth1", "netns", names[1])
-    for number, name in enumerate(names):
-        ip("-n", name, "addr", "add", f"{addresses[number]}/24", "dev", f"nbveth{number}")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "set", f"nbveth{number}", "up")
-    yield addresses
-    for name in names:
-        ip("netns", "del", name)
 
 
 @pytest.mark.slow

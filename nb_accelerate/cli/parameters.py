@@ -1,0 +1,149 @@
+"""Notebooks with other values, and single functions of notebooks. Pure: on notebooks as data.
+
+Conventions are those of papermill (https://papermill.readthedocs.io): a cell with the tag ``parameters`` has defaults,
+and a cell with the tag ``injected-parameters`` that follows it has the values of this run.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.config.checks import suggest
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from nbformat import NotebookNode
+
+_DEFAULTS, _INJECTED = "parameters", "injected-parameters"
+
+
+def read_parameters(pairs: Sequence[str], file: Path | None) -> dict[str, Any]:
+    """Return parameters by name.
+
+    Args:
+        pairs: such as ``lr=0.1``; values are YAML. They count more than those of the file.
+        file: YAML with a line for each.
+
+    Raises:
+        ConfigError: something cannot be read, or is no parameter.
+    """
+    import yaml
+
+    found: dict[str, Any] = {}
+    if file is not None:
+        try:
+            read = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"the file of parameters {str(file)!r} cannot be read: {error}") from None
+        if not isinstance(read, dict):
+            raise ConfigError(f"the file of parameters {str(file)!r} has no lines such as 'lr: 0.1'")
+        found |= read
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"-p {pair!r} says no value. Write -p {pair}=VALUE")
+        try:
+            found[name.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            found[name.strip()] = text
+    for name in found:
+        if not str(name).isidentifier():
+            raise ConfigError(f"-p {name!r} is not a name that a cell could assign to")
+    return found
+
+
+def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
+    """Add the cell with the values of this run, in place of one that an earlier run has added.
+
+    Raises:
+        ConfigError: no cell has the tag ``parameters``, or that cell does not know one of the names.
+    """
+    cells = notebook.cells
+    place = next((index for index, cell in enumerate(cells) if _DEFAULTS in _tags(cell)), None)
+    if place is None:
+        raise ConfigError(
+            "the notebook has no parameters: none of its cells has the tag 'parameters'. Add the tag to the cell that "
+            "assigns the defaults"
+        )
+    known = sorted(_assigned(cells[place].source))
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"the notebook has no parameter {name!r}.{suggest(name, known)} It has: {', '.join(known) or 'none'}"
+            )
+    cells[:] = [cell for cell in cells if _INJECTED not in _tags(cell)]
+    lines = ["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]
+    cells.insert(place + 1, _code_cell("\n".join(lines), tags=[_INJECTED]))
+
+
+def keep_function(notebook: NotebookNode, name: str, call: str) -> None:
+    """Leave the cells up to the one that defines a function, and add one that launches it.
+
+    Cells that launch something themselves are left out.
+
+    Args:
+        notebook: changed in place.
+        name: of the function.
+        call: the source of the new cell.
+
+    Raises:
+        ConfigError: no cell defines the function.
+    """
+    cells = notebook.cells
+    found = {function: index for index, cell in enumerate(cells) for function in _functions(cell)}
+    if name not in found:
+        there_are = ", ".join(found) or "none"
+        raise ConfigError(
+            f"no cell of the notebook defines a function {name!r}.{suggest(name, found)} There are: {there_are}"
+        )
+    kept = [cell for cell in cells[: found[name] + 1] if not _launches(cell)]
+    notebook.cells = [*kept, _code_cell(call)]
+
+
+def _code_cell(source: str, tags: Sequence[str] = ()) -> NotebookNode:
+    import nbformat
+
+    metadata = {"tags": [*tags]} if tags else {}
+    cell: NotebookNode = nbformat.v4.new_code_cell(source, metadata=metadata)  # type: ignore[no-untyped-call]
+    return cell
+
+
+def _tags(cell: NotebookNode) -> Sequence[str]:
+    tags: Sequence[str] = cell.metadata.get("tags", ())
+    return tags
+
+
+def _tree(source: str) -> ast.Module:
+    """The statements of a cell; lines that are no Python, magics say, are empty ones."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        lines = ("" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines())
+        try:
+            return ast.parse("\n".join(lines))
+        except SyntaxError:
+            return ast.Module([], [])
+
+
+def _assigned(source: str) -> Iterator[str]:
+    for statement in _tree(source).body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        for target in targets:
+            yield from (part.id for part in ast.walk(target or ast.Pass()) if isinstance(part, ast.Name))
+
+
+def _functions(cell: NotebookNode) -> Iterator[str]:
+    if cell.cell_type == "code":
+        yield from (one.name for one in _tree(cell.source).body if isinstance(one, ast.FunctionDef))
+
+
+def _launches(cell: NotebookNode) -> bool:
+    if cell.cell_type != "code":
+        return False
+    calls = (part.func for part in ast.walk(_tree(cell.source)) if isinstance(part, ast.Call))
+    is_launch = any(getattr(func, "attr", getattr(func, "id", "")) == "notebook_launcher" for func in calls)
+    return is_launch or cell.source.lstrip().startswith("%%distributed")

@@ -1,0 +1,118 @@
+"""Notebooks as jobs: other parameters, and one function on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from nb_accelerate.cli import main
+from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
+from nb_accelerate.errors import ConfigError
+
+DEFAULTS = "lr = 0.1\nname, epochs = 'a', 3\nsizes: list = [1]"
+TRAIN = "def train():\n    import os\n    print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], lr)"
+LAUNCH = "from nb_accelerate import notebook_launcher\nnotebook_launcher(train, num_processes=1)"
+
+
+def notebook(*sources: str) -> nbformat.NotebookNode:
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[0].metadata["tags"] = ["parameters"]
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def write(folder: Path, *sources: str) -> Path:
+    path = folder / "job.ipynb"
+    nbformat.write(notebook(*sources), path)
+    return path
+
+
+def sources(book: nbformat.NotebookNode) -> list[str]:
+    return [cell.source for cell in book.cells]
+
+
+def test_values_are_yaml_and_those_of_the_command_line_count_more_than_the_file(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    file.write_text("lr: 1.0\nepochs: 7\n")
+    found = read_parameters(["lr=0.5", "name=b c", "sizes=[1, 2]", "flag=true", "empty=", "odd=a: b: c"], file)
+    assert found == {
+        "lr": 0.5,
+        "epochs": 7,
+        "name": "b c",
+        "sizes": [1, 2],
+        "flag": True,
+        "empty": None,
+        "odd": "a: b: c",
+    }
+
+
+def test_values_follow_the_defaults_and_replace_those_of_an_earlier_run():
+    book = notebook(DEFAULTS, "print(lr)")
+    set_parameters(book, {"lr": 0.5})
+    set_parameters(book, {"lr": 0.7, "name": "b"})
+    assert sources(book) == [DEFAULTS, "# Parameters\nlr = 0.7\nname = 'b'", "print(lr)"]
+    nbformat.validate(book)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [(["lr"], "Write -p lr=VALUE"), (["a b=1"], "not a name"), (["1=2"], "not a name")],
+)
+def test_what_is_no_parameter_is_refused(pairs: list[str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        read_parameters(pairs, None)
+
+
+def test_a_name_that_the_notebook_does_not_know_is_refused_with_those_it_knows():
+    with pytest.raises(
+        ConfigError, match=r"no parameter 'epoch'. Did you mean 'epochs'\? It has: epochs, lr, name, sizes"
+    ):
+        set_parameters(notebook(DEFAULTS), {"epoch": 1})
+    book = notebook(DEFAULTS)
+    del book.cells[0].metadata["tags"]
+    with pytest.raises(ConfigError, match="none of its cells has the tag"):
+        set_parameters(book, {"lr": 1})
+
+
+def test_a_function_is_kept_with_what_comes_before_it():
+    book = notebook(DEFAULTS, LAUNCH, "%%distributed\n1 + 1", "%matplotlib inline\nimport os", TRAIN, "train()")
+    keep_function(book, "train", "call()")
+    assert sources(book) == [DEFAULTS, "%matplotlib inline\nimport os", TRAIN, "call()"]
+    with pytest.raises(ConfigError, match=r"function 'trian'. Did you mean 'train'\? There are: train"):
+        keep_function(book, "trian", "call()")
+
+
+def test_one_function_of_a_notebook_runs_on_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write(tmp_path, DEFAULTS, TRAIN, LAUNCH)
+    flags = ["--function", "train", "--num_processes", "2", "-p", "lr=0.5", "--output-dir", str(tmp_path)]
+    assert main(["launch", "--cpu", str(path), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"rank {rank} of 2 0.5" in shown for rank in range(2))
+    executed = nbformat.read(tmp_path / "job.executed.ipynb", as_version=4)
+    assert executed.cells[-1].source.startswith("from nb_accelerate import notebook_launcher")
+    assert "num_processes=2" in executed.cells[-1].source
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num_processes", "2"], "--function NAME"),
+        (["--function", "nothing"], "defines a function 'nothing'"),
+        (["-p", "nothing=1"], "no parameter 'nothing'"),
+        (["-f", "nothing.yaml"], "cannot be read"),
+    ],
+)
+def test_flags_that_do_not_fit_the_notebook_are_refused_before_it_runs(
+    tmp_path: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
+    path = write(tmp_path, DEFAULTS, TRAIN)
+    assert main(["launch", str(path), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_notebook_that_fails_is_written_with_its_page_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write(tmp_path, DEFAULTS, "if lr > 0.3:\n    raise ValueError(lr)")
+    assert main(["launch", str(path), "-p", "lr=0.5", "--html", "--output-dir", str(tmp_path)]) == 1
+    assert "cell 3 failed" in capsys.readouterr().err
+    assert {"job.html", "job.executed.ipynb"} <= {file.name for file in tmp_path.iterdir()}
