@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.accelerator.checkpoints import CheckpointSlice
@@ -14,19 +15,23 @@ from nb_accelerate.accelerator.ownership import MAKE_IT_INSIDE
 from nb_accelerate.accelerator.preparing import PreparingSlice
 from nb_accelerate.accelerator.recording import RecordingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
+from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.checks import suggest
+from nb_accelerate.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.config.precision import PrecisionType
+from nb_accelerate.config.profiling import ProfileKwargs
+from nb_accelerate.config.project import ProjectConfiguration
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
-    from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
-    from nb_accelerate.config.loader import DataLoaderConfiguration
-    from nb_accelerate.config.precision import PrecisionType
-    from nb_accelerate.config.project import LoggerType, ProjectConfiguration
+    from nb_accelerate.config.options import Options
+    from nb_accelerate.config.project import LoggerType
     from nb_accelerate.process.rng import RNGType
     from nb_accelerate.tracking import GeneralTracker
 
@@ -57,6 +62,17 @@ _ARGUMENTS = (
     "scheduler_steps_per_process",
 )
 
+# Options that are not arguments themselves: the object they are fields of, and where that is given.
+_PLACES: dict[type[Options], str] = {
+    DataLoaderConfiguration: "dataloader_config={}",
+    ProjectConfiguration: "project_config={}",
+    GradientAccumulationPlugin: "gradient_accumulation_plugin={}",
+    DistributedDataParallelKwargs: "kwargs_handlers=[{}]",
+    InitProcessGroupKwargs: "kwargs_handlers=[{}]",
+    GradScalerKwargs: "kwargs_handlers=[{}]",
+    ProfileKwargs: "kwargs_handlers=[{}]",
+}
+
 
 class Accelerator(
     IdentitySlice,
@@ -80,14 +96,15 @@ class Accelerator(
             optimizer.step()
             optimizer.zero_grad()
 
-    Values come from the arguments, then from the environment, then from defaults.
+    Values come from the arguments, then from the environment, then from defaults. Option objects may be changed until
+    they are used; a change that comes too late is a warning.
 
     Args:
         device_placement: move models and batches to the device.
         split_batches: the batch size of a loader is that of all processes together.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; else ``ACCELERATE_MIXED_PRECISION``.
-        gradient_accumulation_steps: batches for one optimizer step; else
-            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1. Use `accumulate` in the loop.
+        gradient_accumulation_steps: batches for one optimizer step, 1 by default; the environment's
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` counts more. Use `accumulate` in the loop.
         cpu: train on the CPU; else ``ACCELERATE_USE_CPU``.
         dataloader_config: how loaders share out data.
         rng_types: which random numbers get the state of process 0 at each epoch; by default the generators of
@@ -165,8 +182,20 @@ class Accelerator(
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in _NOT_YET:
-            raise TypeError(f"Accelerator has no argument {name!r}.{suggest(name, (*_ARGUMENTS, *_NOT_YET))}")
+            instead = _instead(name, value) or suggest(name, (*_ARGUMENTS, *_NOT_YET))
+            raise TypeError(f"Accelerator has no argument {name!r}.{instead}")
         if value is not None:
             raise ConfigError(
                 f"{name}={value!r} was given, but {_NOT_YET[name]} is not supported in this version. Leave it out."
             )
+
+
+def _instead(name: str, value: object) -> str:
+    """Return what to write for an argument that older versions of accelerate had, or that belongs elsewhere."""
+    if name in PrecisionType.list():  # fp16=True
+        return f" Write mixed_precision={name!r}." if value else " Leave it out: that is the default."
+    for kind, place in _PLACES.items():
+        if name in signature(kind).parameters:
+            also = ", or project_dir for checkpoints and logs together" if name == "logging_dir" else ""
+            return f" Write {place.format(f'{kind.__name__}({name}={value!r})')}{also}."
+    return ""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
+from nb_accelerate.config.options import note_use
 from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.data import LoaderTracker
 from nb_accelerate.optim import AccumulationState
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from nb_accelerate.process.context import ProcessContext
     from nb_accelerate.process.rng import RNGType
     from nb_accelerate.strategies import Strategy
+
+logger = logging.getLogger("nb_accelerate")
 
 
 @dataclass(kw_only=True)
@@ -84,7 +88,7 @@ class Core:
         handlers: arguments for torch.
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
-        scheduler_steps: how often a schedule advances for one optimizer step.
+        scheduler_steps_per_process: whether schedules advance once for each process at an optimizer step.
         dynamo: how models are compiled.
         trigger: what this rank has to tell the others.
         recording: trackers, directories, profiles.
@@ -105,7 +109,7 @@ class Core:
     handlers: Handlers
     device_placement: bool
     step_scheduler_with_optimizer: bool
-    scheduler_steps: int
+    scheduler_steps_per_process: bool
     dynamo: TorchDynamoPlugin
     trigger: Trigger = field(default_factory=Trigger)
     recording: Recording = field(default_factory=Recording)
@@ -123,6 +127,11 @@ class Core:
             accumulation=self.accumulation,
             tracker=self.tracker,
         )
+
+    @property
+    def scheduler_steps(self) -> int:
+        """How often a schedule that is prepared now advances for one optimizer step."""
+        return self.collectives.world_size if self.scheduler_steps_per_process and not self.loader.split_batches else 1
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +188,6 @@ def build_core(
     process = setup_process(cpu=cpu, options=handlers.process_group, environment=environment)
     strategy = select_strategy(process, ddp=handlers.ddp)
     tracker = LoaderTracker()
-    repeats = strategy.collectives.world_size if scheduler_steps_per_process and not loader.split_batches else 1
     core = Core(
         process=process,
         collectives=strategy.collectives,
@@ -192,14 +200,36 @@ def build_core(
         handlers=handlers,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-        scheduler_steps=repeats,
+        scheduler_steps_per_process=scheduler_steps_per_process,
         recording=recording,
         board=here(),
         losses=LossReport(here(), process.kind),
         dynamo=dynamo,
     )
     remember(process, core.choices)
+    _note_uses(core, gradient_accumulation_plugin)
+    given, counts = gradient_accumulation_steps, core.accumulation.num_steps
+    if given not in {None, counts} and process.topology.is_main:
+        logger.warning(
+            "gradient_accumulation_steps=%s was given, but the environment variable "
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=%s counts more, as in accelerate. Unset it to use the argument.",
+            given,
+            counts,
+        )
     return core
+
+
+def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> None:
+    """Note which options an `Accelerator` does not look at again."""
+    made = "the Accelerator that was made"
+    if accumulation is not None:
+        note_use(
+            accumulation,
+            made,
+            advice="Set it before Accelerator(...); for num_steps, set accelerator.gradient_accumulation_steps.",
+        )
+    if core.precision.scaler is not None:
+        note_use(core.handlers.scaler, made, advice="Set it before Accelerator(kwargs_handlers=[...]).")
 
 
 class Slice:

@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.config.checks import check_flag, check_options
+from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.config.profiling import ProfileKwargs
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process.rng import resolve_rng_types
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
     import torch
 
-    from nb_accelerate.config.kwargs import (
-        AutocastKwargs,
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-    )
-    from nb_accelerate.config.loader import DataLoaderConfiguration
-    from nb_accelerate.config.profiling import ProfileKwargs
+    from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
     from nb_accelerate.process.rng import RNGType
+
+T = TypeVar("T")
 
 
 class OptionsSlice(Slice):
-    """Options, with their defaults filled in."""
+    """Options, with their defaults filled in.
+
+    Those that can be set count for what is prepared afterwards.
+    """
 
     @property
     def device_placement(self) -> bool:
         """Whether models and batches are moved to the device."""
         return self.core.device_placement
 
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        self._change(device_placement=check_flag("device_placement", value))
+
     @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether prepared schedulers wait for optimizer steps."""
         return self.core.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, value: bool) -> None:
+        self._change(step_scheduler_with_optimizer=check_flag("step_scheduler_with_optimizer", value))
 
     @property
     def rng_types(self) -> list[RNGType]:
         """Which random numbers get the state of process 0 at each epoch."""
         return list(self.core.rng_types)
 
+    @rng_types.setter
+    def rng_types(self, value: Sequence[str | RNGType]) -> None:
+        self._change(rng_types=resolve_rng_types(value))
+
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders share out data."""
         return self.core.loader
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self._change(loader=_given("dataloader_config", value, DataLoaderConfiguration))
 
     @property
     def split_batches(self) -> bool:
@@ -52,6 +76,10 @@ class OptionsSlice(Slice):
     def even_batches(self) -> bool:
         """Whether all processes get equal batches at the end of the data."""
         return self.core.loader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.core.loader.even_batches = value
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -88,6 +116,12 @@ class OptionsSlice(Slice):
         """Arguments of DistributedDataParallel."""
         return self.core.handlers.ddp
 
+    @ddp_handler.setter
+    def ddp_handler(self, value: DistributedDataParallelKwargs) -> None:
+        options = _given("ddp_handler", value, DistributedDataParallelKwargs)
+        self._change(handlers=replace(self.core.handlers, ddp=options))
+        self.core.strategy.use_ddp_options(options)
+
     @property
     def scaler_handler(self) -> GradScalerKwargs:
         """Arguments of the scaler."""
@@ -107,3 +141,20 @@ class OptionsSlice(Slice):
     def profile_handler(self) -> ProfileKwargs:
         """How blocks are profiled."""
         return self.core.handlers.profile
+
+    @profile_handler.setter
+    def profile_handler(self, value: ProfileKwargs) -> None:
+        options = _given("profile_handler", value, ProfileKwargs)
+        self._change(handlers=replace(self.core.handlers, profile=options))
+        self.core.recording.profile = options
+
+    def _change(self, **changes: Any) -> None:
+        self.core = replace(self.core, **changes)
+
+
+def _given(name: str, value: T, kind: type[T]) -> T:
+    """Return an options object that must not be None."""
+    options = check_options(name, value, kind)
+    if options is None:
+        raise ConfigError(f"{name}=None is no {kind.__name__}. Write {name} = {kind.__name__}() for the defaults.")
+    return options

@@ -17,6 +17,7 @@ from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import check_first_step, check_owned, verify_device_map
 from nb_accelerate.compat.state import GradientState
 from nb_accelerate.config.env import Environment
+from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
@@ -127,6 +128,7 @@ class PreparingSlice(Slice):
             core.precision.prepare_model(model), place=place and not spread, training=not evaluation_mode
         )
         prepared = compiled(prepared, core.dynamo)
+        note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         core.prepared.models.append(prepared)
         return prepared
 
@@ -188,6 +190,8 @@ class PreparingSlice(Slice):
             rng_types=core.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )
+        if prepared is not data_loader:
+            note_use(core.loader, "the loader that was prepared", advice="Set it before accelerator.prepare(loader).")
         if not any(known is prepared for known in core.prepared.loaders):
             core.prepared.loaders.append(prepared)
         return prepared

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nb_accelerate.config.checks import check_flag, check_whole, first_given
+from typing_extensions import override
+
+from nb_accelerate.config.checks import check_flag, check_options, check_whole, first_given
 from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from nb_accelerate.config.env import Environment
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients accumulate.
 
@@ -32,7 +34,8 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.num_steps is not None:
             check_whole("num_steps", self.num_steps, at_least=1)
         check_flag("adjust_scheduler", self.adjust_scheduler)
@@ -43,13 +46,16 @@ class GradientAccumulationPlugin(KwargsHandler):
 def resolve_accumulation(
     steps: int | None, plugin: GradientAccumulationPlugin | None, environment: Environment
 ) -> GradientAccumulationPlugin:
-    """Choose how gradients accumulate: argument or plugin, else the environment, else every batch by itself.
+    """Choose how gradients accumulate: the plugin, else the environment, else the argument, else every batch by itself.
+
+    The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script says.
 
     Raises:
         ConfigError: a value cannot be, or ``steps`` and the plugin say different numbers.
     """
     if steps is not None:
         check_whole("gradient_accumulation_steps", steps, at_least=1)
+    plugin = check_options("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     given = plugin or GradientAccumulationPlugin()
     if steps is not None and given.num_steps is not None and steps != given.num_steps:
         raise ConfigError(
@@ -57,7 +63,7 @@ def resolve_accumulation(
             "contradict each other. Write the number in one of them only."
         )
     return GradientAccumulationPlugin(
-        num_steps=first_given(steps, given.num_steps, environment.gradient_accumulation_steps, default=1),
+        num_steps=first_given(given.num_steps, environment.gradient_accumulation_steps, steps, default=1),
         adjust_scheduler=given.adjust_scheduler,
         sync_with_dataloader=given.sync_with_dataloader,
         sync_each_batch=given.sync_each_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.errors import ConfigError
@@ -45,7 +46,7 @@ def check_whole(name: str, value: object, *, at_least: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(
-            f"{name}={value!r} is {_described(value)}, not a whole number. Write an integer such as {name}={at_least}."
+            f"{name}={value!r} is {described(value)}, not a whole number. Write an integer such as {name}={at_least}."
         )
     if value < at_least:
         raise ConfigError(f"{name}={value} is too small. Write an integer of at least {at_least}.")
@@ -59,7 +60,7 @@ def check_number(name: str, value: object, *, above: float) -> float:
         ConfigError: it is not a number, or it is not greater than ``above``.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r} is {_described(value)}, not a number. Write a number above {above}.")
+        raise ConfigError(f"{name}={value!r} is {described(value)}, not a number. Write a number above {above}.")
     if not value > above:
         raise ConfigError(f"{name}={value} is too small. Write a number above {above}.")
     return value
@@ -73,7 +74,25 @@ def check_flag(name: str, value: object) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise ConfigError(f"{name}={value!r} is {_described(value)}, not a yes or no. Write {name}=True or {name}=False.")
+    raise ConfigError(f"{name}={value!r} is {described(value)}, not a yes or no. Write {name}=True or {name}=False.")
+
+
+def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
+    """Return ``value`` if it is an options object of class ``kind``, or None.
+
+    Raises:
+        ConfigError: it is something else, a dict of the fields say.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    known = getattr(kind, "__dataclass_fields__", ())
+    fields = "..."
+    if isinstance(value, Mapping) and all(field in known for field in value):
+        fields = ", ".join(f"{field}={item!r}" for field, item in value.items())
+    raise ConfigError(
+        f"{name}={value!r} is {described(value)}, not a {kind.__name__}. Write {name}={kind.__name__}({fields}), with "
+        f"`from nb_accelerate.utils import {kind.__name__}`."
+    )
 
 
 def first_given(*values: T | None, default: T) -> T:
@@ -81,5 +100,6 @@ def first_given(*values: T | None, default: T) -> T:
     return next((value for value in values if value is not None), default)
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """Return what a value is, as a part of a sentence: ``"of type str"``."""
     return "None" if value is None else f"of type {type(value).__name__}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.checks import check_choice, check_flag
+from typing_extensions import override
+
+from nb_accelerate.config.checks import check_choice, check_flag, check_options
 from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
@@ -42,7 +44,7 @@ _BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """How ``prepare`` compiles models.
 
@@ -70,7 +72,8 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool = False
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.backend is not None:
             chosen = check_choice("dynamo_backend", self.backend, _BACKENDS)
             object.__setattr__(self, "backend", DynamoBackend(chosen.upper()))
@@ -100,6 +103,9 @@ def resolve_dynamo(
 ) -> TorchDynamoPlugin:
     """Choose how models are compiled: argument or plugin, else the environment, else not at all.
 
+    A plugin without a backend gets what the environment says, and is the object that is returned: what its owner sets
+    before a model is prepared counts.
+
     Raises:
         ConfigError: a value cannot be, or both were given.
     """
@@ -108,16 +114,15 @@ def resolve_dynamo(
             "dynamo_backend and dynamo_plugin were both given. Write TorchDynamoPlugin(backend=...) and leave "
             "dynamo_backend out."
         )
-    given = plugin or TorchDynamoPlugin(backend=backend)
+    given = check_options("dynamo_plugin", plugin, TorchDynamoPlugin) or TorchDynamoPlugin(backend=backend)
     if given.backend is not None:
         return given
     prefix = "ACCELERATE_DYNAMO_"
-    return replace(
-        given,
-        backend=environment.text(f"{prefix}BACKEND") or DynamoBackend.NO,
-        mode=given.mode or (None if given.options is not None else environment.text(f"{prefix}MODE")),
-        fullgraph=given.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH")),
-        dynamic=environment.flag(f"{prefix}USE_DYNAMIC") if given.dynamic is None else given.dynamic,
-        use_regional_compilation=given.use_regional_compilation
-        or bool(environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")),
+    given.backend = environment.text(f"{prefix}BACKEND") or DynamoBackend.NO
+    given.mode = given.mode or (None if given.options is not None else environment.text(f"{prefix}MODE"))
+    given.fullgraph = given.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH"))
+    given.dynamic = environment.flag(f"{prefix}USE_DYNAMIC") if given.dynamic is None else given.dynamic
+    given.use_regional_compilation = given.use_regional_compilation or bool(
+        environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")
     )
+    return given

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nb_accelerate.config.checks import described
 from nb_accelerate.config.kwargs import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
 )
 from nb_accelerate.config.profiling import ProfileKwargs
 from nb_accelerate.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from nb_accelerate.config.kwargs import KwargsHandler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Handlers:
         """Sort a list of handlers by kind.
 
         Raises:
-            ConfigError: something in the list is not a handler, or there are two of one kind.
+            ConfigError: it is no list, something in it is not a handler, or there are two of one kind.
         """
         places: dict[type[KwargsHandler], str] = {
             DistributedDataParallelKwargs: "ddp",
@@ -44,11 +42,22 @@ class Handlers:
             AutocastKwargs: "autocast",
             ProfileKwargs: "profile",
         }
+        known = ", ".join(kind.__name__ for kind in places)
+        if isinstance(given, KwargsHandler):
+            fields = ", ".join(f"{name}={value!r}" for name, value in given.to_kwargs().items())
+            raise ConfigError(
+                f"kwargs_handlers was given one {type(given).__name__}, not a list. Write "
+                f"kwargs_handlers=[{type(given).__name__}({fields})]."
+            )
+        if isinstance(given, (Mapping, str)) or (given is not None and not isinstance(given, Iterable)):
+            raise ConfigError(
+                f"kwargs_handlers={given!r} is {described(given)}, not a list of handlers. Write a list of instances "
+                f"of: {known}."
+            )
         found: dict[str, Any] = {}
         for handler in given or ():
             place = places.get(type(handler))
             if place is None:
-                known = ", ".join(kind.__name__ for kind in places)
                 raise ConfigError(
                     f"kwargs_handlers holds {handler!r}, which is not a handler this version knows. "
                     f"Write instances of: {known}."

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole
+from nb_accelerate.config.options import Options
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-class KwargsHandler:
+class KwargsHandler(Options):
     """Base of the objects here, and of dataclasses of users' own. Those may be frozen or not."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +54,7 @@ _HOOKS = tuple(member.value for member in DDPCommunicationHookType)
 _WRAPPERS = ("no", "fp16", "bf16")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`, and how it sends gradients.
 
@@ -84,7 +85,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
     comm_state_option: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         check_whole("dim", self.dim, at_least=0)
         check_whole("bucket_cap_mb", self.bucket_cap_mb, at_least=1)
         for name in (
@@ -128,7 +130,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in self.to_kwargs().items() if name != "check_reduction"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class GradScalerKwargs(KwargsHandler):
     """Arguments of `torch.amp.GradScaler`, which ``mixed_precision="fp16"`` uses.
 
@@ -149,7 +151,8 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     enabled: bool = True
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         check_number("init_scale", self.init_scale, above=0.0)
         check_number("growth_factor", self.growth_factor, above=1.0)
         if check_number("backoff_factor", self.backoff_factor, above=0.0) >= 1.0:
@@ -158,7 +161,7 @@ class GradScalerKwargs(KwargsHandler):
         check_flag("enabled", self.enabled)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
@@ -175,7 +178,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     init_method: str | None = None
     timeout: timedelta | None = None
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.timeout is None:
             return
         if not isinstance(self.timeout, timedelta):
@@ -187,7 +191,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise ConfigError(f"timeout={self.timeout!r} is over before it begins. Write a positive one.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class AutocastKwargs(KwargsHandler):
     """Arguments of `torch.autocast`.
 
@@ -202,7 +206,8 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     cache_enabled: bool | None = None
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         check_flag("enabled", self.enabled)
         if self.cache_enabled is not None:
             check_flag("cache_enabled", self.cache_enabled)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nb_accelerate.config.checks import check_flag, check_whole
+from typing_extensions import override
+
+from nb_accelerate.config.checks import check_flag, check_options, check_whole
+from nb_accelerate.config.options import Options
 from nb_accelerate.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataLoaderConfiguration:
-    """How prepared data loaders share out their batches.
+@dataclass
+class DataLoaderConfiguration(Options):
+    """How prepared data loaders share out their batches. Counts for loaders that are prepared after it was set.
 
     Attributes:
         split_batches: a batch of the loader is cut into one piece for each rank, so the batch size you wrote is
@@ -38,7 +41,8 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         check_flag("split_batches", self.split_batches)
         if self.dispatch_batches is not None:
             check_flag("dispatch_batches", self.dispatch_batches)
@@ -51,12 +55,12 @@ class DataLoaderConfiguration:
 
 
 def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Merge the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``.
+    """Write the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``, and return that.
 
     Raises:
-        ConfigError: they contradict each other.
+        ConfigError: they contradict each other, or ``given`` is something else.
     """
-    config = given or DataLoaderConfiguration()
+    config = check_options("dataloader_config", given, DataLoaderConfiguration) or DataLoaderConfiguration()
     if split_batches is None:
         return config
     if given is not None and given.split_batches and not check_flag("split_batches", split_batches):
@@ -64,4 +68,5 @@ def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | 
             "split_batches=False and dataloader_config.split_batches=True contradict each other. "
             "Write it in one of them only."
         )
-    return replace(config, split_batches=split_batches)
+    config.split_batches = split_batches
+    return config

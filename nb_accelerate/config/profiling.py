@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from nb_accelerate.config.checks import check_choice, check_flag
 from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
@@ -19,7 +21,7 @@ _ACTIVITIES = ("cpu", "cuda", "xpu", "mtia")
 _SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat", "skip_first_wait")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class ProfileKwargs(KwargsHandler):
     """Arguments of `torch.profiler.profile`, and where `Accelerator.profile` writes the trace.
 
@@ -50,7 +52,8 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | os.PathLike[str] | None = None
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if isinstance(self.activities, str):
             raise ConfigError(f"activities={self.activities!r} is one word. Write activities=[{self.activities!r}].")
         for activity in self.activities or ():

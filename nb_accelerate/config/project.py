@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from nb_accelerate.config.checks import check_flag, check_whole
+from typing_extensions import override
+
+from nb_accelerate.config.checks import check_flag, check_options, check_whole
+from nb_accelerate.config.options import Options
 
 if TYPE_CHECKING:
     import os
@@ -43,8 +46,8 @@ class ComputeEnvironment(str, Enum):
 
 
 @dataclass
-class ProjectConfiguration:
-    """Where a run writes its files. Can be changed, unlike other options: ported scripts set the directories late.
+class ProjectConfiguration(Options):
+    """Where a run writes its files. May be changed at any time: each is read when it is used.
 
     Attributes:
         project_dir: for checkpoints.
@@ -65,13 +68,18 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
 
+    @override
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.set_directories(self.project_dir)
+
+    @override
+    def _check(self) -> None:
         check_flag("automatic_checkpoint_naming", self.automatic_checkpoint_naming)
         check_flag("save_on_each_node", self.save_on_each_node)
         check_whole("iteration", self.iteration, at_least=0)
         if self.total_limit is not None:
             check_whole("total_limit", self.total_limit, at_least=1)
-        self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set ``project_dir``, and ``logging_dir`` too if there is none yet."""
@@ -84,7 +92,7 @@ def resolve_project(
     project_dir: str | os.PathLike[str] | None, given: ProjectConfiguration | None
 ) -> ProjectConfiguration:
     """Merge the ``project_dir`` argument of `Accelerator` into its ``project_config``."""
-    config = given or ProjectConfiguration()
+    config = check_options("project_config", given, ProjectConfiguration) or ProjectConfiguration()
     if project_dir is not None and config.project_dir is None:
         config.set_directories(project_dir)
     return config

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from nb_accelerate.config.options import note_use
 from nb_accelerate.nested import to_float32
 from nb_accelerate.precision.precision import Precision
 
@@ -76,6 +77,7 @@ class AutocastPrecision(Precision):
     def prepare_model(self, model: nn.Module) -> nn.Module:
         if not isinstance(model.forward, AutocastForward):
             model.forward = AutocastForward(model.forward, self._arguments(self.options))
+            note_use(self.options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return model
 
     @override

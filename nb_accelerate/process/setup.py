@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
+from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, group
 from nb_accelerate.process.affinity import set_numa_affinity
@@ -71,6 +72,7 @@ def setup_process(
         _select(kind, device)
         if adopted is None:
             group.create(topology, kind, device, options=options, environment=environment)
+            note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
     return context.install(
         ProcessContext(
             topology=topology,

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.strategies.strategy import Strategy
 
@@ -54,6 +55,10 @@ class DDPStrategy(Strategy):
         return prepared
 
     @override
+    def use_ddp_options(self, options: DistributedDataParallelKwargs) -> None:
+        self._options = options
+
+    @override
     def wrap(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without anything to train
@@ -64,6 +69,7 @@ class DDPStrategy(Strategy):
             **self._options.to_ddp(),
         )
         self._options.register_comm_hook(wrapped)
+        note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return wrapped
 
     @override

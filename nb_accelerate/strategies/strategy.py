@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
 
 
 class Strategy:
@@ -41,6 +42,9 @@ class Strategy:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return a model whose gradients are those of all ranks."""
         return model
+
+    def use_ddp_options(self, options: DistributedDataParallelKwargs) -> None:
+        """Wrap models with other options from now on, where they are wrapped in DistributedDataParallel."""
 
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
         """Return a block in which gradients stay on their rank, or None if they never travel.

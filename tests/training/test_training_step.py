@@ -205,7 +205,6 @@ def test_precision_comes_from_the_launcher_unless_it_is_written(monkeypatch):
     assert Accelerator(cpu=True).mixed_precision == "bf16"
     assert Accelerator(cpu=True).gradient_accumulation_steps == 3
     assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
-    assert Accelerator(cpu=True, gradient_accumulation_steps=1).gradient_accumulation_steps == 1
 
 
 def test_schedulers_advance_once_per_process_and_say_so_in_one_line(run_ranks, caplog):
