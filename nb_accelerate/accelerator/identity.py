@@ -37,6 +37,11 @@ class IdentitySlice(Slice, Identity):
         return
 
     @property
+    def parallelism_config(self) -> None:
+        """None: there is no device mesh; models are trained with data parallelism only."""
+        return
+
+    @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded with FSDP's second version."""
         return self.state.is_fsdp2

@@ -5,7 +5,8 @@
     PartialState -----> ProcessContext <----- AcceleratorState ----> Choices <---- GradientState
                         (what this process is)            (of one Accelerator, or of the newest)
 
-A view holds nothing of its own: two of them never disagree, and neither disagrees with the `Accelerator`.
+A view holds nothing of its own: two of them never disagree, and neither disagrees with the `Accelerator`. So they
+cannot be set, and one that is pickled shows the process in which it is loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from nb_accelerate.compat.here import Choices, collectives_here, newest_choices, process_here, remember
 from nb_accelerate.compat.identity import Identity
+from nb_accelerate.compat.view import SharedState, View
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.checks import check_flag, suggest
 from nb_accelerate.config.env import Environment
@@ -37,8 +39,19 @@ if TYPE_CHECKING:
     from nb_accelerate.data.tracker import LoaderTracker
     from nb_accelerate.process.context import ProcessContext
 
+_PROCESS = (
+    "backend",
+    "debug",
+    "device",
+    "distributed_type",
+    "fork_launched",
+    "local_process_index",
+    "num_processes",
+    "process_index",
+)
 
-class _ProcessView(Identity):
+
+class _ProcessView(View, Identity):
     """What is true of a process, whatever is trained in it."""
 
     @override
@@ -126,6 +139,8 @@ class PartialState(_ProcessView):
         TypeError: there is no such field.
     """
 
+    _shared_state = SharedState(lambda: context.current() is not None, *_PROCESS)
+
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_from_accelerator", None)  # what accelerate passes to itself
         fields = InitProcessGroupKwargs.__dataclass_fields__
@@ -156,6 +171,10 @@ class AcceleratorState(_ProcessView):
     Raises:
         ConfigError: an `Accelerator` chose another precision already, or a plugin was given.
     """
+
+    _shared_state = SharedState(
+        lambda: newest_choices() is not None, *_PROCESS, "mixed_precision", "dynamo_plugin", "parallelism_config"
+    )
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
         for name in [name for name in kwargs if name in _PLUGINS]:
@@ -208,6 +227,11 @@ class AcceleratorState(_ProcessView):
         return
 
     @property
+    def parallelism_config(self) -> None:
+        """None: there is no device mesh; models are trained with data parallelism only."""
+        return
+
+    @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded with FSDP's second version."""
         return False
@@ -232,13 +256,15 @@ _PLUGINS = (
 )
 
 
-class GradientState(LoaderView):
+class GradientState(View, LoaderView):
     """Where the loop of the newest `Accelerator` is: in its accumulation window, and in its loader.
 
     Args:
         gradient_accumulation_plugin: how gradients accumulate, for code that makes this state before any
             `Accelerator`; later the `Accelerator` decides.
     """
+
+    _shared_state = SharedState(lambda: newest_choices() is not None, "sync_gradients", "plugin_kwargs")
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self._fixed: Choices | None = None

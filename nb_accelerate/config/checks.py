@@ -90,8 +90,8 @@ def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
     if isinstance(value, Mapping) and all(field in known for field in value):
         fields = ", ".join(f"{field}={item!r}" for field, item in value.items())
     raise ConfigError(
-        f"{name}={value!r} is {described(value)}, not a {kind.__name__}. Write {name}={kind.__name__}({fields}), with "
-        f"`from nb_accelerate.utils import {kind.__name__}`."
+        f"{name}={value!r} is {described(value)}, not a {kind.__name__} of this package. Write "
+        f"{name}={kind.__name__}({fields}), with `from nb_accelerate.utils import {kind.__name__}`."
     )
 
 
@@ -101,5 +101,7 @@ def first_given(*values: T | None, default: T) -> T:
 
 
 def described(value: object) -> str:
-    """Return what a value is, as a part of a sentence: ``"of type str"``."""
-    return "None" if value is None else f"of type {type(value).__name__}"
+    """Return what a value is, as a part of a sentence: ``"of type str"``, ``"of type other_package.Options"``."""
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return "None" if value is None else f"of type {module}{kind.__qualname__}"

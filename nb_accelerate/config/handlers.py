@@ -59,8 +59,8 @@ class Handlers:
             place = places.get(type(handler))
             if place is None:
                 raise ConfigError(
-                    f"kwargs_handlers holds {handler!r}, which is not a handler this version knows. "
-                    f"Write instances of: {known}."
+                    f"kwargs_handlers holds {handler!r} ({described(handler)}), which is not a handler this version "
+                    f"knows. Write instances of: {known}, with `from nb_accelerate.utils import ...`."
                 )
             if place in found:
                 raise ConfigError(

@@ -60,7 +60,7 @@ from nb_accelerate.process.rng import set_seed
         ),
         (
             lambda: Accelerator(dataloader_config={"data_seed": 1}),
-            r"of type dict, not a Data.*. Write dataloader_config=DataLoaderConfiguration\(data_seed=1\)",
+            r"of type dict, not a Data.* Write dataloader_config=DataLoaderConfiguration\(data_seed=1\)",
         ),
         (
             lambda: Accelerator(gradient_accumulation_plugin={"steps": 1}),
