@@ -72,6 +72,106 @@ REASONS = (
 NO_EXCUSE = "Missing without a reason"
 
 
+SHOWN_IN = ROOT / "tests" / "training" / "test_differences.py"
+DIFFERENCES = {
+    "test_a_second_accelerator_may_be_told_another_precision": (
+        "A second `Accelerator` takes over precision and compilation from the first, as in accelerate, and "
+        "may be told otherwise, which accelerate refuses."
+    ),
+    "test_an_accelerator_outlives_the_reset_of_states": (
+        "`_reset_state()` forgets what states say; an `Accelerator` that was made before goes on working."
+    ),
+    "test_an_accelerator_cannot_be_pickled_or_copied": (
+        "An `Accelerator` cannot be pickled or copied: it would be wrong in any other process, and would not "
+        "know what was prepared with it. Prepared objects can."
+    ),
+    "test_states_are_views_and_cannot_be_set": (
+        "States show what is kept elsewhere. What they show cannot be set (`state.distributed_type = ...`), "
+        "and one that was pickled shows the process in which it is loaded."
+    ),
+    "test_attributes_of_an_accelerator_that_count_for_nothing_later_cannot_be_set": (
+        "Attributes of an `Accelerator` can be set where that counts for what is prepared afterwards "
+        "(`even_batches`, `dataloader_config`, `device_placement`, `step_scheduler_with_optimizer`, "
+        "`rng_types`, `ddp_handler`, `profile_handler`, `gradient_accumulation_steps`, `sync_gradients`); "
+        "others cannot."
+    ),
+    "test_options_refuse_what_would_do_nothing": (
+        "Option objects check a field when it is set, refuse names that are no fields, and warn of a change "
+        "that comes too late for what was made from them."
+    ),
+    "test_handlers_that_were_not_given_have_their_defaults": (
+        "`accelerator.ddp_handler` and its like are never None: handlers that were not given have their "
+        "defaults. `InitProcessGroupKwargs()` leaves backend and timeout to torch."
+    ),
+    "test_a_plugin_without_a_number_takes_that_of_the_environment": (
+        "A `GradientAccumulationPlugin` without `num_steps` takes `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`; "
+        "accelerate takes 1."
+    ),
+    "test_schedulers_are_adjusted_unless_it_is_switched_off": (
+        "`GradientAccumulationPlugin(adjust_scheduler=True)`, the default, has the effect that accelerate "
+        "documents for it."
+    ),
+    "test_later_arguments_are_given_by_name": (
+        "Arguments of `Accelerator` after `dataloader_config`, and of prepared loaders after the dataset, are "
+        "given by name."
+    ),
+    "test_one_process_is_of_distributed_type_no_however_it_was_started": (
+        "One process is of type `DistributedType.NO`, and has no process group, also when torchrun started it."
+    ),
+    "test_prepare_refuses_what_it_does_not_know": (
+        "`prepare` refuses what is no model, optimizer, loader or scheduler; accelerate hands it back."
+    ),
+    "test_backward_on_several_processes_needs_a_prepared_model": (
+        "With several processes `backward` is refused until a model was prepared: each would train a copy of its own."
+    ),
+    "test_fp16_computes_in_float16_on_a_cpu_too": (
+        "`mixed_precision='fp16'` computes in float16, with a scaler, on a CPU too; accelerate computes in "
+        "float32 there."
+    ),
+    "test_unseeded_shuffles_have_the_order_of_one_process": (
+        "Shuffles without a generator or a seedable sampler have the order that one process would have, on "
+        "any number of processes; accelerate's differs where there are several."
+    ),
+    "test_an_epoch_of_a_skipping_loader_is_one_of_the_loader_it_was_made_of": (
+        "An epoch of what `skip_first_batches` returned counts as one of the loader it was made of, so the "
+        "next epoch has the next order of a seedable sampler; in accelerate the epoch that was resumed comes "
+        "once more."
+    ),
+    "test_the_remainder_is_known_at_the_last_batch": (
+        "`GradientState.remainder` is -1 until the last batch; accelerate's says from the first what the last "
+        "will have."
+    ),
+    "test_a_prepared_stream_has_a_total_batch_size": (
+        "Prepared streams (`IterableDataset`) have a `total_batch_size`; accelerate's raise an AttributeError."
+    ),
+    "test_gather_for_metrics_refuses_what_has_not_one_entry_for_each_row": (
+        "At the last batch, `gather_for_metrics` on several processes refuses what has not one entry for each "
+        "row: it cannot know which entries are copies."
+    ),
+    "test_reduce_none_gives_back_what_it_was_given": (
+        "`reduce(..., reduction='none')` gives back what it was given; accelerate's is the sum."
+    ),
+    "test_reduce_multiplies_with_scale": (
+        "`reduce(..., scale=...)` multiplies on any hardware and any number of processes; accelerate's does "
+        "on TPUs only."
+    ),
+    "test_a_tracker_whose_library_is_missing_is_an_error": (
+        "A tracker whose library is missing is an error, not a warning."
+    ),
+    "test_libraries_that_ask_accelerate_itself_see_one_process_until_it_is_told": (
+        "Libraries that ask accelerate itself how many processes there are see one: the losses of "
+        "transformers for object detection and instance segmentation are then normalised by the boxes of each "
+        "process, not of all. Write `accelerate.PartialState()` after `Accelerator()` to tell it."
+    ),
+    "test_words_are_printed_as_their_values": (
+        "Enums are printed as their values: `MULTI_CPU`, not `DistributedType.MULTI_CPU`."
+    ),
+    "test_errors_have_other_texts_and_mostly_the_same_builtin_types": (
+        "Errors, warnings and reprs have other texts; the built-in types of errors are mostly the same."
+    ),
+}
+
+
 def missing() -> Iterator[str]:
     """Yield ``module: name``, ``module: Class.member`` and ``module: name(parameter)`` of what is not here."""
     return _entries(_lacking)
@@ -175,18 +275,12 @@ def page() -> str:
         "Compared with accelerate 1.15, name by name: functions and classes, members of classes, parameters. Whatever",
         "is not listed here exists, at the same path below `nb_accelerate`. Made by `tests/structure/parity.py`.",
         "",
-        "What is there behaves as accelerate's documents say, except for this:",
+        "What is there behaves as accelerate's, except for this. Each line is shown by the test that is named behind it,",
+        f"in `{SHOWN_IN.relative_to(ROOT)}`, beside accelerate itself.",
         "",
-        "- A second `Accelerator` takes over precision and compilation from the first. It may be told otherwise, which",
-        "  accelerate refuses.",
-        "- An unknown or missing tracker is an error, not a line in a log.",
-        "- `gather_for_metrics` raises where it cannot know which rows are copies, and never guesses.",
-        "- `prepare` refuses what it does not know, and an optimizer of another model; accelerate hands them back.",
-        "- Objects that hold options (`DataLoaderConfiguration`, kwargs handlers, plugins) cannot be changed. To have",
-        "  another one: `dataclasses.replace(options, data_seed=43)`.",
-        "- An `Accelerator` cannot be pickled. `reduce(..., reduction='none')` gives back what it was given.",
-        "- `_reset_state()` forgets what states say; an `Accelerator` that was made before goes on working.",
-        "- Errors and warnings have other texts; their built-in types are mostly the same.",
+        *(f"- {text} (`{test}`)" for test, text in DIFFERENCES.items()),
+        "",
+        "Names that are here:",
         "",
         *(f"- {line}" for line in counted()),
     ]

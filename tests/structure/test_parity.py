@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from structure.parity import NO_EXCUSE, OUT_OF_SCOPE, PAGE, ROOT, reason
+from structure.parity import DIFFERENCES, NO_EXCUSE, OUT_OF_SCOPE, PAGE, ROOT, SHOWN_IN, reason
 
 import nb_accelerate.utils
 
@@ -88,6 +88,14 @@ def test_a_name_without_a_reason_is_noticed():
     assert reason("accelerate.utils: gather_for_breakfast") == NO_EXCUSE
     assert reason("accelerate.utils: fsdp2_prepare_model") == "Comes with FSDP"
     assert reason("accelerate: DistributedType.MULTI_NPU") == OUT_OF_SCOPE
+
+
+def test_each_difference_on_the_page_has_a_test_and_each_test_is_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    tests = re.findall(r"^def (test_\w+)", SHOWN_IN.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(tests) == sorted(DIFFERENCES)
+    for test, text in DIFFERENCES.items():
+        assert f"- {text} (`{test}`)" in page, "run python tests/structure/parity.py"
 
 
 def test_nothing_is_missing_without_a_reason():

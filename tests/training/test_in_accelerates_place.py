@@ -175,7 +175,7 @@ def test_the_trainer_of_transformers_computes_what_it_computes_with_accelerate(r
             check=False,
             capture_output=True,
             text=True,
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
         )
         assert run.returncode == 0, run.stderr
         found[package] = sorted(line for line in run.stdout.splitlines() if line.startswith("losses"))

@@ -1,0 +1,307 @@
+"""Where this package differs from accelerate on purpose: one test for each line of ``nb_accelerate/compat/parity.md``.
+
+Each test shows both: what accelerate does, and what happens here. A test that fails because the two agree now wants its
+line in ``tests/structure/parity.py`` to be removed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import nb_accelerate
+import nb_accelerate.utils
+from nb_accelerate.compat.state import AcceleratorState, GradientState, PartialState
+from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
+from nb_accelerate.launch import notebook_launcher
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _both_forget():
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def both(*args: Any, **kwargs: Any) -> list[Any]:
+    return [accelerate.Accelerator(*args, **kwargs), nb_accelerate.Accelerator(*args, **kwargs)]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+def _on_two_ranks() -> dict[str, Any]:
+    """What each package does on this rank, by name: first what accelerate says."""
+    found: dict[str, Any] = {}
+
+    def note(name: str, function: Any) -> None:
+        try:
+            found.setdefault(name, []).append(function())
+        except Exception as error:
+            found.setdefault(name, []).append(type(error).__name__)
+
+    ours = nb_accelerate.Accelerator(cpu=True)  # makes the process group, which accelerate takes as it finds it
+    found["accelerate knows"] = accelerate.PartialState._shared_state == {}
+    accelerate.PartialState(cpu=True)
+    mean = accelerate.utils.reduce(torch.tensor([1.0 + ours.process_index]))
+    found["accelerate knows then"] = accelerate.PartialState().num_processes, mean.item()
+    for accelerator in (accelerate.Accelerator(cpu=True), ours):
+        given = torch.tensor([1.0 + accelerator.process_index])
+        for reduction in ("none", "sum"):
+            note(reduction, lambda a=accelerator, r=reduction, g=given: a.reduce(g, r).item())
+        note("scale", lambda a=accelerator, g=given: a.reduce(g, "sum", scale=2.0).item())
+        note("backward", lambda a=accelerator: a.backward(torch.ones((), requires_grad=True)))
+        state, loader = accelerator.gradient_state, accelerator.prepare(DataLoader(range(22), batch_size=4))
+        note("remainder", lambda s=state, one=loader: [s.remainder for _ in one])
+        state, loader = accelerator.gradient_state, accelerator.prepare(DataLoader(range(22), batch_size=4))
+        note("rows", lambda a=accelerator, one=loader: [len(a.gather_for_metrics(batch[:1])) for batch in one])
+        note("stream", lambda a=accelerator: a.prepare(DataLoader(Stream(), batch_size=4)).total_batch_size)
+        torch.manual_seed(0)
+        shuffled = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
+        note("order", lambda a=accelerator, one=shuffled: a.gather(torch.cat(list(one))).tolist())
+    torch.manual_seed(0)
+    found["order of one process"] = torch.cat(list(DataLoader(range(8), batch_size=2, shuffle=True))).tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    return notebook_launcher(_on_two_ranks, num_processes=2, progress="off", timeout=45.0)
+
+
+def test_a_second_accelerator_may_be_told_another_precision():
+    both(cpu=True, mixed_precision="bf16")
+    theirs, ours = both(cpu=True)
+    assert (theirs.mixed_precision, ours.mixed_precision) == ("bf16", "bf16")
+    with pytest.raises(ValueError, match="already been initialized"):
+        accelerate.Accelerator(cpu=True, mixed_precision="no")
+    assert nb_accelerate.Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+
+
+def test_a_tracker_whose_library_is_missing_is_an_error():
+    missing = next(
+        name for name in ("clearml", "aim", "dvclive") if not getattr(accelerate.utils, f"is_{name}_available")()
+    )
+    with pytest.warns(UserWarning, match="no supported trackers"):
+        assert accelerate.Accelerator(cpu=True, log_with=missing, project_dir=".").log_with == []
+    with pytest.raises(MissingDependencyError, match=missing):
+        nb_accelerate.Accelerator(cpu=True, log_with=missing, project_dir=".")
+
+
+def test_gather_for_metrics_refuses_what_has_not_one_entry_for_each_row(on_two_ranks):
+    for found in on_two_ranks:
+        theirs, ours = found["rows"]
+        assert theirs == [2, 2, 2]  # one of each process, in the last batch too, whose rows they cannot be
+        assert ours == "ValueError"
+
+
+def test_prepare_refuses_what_it_does_not_know():
+    theirs, ours = both(cpu=True)
+    assert theirs.prepare("a metric") == "a metric"
+    with pytest.raises(ConfigError, match="prepare was given a str"):
+        ours.prepare("a metric")
+
+
+def test_options_refuse_what_would_do_nothing():
+    for package, refuses in ((accelerate, False), (nb_accelerate, True)):
+        config = package.utils.DataLoaderConfiguration()
+        loader = package.Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(4)))
+        if refuses:
+            with pytest.raises(AttributeError, match="Did you mean 'data_seed'"):
+                config.data_sede = 3
+            with pytest.warns(UserWarning, match="has no effect on the loader that was prepared"):
+                config.even_batches = False
+            with pytest.raises(ConfigError, match="data_seed='3' is of type str"):
+                config.data_seed = "3"
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                config.data_sede = 3
+                config.even_batches = False
+                config.data_seed = "3"
+        assert len(loader) == 4
+
+
+def test_an_accelerator_cannot_be_pickled_or_copied():
+    theirs, ours = both(cpu=True)
+    assert pickle.loads(pickle.dumps(theirs)).num_processes == copy.deepcopy(theirs).num_processes == 1
+    for send in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="knows only the process it was made in"):
+            send(ours)
+
+
+def test_states_are_views_and_cannot_be_set():
+    theirs, ours = both(cpu=True)
+    theirs.state.distributed_type = accelerate.DistributedType.MULTI_GPU
+    assert theirs.distributed_type is accelerate.DistributedType.MULTI_GPU
+    with pytest.raises(AttributeError, match="cannot be set"):
+        ours.state.distributed_type = nb_accelerate.DistributedType.MULTI_GPU
+    kept = pickle.dumps(theirs.state), pickle.dumps(ours.state)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    both(cpu=True, mixed_precision="bf16")
+    assert [pickle.loads(state).mixed_precision for state in kept] == ["no", "bf16"]
+
+
+def test_reduce_none_gives_back_what_it_was_given(on_two_ranks):
+    assert [found["none"] for found in on_two_ranks] == [[3.0, 1.0], [3.0, 2.0]]
+    assert [found["sum"] for found in on_two_ranks] == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_reduce_multiplies_with_scale(on_two_ranks):
+    assert [found["scale"] for found in on_two_ranks] == [[3.0, 6.0], [3.0, 6.0]]
+    assert [one.reduce(torch.ones(1), "sum", scale=2.0).item() for one in both(cpu=True)] == [1.0, 2.0]
+
+
+def test_an_accelerator_outlives_the_reset_of_states():
+    theirs, ours = both(cpu=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not PartialState._shared_state
+    with pytest.raises(AttributeError, match="_reset_state"):
+        theirs.device  # noqa: B018
+    assert ours.device.type == "cpu"
+
+
+def test_the_remainder_is_known_at_the_last_batch(on_two_ranks):
+    for found in on_two_ranks:
+        assert found["remainder"] == [[6, 6, 6], [-1, -1, 6]]
+
+
+def test_a_prepared_stream_has_a_total_batch_size(on_two_ranks):
+    assert [found["stream"] for found in on_two_ranks] == [["AttributeError", 8]] * 2
+
+
+def test_unseeded_shuffles_have_the_order_of_one_process(on_two_ranks):
+    for found in on_two_ranks:
+        theirs, ours = (sorted(rows[:2]) + sorted(rows[4:6]) for rows in found["order"])
+        alone = found["order of one process"]
+        assert sorted(found["order"][1]) == sorted(found["order"][0]) == list(range(8))
+        assert ours == sorted(alone[:2]) + sorted(alone[2:4])
+        assert theirs != ours
+
+
+def test_an_epoch_of_a_skipping_loader_is_one_of_the_loader_it_was_made_of():
+    orders = []
+    for package in (accelerate, nb_accelerate):
+        config = package.utils.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+        accelerator = package.Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(range(6), shuffle=True))
+        resumed = [int(row) for row in accelerator.skip_first_batches(loader, 2)]
+        orders.append((resumed, [int(row) for row in loader], [int(row) for row in loader]))
+    (their_rest, their_next, their_second), (our_rest, our_next, _) = orders
+    assert our_rest == their_rest == their_next[2:]  # the epoch that was resumed comes once more
+    assert our_next == their_second
+
+
+def test_one_process_is_of_distributed_type_no_however_it_was_started():
+    code = (
+        "import importlib; "
+        "print([importlib.import_module(name).Accelerator(cpu=True).distributed_type.value "
+        "for name in ('nb_accelerate', 'accelerate')])"
+    )
+    said_by_torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        timeout=50,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | said_by_torchrun | meeting,
+    )
+    assert "['NO', 'MULTI_CPU']" in run.stdout, run.stderr
+
+
+def test_a_plugin_without_a_number_takes_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    steps = []
+    for package in (accelerate, nb_accelerate):
+        plugin = package.utils.GradientAccumulationPlugin(sync_each_batch=True)
+        steps.append(package.Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps)
+    assert steps == [1, 4]
+
+
+def test_schedulers_are_adjusted_unless_it_is_switched_off():
+    both(cpu=True)
+    assert accelerate.utils.GradientAccumulationPlugin().adjust_scheduler
+    assert [accelerate.state.GradientState().adjust_scheduler, GradientState().adjust_scheduler] == [False, True]
+
+
+def test_handlers_that_were_not_given_have_their_defaults():
+    theirs, ours = both(cpu=True)
+    names = ("ddp_handler", "scaler_handler", "init_handler", "autocast_handler", "profile_handler")
+    assert [getattr(theirs, name) for name in names] == [None] * 5
+    assert all(getattr(ours, name).to_kwargs() == {} for name in names)
+    process_group = accelerate.utils.InitProcessGroupKwargs()
+    assert (process_group.backend, process_group.timeout.seconds) == ("nccl", 600)
+    process_group = nb_accelerate.utils.InitProcessGroupKwargs()
+    assert (process_group.backend, process_group.timeout) == (None, None)
+
+
+def test_words_are_printed_as_their_values():
+    assert str(accelerate.DistributedType.MULTI_CPU) == "DistributedType.MULTI_CPU"
+    assert str(nb_accelerate.DistributedType.MULTI_CPU) == "MULTI_CPU"
+    assert nb_accelerate.DistributedType.MULTI_CPU == accelerate.DistributedType.MULTI_CPU
+
+
+def test_later_arguments_are_given_by_name():
+    assert accelerate.Accelerator(True, False, "no", 1, True, None, None, None, None, None, ["torch"]).rng_types
+    with pytest.raises(TypeError, match="positional arguments"):
+        nb_accelerate.Accelerator(True, False, "no", 1, True, None, None)  # type: ignore[misc]
+    for kind in ("DataLoaderShard", "DataLoaderDispatcher"):
+        importlib.import_module("accelerate.data_loader").__dict__[kind](range(3), None)
+        with pytest.raises(TypeError, match="positional arguments"):
+            importlib.import_module("nb_accelerate.data_loader").__dict__[kind](range(3), None)
+
+
+def test_errors_have_other_texts_and_mostly_the_same_builtin_types():
+    texts = []
+    for package in (accelerate, nb_accelerate):
+        with pytest.raises(ValueError, match="bf61") as caught:
+            package.Accelerator(cpu=True, mixed_precision="bf61")
+        texts.append((str(caught.value), repr(package.PartialState(cpu=True))))
+    assert texts[0][0] != texts[1][0]
+    assert texts[0][1] != texts[1][1]
+
+
+def test_fp16_computes_in_float16_on_a_cpu_too():
+    theirs, ours = both(cpu=True, mixed_precision="fp16")
+    for accelerator, dtype in ((theirs, torch.float32), (ours, torch.float16)):
+        with accelerator.autocast():
+            assert nn.Linear(1, 1)(torch.ones(1, 1)).dtype is dtype
+    assert theirs.scaler is None
+    assert ours.scaler is not None
+
+
+def test_backward_on_several_processes_needs_a_prepared_model(on_two_ranks):
+    assert [found["backward"] for found in on_two_ranks] == [[None, NotPreparedError.__name__]] * 2
+
+
+def test_attributes_of_an_accelerator_that_count_for_nothing_later_cannot_be_set():
+    theirs, ours = both(cpu=True)
+    for name in ("scaler", "init_handler", "scaler_handler", "state"):
+        setattr(theirs, name, None)
+        with pytest.raises(AttributeError):
+            setattr(ours, name, None)
+
+
+def test_libraries_that_ask_accelerate_itself_see_one_process_until_it_is_told(on_two_ranks):
+    for found in on_two_ranks:
+        assert found["accelerate knows"] is True
+        assert found["accelerate knows then"] == (2, 1.5)
