@@ -40,11 +40,17 @@ def packed(tensors: Sequence[Tensor], carry: Callable[[Tensor], Tensor], *leadin
             flat = tensor.detach().reshape(-1)
             if not leading and flat.data_ptr() == tensor.data_ptr():
                 flat = flat.clone()  # what is broadcast is written into; what is gathered is not
-            carried = carry(flat.view(torch.uint8))
-            results[index] = carried.view(tensor.dtype).reshape(*leading, *tensor.shape)
+            results[index] = _restored(carry(flat.view(torch.uint8)), tensor, leading)
     for indices in together.values():
         _carry_together(results, indices, carry, leading)
     return results
+
+
+def _restored(carried: Tensor, tensor: Tensor, leading: tuple[int, ...]) -> Tensor:
+    """Return bytes that were carried as numbers, in the shape of the tensor that they were made of."""
+    if not tensor.numel():  # no view of no bytes has another dtype
+        return tensor.new_empty((*leading, *tensor.shape))
+    return carried.view(tensor.dtype).reshape((*leading, *tensor.shape))
 
 
 def _carry_together(
@@ -68,6 +74,10 @@ def _carry_together(
     end = 0
     for (dtype, members), row in zip(groups, rows, strict=False):
         start, end = end, end + len(row)
+        if start == end:
+            for index in members:
+                tensors[index] = _restored(row, tensors[index], leading)
+            continue
         parts = torch.split(carried[..., start:end].view(dtype), [tensors[index].numel() for index in members], dim=-1)
         for index, part in zip(members, parts, strict=True):
-            tensors[index] = part.reshape(*leading, *tensors[index].shape)
+            tensors[index] = part.reshape((*leading, *tensors[index].shape))

@@ -13,7 +13,7 @@ from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.rows import count_rows
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.nested import find_batch_size, send_to_device, tensors_in
+from nb_accelerate.nested import find_batch_size, map_tensors, send_to_device, tensors_in
 from nb_accelerate.process.rng import RNGType
 
 if TYPE_CHECKING:
@@ -243,8 +243,11 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         if device is None:
             return None
         first = first.batch if type(first) is LastBatch else first
-        movable = not isinstance(first, (dict, list, tuple, torch.Tensor)) and hasattr(first, "to")
-        if device.type == "cpu" and not movable and all(tensor.device.type == "cpu" for tensor in tensors_in(first)):
+        leaves: list[Any] = []
+        map_tensors(leaves.append, first, movable=True)
+        if device.type == "cpu" and all(
+            isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves
+        ):
             return None
 
         def place(batch: Any) -> Any:

@@ -35,8 +35,11 @@ class Rows(Sequence[int]):
         if not isinstance(index, slice):
             return int(self._numbers[index])
         first, end, step = index.indices(len(self._numbers))
-        if step != 1 or end - first > _BLOCK:
-            return [int(number) for number in self._numbers.tolist()[index]]
+        if step < 0:  # no slice of a tensor goes backwards
+            return [int(self._numbers[number]) for number in range(first, end, step)]
+        if step > 1 or end - first > _BLOCK:
+            listed: list[int] = self._numbers[index].tolist()
+            return listed
         if first < self._first or end > self._first + len(self._block):
             self._first = first
             self._block = self._numbers[first : first + _BLOCK].tolist()

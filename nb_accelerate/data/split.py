@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
+
+
+_JOINED: tuple[type[Any], ...] = (list, tuple, str, bytes)  # by a plus, which of a numpy array means numbers
 
 
 def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -16,34 +21,52 @@ def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
-    """Return a rank's part of a list, tuple, tensor or anything else that can be sliced, or of a dict of those.
+    """Return a rank's part of something with a length, of its own type: a list, tensor, numpy array, table, mapping.
 
     Args:
-        inputs: the same on all ranks.
+        inputs: the same on all ranks. Of a mapping, every value is split; of a ``datasets.Dataset`` or a pandas
+            object, the rows.
         rank: whose part.
         world_size: how many ranks there are.
         pad: repeat the last item, so that all parts are equally long.
 
     Raises:
         TypeError: ``inputs`` has no length.
-        ValueError: the values of a dict are of different lengths.
+        ValueError: the values of a mapping are of different lengths.
     """
     if world_size == 1:
         return inputs
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"split_between_processes was given a dict whose values have different lengths, {lengths}, so their "
-                "items do not belong together. Split them one by one, or make them equally long."
+                f"split_between_processes was given a {type(inputs).__name__} whose values have different lengths, "
+                f"{lengths}, so their items do not belong together. Split them one by one, or make them equally long."
             )
-        return {key: split_between(value, rank, world_size, pad=pad) for key, value in inputs.items()}
-    first, end = bounds(len(inputs), rank, world_size)
+        parts = {key: split_between(value, rank, world_size, pad=pad) for key, value in inputs.items()}
+        if type(inputs) is dict or not isinstance(inputs, MutableMapping):
+            return parts
+        changed = copy.copy(inputs)  # keeps what mappings such as a tokenizer's BatchEncoding know besides
+        for key, part in parts.items():
+            changed[key] = part
+        return changed
+    length = len(inputs)
+    first, end = bounds(length, rank, world_size)
+    missing = -(-length // world_size) - (end - first) if pad and length else 0
+    return _rows_of(inputs, first, end, missing)
+
+
+def _rows_of(inputs: Any, first: int, end: int, missing: int) -> Any:
+    """Return a part of something, and ``missing`` times its very last item after it."""
+    numbers = [*range(first, end), *[len(inputs) - 1] * missing]
+    if hasattr(inputs, "column_names") and hasattr(inputs, "select"):  # a datasets.Dataset: slices are dicts of columns
+        return inputs.select(numbers)
+    if hasattr(inputs, "iloc"):  # of pandas
+        return inputs.iloc[numbers]
     part = inputs[first:end]
-    missing = -(-len(inputs) // world_size) - (end - first)
-    if not pad or not missing or not len(inputs):
+    if not missing:
         return part
-    last = inputs[-1:]
-    if isinstance(part, Tensor):
-        return torch.cat([part, last.expand(missing, *last.shape[1:])])
-    return part + last * missing
+    if isinstance(inputs, (Tensor, np.ndarray)):
+        return inputs[numbers]
+    # A range, say, cannot hold an item twice.
+    return part + inputs[-1:] * missing if isinstance(inputs, _JOINED) else [inputs[number] for number in numbers]

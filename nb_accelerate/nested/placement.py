@@ -11,23 +11,26 @@ from nb_accelerate.nested.nested import is_half, map_tensors
 if TYPE_CHECKING:
     import torch
 
-_CONTAINERS = (dict, list, tuple)
-
 
 def send_to_device(data: Any, device: torch.device | str | int, *, non_blocking: bool = False) -> Any:
     """Return ``data`` with all tensors on ``device``. Tensors that are there already are not copied.
 
     Args:
-        data: any structure. An object that knows how to move itself (``.to(device)``) does so.
+        data: any structure. Objects in it that know how to move themselves (``.to(device)``) do so: graphs, packed
+            sequences, a tokenizer's encodings.
         device: where to.
         non_blocking: do not wait for the copy; of use with pinned memory.
     """
-    if type(data) not in _CONTAINERS and not isinstance(data, Tensor) and callable(getattr(data, "to", None)):
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
         try:
-            return data.to(device, non_blocking=non_blocking)
-        except TypeError:  # a `to` without that argument, such as a tokenizer's BatchEncoding of older versions
-            return data.to(device)
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data)
+            return leaf.to(device, non_blocking=non_blocking)
+        except TypeError:  # a `to` without that argument
+            return leaf.to(device)
+
+    return map_tensors(move, data, movable=True)
 
 
 def to_float32(data: Any) -> Any:
