@@ -72,7 +72,8 @@ def prepare_data_loader(
         split_batches: as in `DataLoaderConfiguration`, like the others that are not named here.
         put_on_device: move batches to ``device``.
         rng_types: which random numbers get the state of process 0 before each epoch.
-        dispatch_batches: process 0 reads for all.
+        dispatch_batches: process 0 reads for all. None: it does so for an iterable dataset that cannot shard itself,
+            if there are other processes.
         even_batches: give all processes equally many batches.
         slice_fn_for_dispatch: cuts a batch into parts, where process 0 reads for all.
         use_seedable_sampler: shuffle by ``data_seed`` and the epoch.
@@ -86,9 +87,11 @@ def prepare_data_loader(
     """
     if torch_device_mesh is not None:
         raise ConfigError("torch_device_mesh was given, but device meshes are not supported yet. Leave it out.")
+    collectives = _collectives(num_processes, process_index)
+    alone = isinstance(collectives, OneOfMany)
     config = DataLoaderConfiguration(
         split_batches=split_batches,
-        dispatch_batches=dispatch_batches,
+        dispatch_batches=False if alone and dispatch_batches is None else dispatch_batches,
         even_batches=even_batches,
         use_seedable_sampler=use_seedable_sampler,
         data_seed=data_seed,
@@ -98,7 +101,7 @@ def prepare_data_loader(
     choices = newest_choices()
     return data.prepare_data_loader(
         dataloader,
-        collectives=_collectives(num_processes, process_index),
+        collectives=collectives,
         config=config,
         device=(device or process_here().device) if put_on_device else None,
         gradient_state=GradientState.of(choices) if choices else None,

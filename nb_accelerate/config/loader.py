@@ -19,7 +19,10 @@ class DataLoaderConfiguration(Options):
         split_batches: a batch of the loader is cut into one piece for each rank, so the batch size you wrote is
             that of all ranks together. By default every rank gets whole batches of that size.
         dispatch_batches: rank 0 reads all data and sends the others their part, for data that only one process
-            can or should read. None and False: every rank reads, of an iterable dataset all rows, and keeps its own.
+            can or should read. False: every rank reads, of an iterable dataset all rows, and keeps its own; they have
+            to come in the same order on all ranks. None: rank 0 reads iterable datasets. Those that can shard
+            themselves (``datasets.IterableDataset`` with a shard for each rank) are read by all ranks, each its own
+            shards, unless this is True.
         even_batches: fill up the last batches with rows from the start, so that all ranks have equally many; with
             whole batches from the start, where a batch sampler has no ``batch_size`` and its batches vary in size.
         use_seedable_sampler: shuffle by ``data_seed`` plus the epoch, independent of all other random numbers.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from nb_accelerate.data.epochs import EpochCounter
+from nb_accelerate.data.epochs import EpochCounter, numbers_kept
 from nb_accelerate.data.samplers import put_sampler, sampler_inside, skipping
 from nb_accelerate.data.stateful import is_stateful, stateful
 from nb_accelerate.errors import CheckpointError, ConfigError
@@ -70,6 +71,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.position = 0
         self.dl_state_dict: dict[str, Any] = {}
         self._dropped = skip_batches  # those that are left out after they were read
+        self._reread = 0  # batches that are read first and not handed out, to fill up an incomplete end
+        self._repeat = 0  # batches to leave out once, after reading was taken up where a state says
         self._resume_at: int | None = None  # where the next epoch begins, if a position was loaded
         # What reads the rest of the current epoch, if it was resumed in its middle.
         self._rest: DataLoaderAdapter | None = None
@@ -108,12 +111,24 @@ class DataLoaderAdapter(DataLoader[Any]):
         sampler = getattr(self, name)
         for one in ("shuffle",) if self.batch_sampler is None else ("shuffle", "batch_size", "drop_last"):
             changed.pop(one, None)  # what torch made the sampler of
-        changed[name] = skipping(sampler, batches * self._read_per_batch())
+        reread = self._to_reread()
+        changed[name] = skipping(sampler, batches * self._read_per_batch(), reread=reread)
+        if reread:
+            changed["reread"] = changed[name].reread
         if changed.get("share") is sampler:
             changed["share"] = changed[name]
         later = type(self)(**changed)
         later.skip_batches = skip
         return later
+
+    def _to_reread(self) -> int:
+        """Return how many batches at the beginning of the data are read although they are left out."""
+        return 0
+
+    @property
+    def left_out_by_reading(self) -> int:
+        """Batches at the beginning of every epoch that are left out after they were read."""
+        return self._dropped
 
     @property
     def iteration(self) -> int:
@@ -216,9 +231,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Start an epoch: return its batches, and set ``position`` to how many of them are left out."""
         resume_at, self._resume_at = self._resume_at, None
         self.position = self.skip_batches if resume_at is None else resume_at
-        # torch draws a number when reading begins. An epoch that is resumed has drawn it before, so what follows
-        # (dropout, say) gets the numbers it would have got.
-        with torch.random.fork_rng(devices=(), enabled=self.position > 0):
+        # torch draws a number when reading begins, and rows that are left out may draw some when they are read. An
+        # epoch that is resumed has done so before, so what follows (dropout, say) gets the numbers it would have got.
+        with numbers_kept(when=self.position > 0):
             source = self._source() if resume_at is None else self._source_from(resume_at)
         self._epochs.begins(self)
         return source
@@ -235,10 +250,32 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _read(self) -> Iterator[Any]:
         """Return the batches of an epoch, where they are read."""
-        source = iter(super().__iter__())
+        with self._seeded_before():
+            source = iter(super().__iter__())
+        self._leave_out(source)
+        return source
+
+    def _leave_out(self, source: Iterator[Any]) -> None:
+        """Read what is to be left out of an epoch, as far as it has to be read."""
         for _ in range(self._dropped * self._read_per_batch()):
             next(source, None)
-        return source
+
+    @contextlib.contextmanager
+    def _seeded_before(self) -> Iterator[None]:
+        """Start workers in a later epoch without drawing the number that seeds them.
+
+        Workers that stay draw it once. If this process starts them in a later epoch because training is resumed, the
+        uninterrupted one had drawn it before.
+        """
+        if not (self.persistent_workers and self._epochs.epoch and self._iterator is None):
+            yield
+            return
+        own, self.generator = self.generator, torch.Generator()
+        try:
+            self.generator.manual_seed((torch.initial_seed() + self._epochs.epoch) % 2**63)
+            yield
+        finally:
+            self.generator = own
 
     @property
     def _source_loader(self) -> Any:
@@ -248,6 +285,11 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _read_state(self) -> Any:
         """Return where reading is, for loaders that save more of it than a number; else None."""
         return None
+
+    @property
+    def _to_repeat(self) -> int:
+        """How many batches were handed out since reading was where `_reached` says."""
+        return 0
 
     def _reached(self) -> Any:
         """Return where reading was when it had read what `_source` yielded last, likewise."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class EpochCounter:
@@ -72,3 +80,22 @@ def _listeners(things: tuple[Any, ...]) -> list[Any]:
         inner = vars(thing) if hasattr(thing, "__dict__") else {}
         queue += [inner[name] for name in ("batch_sampler", "sampler") if name in inner]
     return found
+
+
+@contextlib.contextmanager
+def numbers_kept(*, when: bool = True) -> Iterator[None]:
+    """Give the random numbers of Python, numpy and torch, on the CPU, their states back at the end of a block.
+
+    Args:
+        when: whether to do so at all.
+    """
+    if not when:
+        yield
+        return
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

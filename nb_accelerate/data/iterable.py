@@ -1,4 +1,4 @@
-"""One rank's part of an iterable dataset.
+"""One rank's part of an iterable dataset, where rank 0 does not read for all (``dispatch_batches=False``).
 
 Every rank reads the whole stream and keeps its rows. The dataset may be read in a worker process of the
 loader, which has no way to say at the end how many rows of the last group are real. So the rows of that group
@@ -9,9 +9,10 @@ which the loader opens. `IterableDatasetShard`, for loops of the user's, yields 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from typing_extensions import override
 
@@ -31,11 +32,19 @@ class LastRow:
 
 @dataclass(frozen=True, slots=True)
 class LastBatch:
-    """A batch of an incomplete last group, and how many rows of that group are real."""
+    """A batch of an incomplete last group, and how many rows of that group are real.
+
+    Attributes:
+        batch: this rank's part of the group.
+        real: how many rows of the group are real.
+        rows: how many this part has.
+        rows_of_ranks: how many the parts of all ranks have, if they differ; else None.
+    """
 
     batch: Any
     real: int
     rows: int
+    rows_of_ranks: tuple[int, ...] | None = None
 
     def pin_memory(self) -> LastBatch:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
@@ -75,6 +84,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: the number of this one.
         split_batches: cut each batch into pieces instead of handing out whole batches.
         even_batches: fill up the last group with rows from the start.
+        skip_batches: batches of the user's loader to leave out at the beginning.
 
     Raises:
         ConfigError: ``batch_size`` cannot be split.
@@ -90,8 +100,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
         *,
         even_batches: bool = True,
+        skip_batches: int = 0,
     ) -> None:
         self.dataset = dataset
+        self.skip_batches = skip_batches
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_processes = num_processes
@@ -107,7 +119,8 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         plan = ShardPlan(
-            rows=len(self.dataset),  # type: ignore[arg-type]  # raises TypeError, as the dataset itself would
+            # raises TypeError, as the dataset itself would
+            rows=max(len(self.dataset) - self.skip_batches * self.batch_size, 0),  # type: ignore[arg-type]
             batch_size=self.batch_size,
             world_size=self.num_processes,
             split_batches=self.split_batches,
@@ -124,7 +137,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         first = self.process_index * self._local
         start: list[Any] | None = None
         group: list[Any] = []
-        for row in self.dataset:
+        for row in islice(self.dataset, self._rows_left_out(), None):
             group.append(row)
             if len(group) == size:
                 yield from group[first : first + self._local]
@@ -142,6 +155,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         )
         for piece in pieces:
             yield from self._last_rows(piece, len(group))
+
+    def _rows_left_out(self) -> int:
+        worker = get_worker_info()
+        if worker is None:
+            return self.skip_batches * self.batch_size
+        # Workers take turns, a batch each.
+        return -(-(self.skip_batches - worker.id) // worker.num_workers) * self.batch_size if self.skip_batches else 0
 
     def _last_rows(self, rows: list[Any], real: int) -> list[Any]:  # noqa: ARG002 - for the subclass
         """Return the rows of an incomplete last group as they are to be yielded."""

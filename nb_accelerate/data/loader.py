@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -49,6 +50,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         total_batch_size: rows of all ranks together in one step.
         items_are_batches: the user's loader has no batch size: what it reads are batches by themselves.
         non_blocking: do not wait for copies to the device; batches are then sent there one ahead.
+        prepared: whether its rows are shared out between ranks; `prepare_data_loader` does it if they are not.
         **kwargs: those of `DataLoaderAdapter`.
 
     Attributes:
@@ -78,10 +80,12 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         total_batch_size: int | None = None,
         items_are_batches: bool = False,
         non_blocking: bool = False,
+        prepared: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
         self.device = device
+        self.prepared = prepared
         self._share = share
         self.gradient_state = gradient_state or LoaderView()
         self._tracker = self.gradient_state.tracker
@@ -101,6 +105,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             "total_batch_size": total_batch_size,
             "items_are_batches": items_are_batches,
             "non_blocking": non_blocking,
+            "prepared": prepared,
         }
 
     @property
@@ -203,7 +208,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 if type(current) is LastBatch:  # of one worker of several; others go on
                     current = self._open(current)
                     yield current if late is None else late(current)
-                    self.batch_remainder = None
+                    self.batch_remainder = self.rows_of_ranks = None
                 else:
                     yield current if late is None else late(current)
                 current = upcoming if ahead is None else ahead(upcoming)
@@ -252,7 +257,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
         def place(batch: Any) -> Any:
             if type(batch) is LastBatch:
-                return LastBatch(send_to_device(batch.batch, device, non_blocking=non_blocking), batch.real, batch.rows)
+                return replace(batch, batch=send_to_device(batch.batch, device, non_blocking=non_blocking))
             try:
                 return send_to_device(batch, device, non_blocking=non_blocking)
             except NotImplementedError as error:  # a device that cannot be copied from
@@ -272,6 +277,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             real *= rows
         self.remainder = self.batch_remainder = real
         self.rows_on_rank = rows
+        self.rows_of_ranks = marked.rows_of_ranks
         return marked.batch
 
     def _mark(self, batch: Any) -> Any:

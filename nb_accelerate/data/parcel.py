@@ -21,12 +21,13 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a buffer a tensor lies."""
+    """Where in a buffer a tensor lies, and whether it came from the CPU."""
 
     offset: int
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    of_cpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def pack(batch: Any) -> tuple[Label, list[Tensor]]:
     offset = 0
     for tensor in packer.tensors:
         size = tensor.numel() * tensor.element_size()
-        places.append(Place(offset, size, tuple(tensor.shape), tensor.dtype))
+        places.append(Place(offset, size, tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return Label(file.getvalue(), tuple(places), offset), packer.tensors
 
@@ -91,10 +92,21 @@ def write(label: Label, tensors: list[Tensor], buffer: Tensor) -> None:
         _at(place, buffer).copy_(tensor)
 
 
-def unpack(label: Label, buffer: Tensor) -> Any:
-    """Return the batch that arrived. Its tensors lie in the buffer."""
+def unpack(label: Label, buffer: Tensor, *, bring_back: bool = False) -> Any:
+    """Return the batch that arrived. Its tensors lie in the buffer.
+
+    Args:
+        label: what the bytes are.
+        buffer: the bytes, on the device that carried them.
+        bring_back: copy tensors to the CPU that came from there, instead of leaving them on that device.
+    """
     assert label.skeleton is not None
-    return _Unpacker(io.BytesIO(label.skeleton), [_at(place, buffer) for place in label.places]).load()
+    tensors = [_at(place, buffer) for place in label.places]
+    if bring_back:
+        tensors = [
+            tensor.cpu() if place.of_cpu else tensor for place, tensor in zip(label.places, tensors, strict=True)
+        ]
+    return _Unpacker(io.BytesIO(label.skeleton), tensors).load()
 
 
 def _at(place: Place, buffer: Tensor) -> Tensor:

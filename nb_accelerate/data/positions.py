@@ -36,16 +36,21 @@ class Found:
         epoch: the one it is in.
         position: batches of it that were handed out.
         reading: torchdata's part.
-        to_restore: the same if samplers or datasets have a state in it; else nothing, and the position is enough.
+        repeat: batches to leave out once reading is taken up there.
+        to_restore: the same as ``reading`` if samplers or datasets have a state in it; else nothing, and the position
+            is enough.
     """
 
     epoch: int
     position: int
     reading: dict[str, Any]
+    repeat: int
     to_restore: dict[str, Any]
 
 
-def complete(reading: Mapping[str, Any], *, epoch: int, position: int, per_batch: int) -> dict[str, Any]:
+def complete(
+    reading: Mapping[str, Any], *, epoch: int, position: int, per_batch: int, repeat: int = 0
+) -> dict[str, Any]:
     """Return a position to be saved.
 
     Args:
@@ -53,9 +58,12 @@ def complete(reading: Mapping[str, Any], *, epoch: int, position: int, per_batch
         epoch: which one.
         position: batches of it that were handed out.
         per_batch: how many batches are read for one that is handed out.
+        repeat: batches that were handed out since reading was there.
     """
-    own = {} if (epoch, position) == _assumed(reading, per_batch) else {_OURS: {"epoch": epoch, "position": position}}
-    return {**reading, **own}
+    if (epoch, position) == _assumed(reading, per_batch) and not repeat:
+        return dict(reading)
+    own = {"epoch": epoch, "position": position} | ({"repeat": repeat} if repeat else {})
+    return {**reading, _OURS: own}
 
 
 def find(state: Any, *, per_batch: int, workers: int) -> Found:
@@ -75,7 +83,7 @@ def find(state: Any, *, per_batch: int, workers: int) -> Found:
     try:
         epoch, position = _assumed(reading, per_batch)
         own = state.get(_OURS, {"epoch": epoch, "position": position})
-        epoch, position = _whole(own["epoch"]), _whole(own["position"])
+        epoch, position, repeat = _whole(own["epoch"]), _whole(own["position"]), _whole(own.get("repeat", 0))
         states = _states(reading)
         were = len(reading["_snapshot"]["_worker_snapshots"]) if "_snapshot" in reading else 0
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -89,7 +97,7 @@ def find(state: Any, *, per_batch: int, workers: int) -> Found:
             f"dataset in each of them, and this loader has num_workers={workers}. Write num_workers={were}."
         )
     to_restore = reading if states and were == workers else {}
-    return Found(epoch=epoch, position=position, reading=reading, to_restore=to_restore)
+    return Found(epoch=epoch, position=position, reading=reading, repeat=repeat, to_restore=to_restore)
 
 
 def is_over(reading: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ torch does not let the sampler of a loader be changed, so a new loader is made, 
 from __future__ import annotations
 
 import copy
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,12 +24,20 @@ from torch.utils.data import (
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.data.counted import CountingCollate
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.data.native import DataLoaderNativeShard, shard_of, shards_itself, shuffled_without_seed
 from nb_accelerate.data.order import SharedNumbers, shared_order
 from nb_accelerate.data.plan import rows_per_rank
-from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.data.samplers import (
+    BatchSamplerShard,
+    SamplerShard,
+    SeedableRandomSampler,
+    left_out,
+    skipping,
+)
 from nb_accelerate.data.stateful import is_stateful, stateful
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import RNGType
@@ -84,43 +93,102 @@ def prepare_data_loader(
         ConfigError: the loader is sharded already, or cannot be shared out as ``config`` says.
         MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
     """
-    if isinstance(loader, DataLoaderShard):
+    if isinstance(loader, DataLoaderDispatcher) or (isinstance(loader, DataLoaderShard) and loader.prepared):
         return loader
-    if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
+    _refuse_own_iteration(loader)
+    return _made(
+        loader,
+        collectives,
+        config or DataLoaderConfiguration(),
+        rng_types,
+        slice_fn=slice_fn,
+        device=device,
+        gradient_state=gradient_state,
+        prepared=True,
+    )
+
+
+def _refuse_own_iteration(loader: DataLoader[Any]) -> None:
+    if type(loader).__iter__ not in {DataLoader.__iter__, DataLoaderShard.__iter__} and not is_stateful(loader):
         raise ConfigError(
             f"{type(loader).__name__} has an __iter__ of its own, which would be lost: prepare makes a new "
             "DataLoader. Prepare a plain torch.utils.data.DataLoader, or leave yours out and move its batches to "
             "accelerator.device."
         )
-    config = config or DataLoaderConfiguration()
+
+
+def _made(
+    loader: DataLoader[Any],
+    collectives: Collectives,
+    config: DataLoaderConfiguration,
+    rng_types: Sequence[RNGType],
+    *,
+    slice_fn: SliceFunction | None = None,
+    **settings: Any,
+) -> DataLoaderShard:
+    """Return a new loader: the user's, with what is read by whom decided."""
     kept = {name: getattr(loader, name) for name in _KEPT}
     if loader.num_workers:
         kept |= {name: getattr(loader, name) for name in _KEPT_WITH_WORKERS if hasattr(loader, name)}
     if is_stateful(loader):
         kept["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]  # torchdata's
-    dispatch = bool(config.dispatch_batches) and collectives.world_size > 1
-    maker = _Maker(loader, collectives, config, rng_types, dispatch=dispatch)
+    reading = _reading(loader.dataset, collectives.world_size, config)
+    maker = _Maker(loader, collectives, config, rng_types, reading)
     parts = maker.iterable() if isinstance(loader.dataset, IterableDataset) else maker.mapped()
     kind: Any = DataLoaderShard
-    if dispatch:
-        kind = DataLoaderDispatcher
-        parts |= {
-            "collectives": collectives,
-            "split_batches": config.split_batches,
-            "even_batches": config.even_batches,
-            "slice_fn": slice_fn,
-        }
+    if reading is not _Reading.EVERY_RANK:
+        kind = DataLoaderDispatcher if reading is _Reading.RANK_0 else DataLoaderNativeShard
+        parts |= {"collectives": collectives, "even_batches": config.even_batches}
+        if (parts.get("batch_size", loader.batch_sampler)) is not None:
+            parts["collate_fn"] = CountingCollate(loader.collate_fn)
+    if reading is _Reading.RANK_0:
+        parts |= {"split_batches": config.split_batches, "slice_fn": slice_fn}
     if config.use_stateful_dataloader or is_stateful(loader):
         kind = stateful(kind)
-    prepared: DataLoaderShard = kind(
-        device=device,
-        gradient_state=gradient_state,
+    made: DataLoaderShard = kind(
         rng_types=rng_types,
         non_blocking=config.non_blocking,
         rows=_length(loader.dataset),
-        **{**kept, **parts},
+        **{**kept, **parts, **settings},
     )
-    return prepared
+    if isinstance(loader, DataLoaderShard) and loader.iteration:
+        made.set_epoch(loader.iteration)
+    return made.skipping(maker.later) if maker.later else made
+
+
+class _Reading(Enum):
+    """Who reads the data."""
+
+    EVERY_RANK = "every rank, of an iterable dataset all rows"
+    RANK_0 = "rank 0, for all"
+    OWN_PART = "every rank, its own part of a stream that shards itself"
+
+
+def _reading(dataset: Any, world_size: int, config: DataLoaderConfiguration) -> _Reading:
+    """Return who reads a dataset.
+
+    Raises:
+        ConfigError: all ranks are to read a stream, and it would be shuffled in another order on each.
+    """
+    if world_size == 1:
+        return _Reading.EVERY_RANK
+    if config.dispatch_batches:
+        return _Reading.RANK_0
+    if not isinstance(dataset, IterableDataset):
+        return _Reading.EVERY_RANK
+    sharding = shards_itself(dataset, world_size)
+    if sharding and not shuffled_without_seed(dataset):
+        return _Reading.OWN_PART
+    # One that shuffles, or that is read from a socket, would yield other rows on each rank.
+    if config.dispatch_batches is None:
+        return _Reading.RANK_0
+    if sharding:
+        raise ConfigError(
+            "The dataset is shuffled without a seed, so each rank would take its shards out of another order, and "
+            "dispatch_batches=False says that each rank reads. Write dataset.shuffle(seed=42), or leave "
+            "dispatch_batches out: then rank 0 reads for all."
+        )
+    return _Reading.EVERY_RANK
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
@@ -137,11 +205,18 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         ConfigError: ``num_batches`` is not a whole number, or negative.
     """
     check_whole("num_batches", num_batches, at_least=0)
-    return prepare_data_loader(dataloader, collectives=SingleCollectives()).skipping(num_batches)
+    if not isinstance(dataloader, DataLoaderShard):
+        _refuse_own_iteration(dataloader)
+        dataloader = _made(dataloader, SingleCollectives(), DataLoaderConfiguration(), (RNGType.GENERATOR,))
+    return dataloader.skipping(num_batches)
 
 
 class _Maker:
-    """Makes those arguments of the new loader that differ from the old one's."""
+    """Makes those arguments of the new loader that differ from the old one's.
+
+    Attributes:
+        later: batches of the new loader to leave out, where the old one does so.
+    """
 
     def __init__(
         self,
@@ -149,16 +224,25 @@ class _Maker:
         collectives: Collectives,
         config: DataLoaderConfiguration,
         rng_types: Sequence[RNGType],
-        *,
-        dispatch: bool,
+        reading: _Reading,
     ) -> None:
         self.loader = loader
+        self.reading = reading
         # Where rank 0 reads for all, it reads as if it were alone.
-        self.ranks = 1 if dispatch else collectives.world_size
-        self.rank = 0 if dispatch else collectives.rank
+        self.ranks = 1 if reading is _Reading.RANK_0 else collectives.world_size
+        self.rank = 0 if reading is _Reading.RANK_0 else collectives.rank
         self.collectives = collectives
         self.config = config
         self.rng_types = rng_types
+        self.later = 0
+
+    def _skipped(self, batches: int) -> int:
+        """Leave out batches of the old loader: whole steps of the new one if they are some; return what remains."""
+        per_step = 1 if self.config.split_batches else self.collectives.world_size
+        if batches % per_step:
+            return batches
+        self.later = batches // per_step
+        return 0
 
     def mapped(self) -> dict[str, Any]:
         """Return the arguments for a dataset whose rows can be asked for by number."""
@@ -167,10 +251,16 @@ class _Maker:
         # at once are read that way), or may yield items that are batches by themselves.
         batched = loader.batch_sampler is not None
         outer: Any = loader.batch_sampler if batched else loader.sampler
+        skipped = 0
+        if isinstance(loader, DataLoaderShard):  # not prepared: made to leave out the beginning
+            outer, skipped = left_out(outer)
+            skipped = self._skipped(skipped + loader.left_out_by_reading)
         batches = batched or isinstance(outer, BatchSampler)
         inner = getattr(outer, "sampler", None) if batches else outer
         self._refuse_sharded(inner if inner is not None else outer)
         outer = self._own(outer, inner, batches=batches)
+        if skipped:
+            outer = skipping(outer, skipped)
         parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._global_sync()}
         if self.ranks > 1:
             if batches:
@@ -205,10 +295,16 @@ class _Maker:
         }
         if batched:
             parts["drop_last"] = loader.drop_last
+        skipped = self._skipped(loader.left_out_by_reading) if isinstance(loader, DataLoaderShard) else 0
         if self.ranks == 1:
-            return parts
+            return parts | ({"drop_reads": skipped} if skipped else {})
         split = self.config.split_batches and batched
         size = loader.batch_size or 1
+        if batched:
+            parts["batch_size"] = rows_per_rank(size, self.ranks, split_batches=split)
+        if self.reading is _Reading.OWN_PART:
+            parts["dataset"] = shard_of(loader.dataset, self.rank, self.ranks)
+            return parts | {"drop_reads": max(-(-(skipped - self.rank) // self.ranks), 0)}
         parts["dataset"] = parts["share"] = MarkingShard(
             cast("Iterable[Any]", loader.dataset),
             size,
@@ -217,11 +313,10 @@ class _Maker:
             self.rank,
             split,
             even_batches=self.config.even_batches,
+            skip_batches=skipped,
         )
         parts["items_are_batches"] = not batched
         parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
-        if batched:
-            parts["batch_size"] = rows_per_rank(size, self.ranks, split_batches=split)
         return parts
 
     def _refuse_sharded(self, sampler: object) -> None:

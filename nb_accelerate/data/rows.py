@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -16,9 +16,20 @@ Rebuild = Callable[[list[Any]], Any]
 
 
 def count_rows(batch: Any) -> int | None:
-    """Return how many rows a batch has, or None if nothing in it has rows."""
+    """Return how many rows a batch seems to have, or None if nothing in it has rows.
+
+    Those of its first tensor; without tensors, those of its first list of other things, such as texts.
+    """
     rows = find_batch_size(batch)
-    return len(batch) if rows is None and isinstance(batch, (list, tuple)) else rows
+    return rows if rows is not None else _listed_rows(batch)
+
+
+def _listed_rows(data: Any) -> int | None:
+    inside = _opened(data)
+    if inside is None:
+        return None
+    found = next((rows for rows in map(_listed_rows, inside[0]) if rows is not None), None)
+    return len(data) if found is None and isinstance(data, (list, tuple)) else found
 
 
 def slice_rows(
@@ -26,6 +37,8 @@ def slice_rows(
     tensor_slice: slice,
     process_index: int | None = None,  # noqa: ARG001 - what a user's own slice function is told as well
     num_processes: int | None = None,  # noqa: ARG001 - likewise
+    *,
+    rows: int | None = None,
 ) -> Any:
     """Return some rows of a batch: a slice of every tensor, and of every list of other things with one per row.
 
@@ -34,8 +47,9 @@ def slice_rows(
         tensor_slice: which rows.
         process_index: whom they are for.
         num_processes: how many ranks there are.
+        rows: how many ``batch`` has; counted by default.
     """
-    return _slice(batch, tensor_slice, count_rows(batch))
+    return _slice(batch, tensor_slice, count_rows(batch) if rows is None else rows)
 
 
 def _slice(data: Any, rows_wanted: slice, rows: int | None) -> Any:
@@ -50,13 +64,19 @@ def _slice(data: Any, rows_wanted: slice, rows: int | None) -> Any:
     return rebuild([_slice(item, rows_wanted, rows) for item in items])
 
 
-def join_rows(batches: list[Any]) -> Any:
+def join_rows(batches: list[Any], rows: list[int | None] | None = None) -> Any:
     """Return the rows of several batches of the same structure as one batch.
+
+    Args:
+        batches: at least one.
+        rows: how many each has; counted by default.
 
     Raises:
         ValueError: tensors of the batches do not fit together.
     """
-    return batches[0] if len(batches) == 1 else _join(batches, [count_rows(batch) for batch in batches])
+    if len(batches) == 1:
+        return batches[0]
+    return _join(batches, [count_rows(batch) for batch in batches] if rows is None else rows)
 
 
 def _join(batches: list[Any], rows: list[int | None]) -> Any:
@@ -85,10 +105,29 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 def _is_column(data: Any, rows: int | None) -> bool:
-    """Whether something is a list with one entry for each row, such as the texts of a batch."""
+    """Whether something is a list with one entry for each row, such as the texts of a batch.
+
+    A list of as many columns as there are rows is none: all tensors in it have that many rows.
+    """
     if type(data) not in (list, tuple) or len(data) != rows:
         return False
-    return not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in data)
+    if all(_opened(item) is None and not isinstance(item, Tensor) for item in data):
+        return True
+    columns = [_is_of_columns(item, rows) for item in data]
+    return False in columns or True not in columns
+
+
+def _is_of_columns(data: Any, rows: int) -> bool | None:
+    """Return whether all in something has that many rows; None if nothing in it could have."""
+    if isinstance(data, Tensor):
+        return data.dim() > 0 and len(data) == rows
+    if _is_column(data, rows):
+        return True
+    inside = _opened(data)
+    if inside is None:
+        return None
+    parts = [part for part in (_is_of_columns(item, rows) for item in inside[0]) if part is not None]
+    return all(parts) if parts else None
 
 
 def _opened(data: Any) -> tuple[list[Any], Rebuild] | None:

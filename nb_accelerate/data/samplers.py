@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -105,6 +105,7 @@ class BatchSamplerShard(BatchSampler):
     Attributes:
         on_start: what ``in_step`` returned.
         start: how many batches of this rank are left out at the beginning of every epoch.
+        reread: how many of those are yielded all the same, before the others.
         last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
             None if its last batch is complete on all ranks.
         last_rows_of_ranks: after an epoch, how many rows each rank has of that group, if not all have equally many
@@ -129,7 +130,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.start = 0
+        self.start = self.reread = 0
         size = getattr(batch_sampler, "batch_size", None)
         if size is None and split_batches:
             raise ConfigError(
@@ -187,7 +188,7 @@ class BatchSamplerShard(BatchSampler):
         if self.on_start is not None:
             self.on_start()
         # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
-        yield from self._planned() if self._plannable else islice(self._streamed(), self.start, None)
+        yield from self._planned() if self._plannable else _later(self._streamed(), self.start, self.reread)
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -204,7 +205,8 @@ class BatchSamplerShard(BatchSampler):
         order = _order_of(self.sampler)
         plan = self._plan(len(order))
         self._note_last(plan.remainder)
-        return plan.batches(order, self.process_index, start=self.start)
+        later = plan.batches(order, self.process_index, start=self.start)
+        return chain(islice(plan.batches(order, self.process_index), self.reread), later) if self.reread else later
 
     def _streamed(self) -> Iterator[list[Any]]:
         """Go through all batches of a sampler whose order is its own affair."""
@@ -327,11 +329,15 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: yields batches of row numbers, or row numbers.
         skip_batches: how many to leave out at the beginning of every epoch.
+
+    Attributes:
+        reread: how many of those are yielded all the same, before the others.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.reread = 0
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # not all have one
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
@@ -351,11 +357,15 @@ class SkipBatchSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batch_sampler)
-        if not hasattr(batches, "state_dict"):
-            return islice(batches, self.skip_batches, None)  # draws nothing before the first is asked for
+        if self.reread or not hasattr(batches, "state_dict"):
+            return _later(batches, self.skip_batches, self.reread)  # draws nothing before the first is asked for
         for _ in islice(batches, self.skip_batches):
             pass
         return batches  # as it is: it can save its position
+
+
+def _later(batches: Iterator[Any], start: int, reread: int) -> Iterator[Any]:
+    return chain(islice(batches, reread), islice(batches, start - reread, None))
 
 
 def sampler_inside(outer: Any) -> Any:
@@ -392,17 +402,31 @@ def _starting_at(shard: S, batch: int) -> S:
     return later
 
 
-def skipping(sampler: Any, batches: int) -> Any:
+def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
     """Return any sampler or batch sampler without the first batches of each epoch, as cheaply as can be.
 
     Args:
         sampler: a rank's, or the user's own.
         batches: how many to leave out.
+        reread: how many of those to yield all the same, before the others, if there are so many.
     """
+    later: Any
+    inner, before = left_out(sampler)
     if isinstance(sampler, (BatchSamplerShard, SamplerShard)):
-        return sampler.starting_at(batches)
-    if type(sampler) is BatchSampler and type(sampler.sampler) in _FINITE:
-        return BatchSamplerShard(sampler, even_batches=False).starting_at(batches)
+        later = sampler.starting_at(batches)
+    elif type(sampler) is BatchSampler and type(sampler.sampler) in _FINITE:
+        later = BatchSamplerShard(sampler, even_batches=False).starting_at(batches)
+    else:
+        later = SkipBatchSampler(inner, before + batches)
+    if reread:
+        later.reread = min(reread, before + batches)
+    return later
+
+
+def left_out(sampler: Any) -> tuple[Any, int]:
+    """Return the sampler that `skipping` was given, and how many of its batches it leaves out by now."""
     if isinstance(sampler, SkipBatchSampler):
-        return SkipBatchSampler(sampler.batch_sampler, sampler.skip_batches + batches)
-    return SkipBatchSampler(sampler, batches)
+        return sampler.batch_sampler, sampler.skip_batches
+    if isinstance(sampler, BatchSamplerShard) and sampler.num_processes == 1 and sampler.start:
+        return sampler.batch_sampler, sampler.start
+    return sampler, 0

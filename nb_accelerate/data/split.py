@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-
 _JOINED: tuple[type[Any], ...] = (list, tuple, str, bytes)  # by a plus, which of a numpy array means numbers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import UserDict, namedtuple
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -277,3 +278,23 @@ def test_parcels_hold_any_tensors():
     for one, other in zip([*tensors, tensors[0]], [*arrived["tensors"], arrived["again"]], strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
+
+
+def test_tensors_come_back_to_where_they_were_if_batches_are_not_to_be_moved():
+    class Recorded(torch.Tensor):
+        """Bytes on a device, as far as one can tell: brought back by what is asked of them."""
+
+        def cpu(self):
+            brought.append(tuple(self.shape))
+            return super().cpu()
+
+    batch = {"of the CPU": torch.arange(3.0), "elsewhere": torch.ones(2, 2)}
+    label, tensors = pack(batch)
+    label = replace(label, places=(label.places[0], replace(label.places[1], of_cpu=False)))
+    buffer = torch.zeros(label.size, dtype=torch.uint8)
+    write(label, tensors, buffer)
+    for bring_back, expected in ((True, [(3,)]), (False, [])):
+        brought = []
+        arrived = unpack(label, buffer.as_subclass(Recorded), bring_back=bring_back)
+        assert brought == expected
+        assert [arrived[name].tolist() for name in batch] == [tensor.tolist() for tensor in tensors]
