@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.board import Phase
-from nb_accelerate.checkpoint import state
-from nb_accelerate.checkpoint.folder import holds_something, numbered, settle, settle_all
+from nb_accelerate.checkpoint import loading, state
+from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.model import write_model
+from nb_accelerate.checkpoint.numbered import keep_newest, newest_whole
+from nb_accelerate.checkpoint.sharing import Place
 from nb_accelerate.checkpoint.together import together
+from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nb_accelerate.checkpoint.registry import Hook
+    from nb_accelerate.comm import Collectives
+
+logger = logging.getLogger("nb_accelerate")
 
 
 class CheckpointSlice(Slice):
@@ -34,7 +40,8 @@ class CheckpointSlice(Slice):
     @property
     def should_save_model(self) -> bool:
         """Whether this process is one that writes weights: the main one, or that of each machine."""
-        return self._place().is_writer
+        topology = self.core.process.topology
+        return topology.is_local_main if self.core.recording.project.save_on_each_node else topology.is_main
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the weights of a model by name.
@@ -123,15 +130,16 @@ class CheckpointSlice(Slice):
     ) -> Path:
         """Save what the run needs to go on: models, optimizers, schedulers, the scaler, random numbers, loaders.
 
-        A checkpoint that is there already is replaced when the new one is on the disk: a run that is killed while it
-        saves has one or the other. Every process calls it, since each has random numbers of its own; where only the
-        main one does, or was done when the others were killed, those of the others are not restored, and a line says
-        so. Numbered folders need all processes: they wait for each other.
+        The checkpoint is published as a whole, when all processes have written their part: a run that is killed while
+        it saves, or fails to, leaves the one that was there before. What else is in the folder stays.
+
+        Every process calls it, since each has random numbers of its own. Where only the main one does, as in some
+        scripts, it waits for the others for a while, goes on alone, and says so. Numbered folders need all processes.
 
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
                 makes ``checkpoints/checkpoint_<number>`` in the ``project_dir``, and removes the oldest if there are
-                more than its ``total_limit``.
+                more than its ``total_limit`` of which nothing is missing.
             safe_serialization: write weights as safetensors; else as `torch.save` does.
             **save_model_func_kwargs: for engines that save models themselves; none is supported yet.
 
@@ -139,30 +147,32 @@ class CheckpointSlice(Slice):
             The folder.
 
         Raises:
-            CheckpointError: a weight is nothing that safetensors can hold.
+            CheckpointError: a weight is nothing that safetensors can hold, or something could not be written, on this
+                process or another. What was there is there still.
             ConfigError: there is no folder to write to, or one with this number is there already.
         """
         if save_model_func_kwargs:
             raise ConfigError(f"save_state got {', '.join(save_model_func_kwargs)}, which no engine here takes.")
-        project = self.core.recording.project
-        folder = self._next_folder() if project.automatic_checkpoint_naming else _given(output_dir, "output_dir")
-        core, place = self.core, self._place()
+        core, project = self.core, self.core.recording.project
+        automatic = project.automatic_checkpoint_naming
+        folder = self._next_folder() if automatic else _given(output_dir, "output_dir")
         with self._shown_as_saving():
-            state.save_state(
-                folder,
-                place=place,
-                weights=self._weights,
-                parts=self._parts(),
-                loaders=core.prepared.loaders,
-                step=core.accumulation.step,
-                serial=project.iteration,
-                safe_serialization=safe_serialization,
-            )
-            if project.automatic_checkpoint_naming:
-                core.collectives.barrier()
-                if project.total_limit is not None and place.is_writer:
-                    for _, old in numbered(folder.parent)[: -project.total_limit]:
-                        shutil.rmtree(old)
+            collectives = core.collectives if automatic else self._who_saves(folder)
+            if collectives is not None:
+                state.save_state(
+                    folder,
+                    collectives=collectives,
+                    place=self._place(),
+                    on_each_machine=project.save_on_each_node,
+                    weights=self._weights,
+                    parts=self._parts(),
+                    loaders=core.prepared.loaders,
+                    step=core.accumulation.step,
+                    safe_serialization=safe_serialization,
+                )
+            if automatic and project.total_limit is not None:
+                limit = project.total_limit
+                together(core.collectives, lambda: keep_newest(folder, limit) if self.should_save_model else None)
         project.iteration += 1
         return folder
 
@@ -181,42 +191,68 @@ class CheckpointSlice(Slice):
         ``DataLoaderConfiguration(use_stateful_dataloader=True)`` go on where they were; for others there is
         `skip_first_batches`.
 
+        Everything is read and checked on all processes before anything is changed. What somebody else has put into the
+        folder is not looked at, and no code of it runs.
+
         Args:
-            input_dir: the folder; with ``automatic_checkpoint_naming`` the newest by default.
+            input_dir: the folder; with ``automatic_checkpoint_naming`` the newest of which nothing is missing or
+                damaged by default; a line says which were passed over.
             load_kwargs: arguments of `torch.load` for all but weights. ``{"weights_only": False}`` allows files to
                 run code: for files that you wrote yourself.
             **load_model_func_kwargs: those of `torch.nn.Module.load_state_dict`, and ``map_location``, where
-                weights are read to: ``"cpu"``, the default, or ``"on_device"``.
+                weights are read to: ``"cpu"``, the default, or ``"on_device"``. ``strict=False`` also leaves behind
+                what nothing here takes, such as the state of a scheduler.
 
         Raises:
-            CheckpointError: something is missing or damaged, or does not fit, on this process or another. What was
-                missing was noticed before anything was changed.
+            CheckpointError: something is missing or damaged, or does not fit, on this process or another; the file is
+                named, and nothing was changed.
             ConfigError: there is no such folder.
         """
         core, place = self.core, self._place()
         on_device = load_model_func_kwargs.pop("map_location", None) or "cpu"
         map_location = core.device if check_choice("map_location", on_device, ("cpu", "on_device")) != "cpu" else "cpu"
         strict = load_model_func_kwargs.pop("strict", True)
-        project = core.recording.project
+        project, collectives = core.recording.project, core.collectives
         automatic = input_dir is None and project.automatic_checkpoint_naming
-        folder = together(core.collectives, self._newest if automatic else lambda: _there(input_dir))
-        # One after the other: two ranks must not move the same files.
-        together(core.collectives, lambda: settle(folder, place.rank))
-        together(core.collectives, lambda: settle_all(folder) if place.is_writer else None)
-        models = list(core.prepared.models)
-        for hook in core.registry.before_load.values():
-            hook(models, str(folder))
-        parts = self._parts()
+        if automatic:
+            parent = together(collectives, self._numbered_folders)
+            folder = newest_whole(parent, collectives=collectives, place=place)
+        else:
+            folder = together(collectives, lambda: _there(input_dir))
+            damaged = loading.damage_on_all_ranks(folder, collectives=collectives, place=place)
+            if damaged:
+                raise CheckpointError("\n".join(damaged))
+        models, parts, hooks = list(core.prepared.models), self._parts(), core.registry.before_load
+        found = together(
+            collectives,
+            lambda: loading.open_checkpoint(folder, parts=parts, num_models=len(models), strict=strict),
+        )
 
-        def load() -> int | None:
-            state.load_models(folder, models, map_location=map_location, strict=strict, **load_model_func_kwargs)
-            state.load_parts(folder, parts, place=place, **(load_kwargs or {}))
-            return state.load_numbers(folder, core.prepared.loaders, place=place)
+        def read_weights() -> list[dict[str, Any]]:
+            return together(
+                collectives, lambda: loading.read_weights(found, models, map_location=map_location, strict=strict)
+            )
 
-        together(core.collectives, lambda: state.check_state(folder, models=models, parts=parts))
-        step = together(core.collectives, load)
-        if step is not None:
-            core.accumulation.step = step
+        weights = [] if hooks else read_weights()
+        states = together(
+            collectives, lambda: loading.read_states(found, parts=parts, place=place, **(load_kwargs or {}))
+        )
+        if hooks:  # which may load what they like, so they come when nothing else is left that might be refused
+            for hook in hooks.values():
+                hook(models, str(found.folder))
+            weights = read_weights()
+        loading.apply(
+            found,
+            states,
+            models,
+            weights,
+            loaders=core.prepared.loaders,
+            collectives=collectives,
+            place=place,
+            **load_model_func_kwargs,
+        )
+        if states.step is not None:
+            core.accumulation.step = states.step
         if automatic:
             project.iteration = int(folder.name.rpartition("_")[2]) + 1
 
@@ -228,14 +264,38 @@ class CheckpointSlice(Slice):
         finally:
             self.core.board.enter(Phase.RUNNING)
 
-    def _place(self) -> state.Place:
-        topology, project = self.core.process.topology, self.core.recording.project
-        return state.Place(
+    def _place(self) -> Place:
+        topology = self.core.process.topology
+        return Place(
             rank=topology.rank,
             world_size=topology.world_size,
-            is_writer=topology.is_local_main if project.save_on_each_node else topology.is_main,
+            node_rank=topology.node_rank,
+            local_rank=topology.local_rank,
+            local_world_size=topology.local_world_size,
             kind=self.core.process.kind,
         )
+
+    def _who_saves(self, folder: Path) -> Collectives | None:
+        """Return how those talk to each other that save to a folder now: all, or the main process to itself.
+
+        None if the main process has done so without this one.
+        """
+        core = self.core
+        known = arrivals_here() if core.collectives.world_size > 1 else None
+        if known is None:
+            return core.collectives
+        whereabouts = [list(loader.whereabouts) for loader in core.prepared.loaders]
+        if known.are_complete(str(folder), whereabouts):
+            return core.collectives
+        is_main = core.process.topology.is_main
+        logger.warning(
+            "%s %s without %s: resumed there, these go on with other random numbers. All processes are to call "
+            "save_state, and at about the same time: not under `if accelerator.is_main_process`.",
+            folder,
+            "is saved" if is_main else "was saved by the main process",
+            "the other processes" if is_main else f"rank {core.collectives.rank}",
+        )
+        return SingleCollectives() if is_main else None
 
     def _parts(self) -> list[state.Part]:
         prepared = self.core.prepared
@@ -259,7 +319,7 @@ class CheckpointSlice(Slice):
 
         def check() -> Path:
             folder = self._numbered_folders() / f"checkpoint_{number}"
-            if holds_something(folder):
+            if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
                 raise ConfigError(
                     f"{folder} is there already. Call load_state() to go on from the newest checkpoint, or set "
                     f"accelerator.project_configuration.iteration to the number of the next one."
@@ -267,12 +327,6 @@ class CheckpointSlice(Slice):
             return folder
 
         return together(self.core.collectives, check)
-
-    def _newest(self) -> Path:
-        found = numbered(self._numbered_folders())
-        if not found:
-            raise ConfigError(f"There is no checkpoint in {self._numbered_folders()} yet.")
-        return found[-1][1]
 
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir

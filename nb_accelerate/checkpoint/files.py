@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import os
 import re
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +20,13 @@ from nb_accelerate.config.checks import check_whole
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
     from torch import Tensor
+
+# What torch.load raises over bytes that are not what torch.save writes, besides UnpicklingError.
+_UNREADABLE = (
+    EOFError, OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
+    OverflowError, MemoryError, struct.error,
+)  # fmt: skip
 
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
@@ -31,13 +39,24 @@ def write(obj: Any, file: Any, *, safe_serialization: bool) -> None:
         obj: what to save; with ``safe_serialization`` a dict of tensors.
         file: its path, or else something that is open for writing.
         safe_serialization: write safetensors, with tensors that share memory written once.
-    """
-    if safe_serialization:
-        from safetensors.torch import save_file
 
-        save_file(clean_state_dict_for_safetensors(obj), file, metadata={"format": "pt"})
-    else:
-        torch.save(obj, file)
+    Raises:
+        CheckpointError: it could not be written, or is nothing that safetensors can hold.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        if safe_serialization:
+            save_file(clean_state_dict_for_safetensors(obj), file, metadata={"format": "pt"})
+        elif isinstance(file, (str, os.PathLike)):
+            # torch would tell nothing of what the disk says.
+            with Path(file).open("wb") as opened:
+                torch.save(obj, opened)
+        else:
+            torch.save(obj, file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} could not be written: {error}") from error
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -54,26 +73,60 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **kwargs: Any) -> Any:
-    """Do as `load` does, and say which file it was that could not be loaded.
+    """Do as `load` does, and say which file it was that could not be loaded, and why.
 
     Args:
         file: its path.
         map_location: where tensors go.
-        if_trusted: what to write if the file may run code.
+        if_trusted: what to write to allow a file to run any code.
         **kwargs: those of `torch.load`.
 
     Raises:
-        CheckpointError: the file would run code, or was cut off.
+        CheckpointError: the file would run code, or was damaged.
     """
     try:
         return load(file, map_location=map_location, **kwargs)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing.") from error
     except UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} holds more than tensors and plain data, and loading it would run its code. If you wrote it "
-            f"yourself, {if_trusted}"
-        ) from error
-    except (EOFError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read, it may have been cut off: {error}") from error
+        makes = _needs_pickle(file)
+        if makes:
+            raise CheckpointError(
+                f"{file} holds more than tensors and plain data, and loading it would run its code: it makes "
+                f"{', '.join(makes)}. If you know where the file comes from, allow just that: "
+                f"torch.serialization.add_safe_globals([{', '.join(makes)}]). If you wrote it yourself, {if_trusted}"
+            ) from error
+        raise _damaged(file, error) from error
+    except _UNREADABLE as error:
+        raise _damaged(file, error) from error
+
+
+def _weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:
+    trusted = "load it with torch.load(..., weights_only=False), and save its weights alone."
+    tensors: Any = read(file, "cpu", if_trusted=trusted, **kwargs)
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise CheckpointError(f"{file} does not hold weights by name, but a {type(tensors).__name__}.")
+    return tensors
+
+
+def _needs_pickle(file: str | os.PathLike[str]) -> list[str]:
+    """Return the names of what a file would make besides tensors and plain data; none if it was damaged."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                if archive.testzip() is not None:
+                    return []
+        with torch.serialization.safe_globals(_NUMPY):
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except (UnpicklingError, zipfile.BadZipFile, *_UNREADABLE):
+        return []
+
+
+def _damaged(file: Any, error: Exception) -> CheckpointError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, UnpicklingError):
+        reason = "its content is not what torch.save writes"  # torch's text advises to allow it to run code
+    return CheckpointError(f"{file} cannot be read, it may have been cut off or damaged: {reason:.300}")
 
 
 def load_state_dict(
@@ -90,12 +143,10 @@ def load_state_dict(
     """
     places = device_map or {}
     if not str(checkpoint_file).endswith(".safetensors"):
-        trusted = "load it with torch.load(..., weights_only=False), and save its weights alone."
-        tensors: dict[str, Any] = read(checkpoint_file, "cpu", if_trusted=trusted)
         return {
             # What is no tensor belongs to a module with a state of its own kind (get_extra_state).
             name: tensor.to(device_of(name, places, "cpu")) if isinstance(tensor, torch.Tensor) else tensor
-            for name, tensor in tensors.items()
+            for name, tensor in _weights_of(checkpoint_file).items()
         }
     from safetensors import SafetensorError, safe_open
 
@@ -106,8 +157,30 @@ def load_state_dict(
                 raise CheckpointError(f"{checkpoint_file} was saved by {kind}, and not by PyTorch.")
             # To its device one by one: a large file is never in memory twice.
             return {name: file.get_tensor(name).to(device_of(name, places, "cpu")) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{checkpoint_file} cannot be read, it may have been cut off: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise _damaged(checkpoint_file, error) from error
+
+
+def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of the tensors of one file, by name, without reading their numbers; None for what is none.
+
+    Raises:
+        CheckpointError: the file was cut off, would run code, or does not hold weights.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not str(checkpoint_file).endswith(".safetensors"):
+        # Files of the old format cannot be mapped.
+        is_new = zipfile.is_zipfile(checkpoint_file)
+        return {
+            name: tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+            for name, tensor in _weights_of(checkpoint_file, mmap=is_new).items()
+        }
+    try:
+        with safe_open(checkpoint_file, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(checkpoint_file, error) from error
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,10 @@ from nb_accelerate.checkpoint.files import (
     clean_state_dict_for_safetensors,
     id_tensor_storage,
     load_state_dict,
+    shapes_in,
     write,
 )
-from nb_accelerate.checkpoint.folder import replacing
+from nb_accelerate.checkpoint.fitting import check_shapes
 from nb_accelerate.checkpoint.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -25,7 +25,9 @@ from nb_accelerate.checkpoint.names import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
+    is_plain,
 )
+from nb_accelerate.checkpoint.publishing import Staging, published, sync_all
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 logger = logging.getLogger("nb_accelerate")
-
-_OF_A_MODEL = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 def write_model(
@@ -56,6 +56,7 @@ def write_model(
         safe_serialization: safetensors, or else what `torch.save` writes.
 
     Raises:
+        CheckpointError: it could not be written. What was there is there still.
         ConfigError: there is a file of that name, or ``max_shard_size`` is not a size.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -64,12 +65,17 @@ def write_model(
     name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
     parts = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=parts, max_shard_size=max_shard_size)
-    with replacing(folder, outdated=lambda other: bool(_OF_A_MODEL.fullmatch(other))) as incoming:
+    staging = Staging.begin(folder, "model")
+    try:
         for file, names in (split.filename_to_tensors or {name: []}).items():
-            write({one: tensors[one] for one in names}, incoming / file, safe_serialization=safe_serialization)
+            write({one: tensors[one] for one in names}, staging.path / file, safe_serialization=safe_serialization)
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (incoming / f"{name}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (staging.path / f"{name}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        sync_all(staging.path)
+        staging.publish()
+    finally:
+        staging.discard()
 
 
 def load_checkpoint_in_model(
@@ -123,10 +129,16 @@ def load_checkpoint_in_model(
         for name in model.state_dict():
             device_of(name, device_map)  # raises, before anything changes
     tied = find_tied_parameters(model)
+    # All files are looked at before anything changes. What they hold is read one by one, for models that fill memory.
     found: set[str] = set()
     for file in files:
+        shapes = shapes_in(file)
+        check_shapes(str(file), shapes, model)
+        found |= shapes.keys()
+    if strict:
+        _compare(found, model, str(checkpoint), strict=True)
+    for file in files:
         tensors = load_state_dict(file, device_map)
-        found |= tensors.keys()
         if device_map is None:
             model.load_state_dict(tensors, strict=False)
         else:
@@ -136,7 +148,7 @@ def load_checkpoint_in_model(
                     wanted = _dtype_of(name, tensor, known[name], dtype, keep_in_fp32_modules or ())
                     _put(model, name, tensor.to(device_of(name, device_map), wanted))
     retie_parameters(model, tied)
-    _compare(found, model, str(checkpoint), strict=strict)
+    _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
 
 
 def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
@@ -147,6 +159,7 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     """
     path = Path(checkpoint).expanduser()
     if path.is_dir():
+        path = published(path, "model")
         # Whole files first, as accelerate looks for them.
         for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
             if (path / name).exists():
@@ -168,8 +181,11 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     try:
         index = json.loads(path.read_text())
         names = sorted(set(index.get("weight_map", index).values()))
-    except (ValueError, AttributeError) as error:
+        odd = [name for name in names if not is_plain(name)]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not the index of a checkpoint, it may have been cut off: {error}") from error
+    if odd:
+        raise CheckpointError(f"{path} names {odd[0]!r}, which is no file in its folder.")
     files = [path.parent / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 OPTIMIZER_NAME = "optimizer"
@@ -15,3 +17,18 @@ WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
+
+MANIFEST_NAME = "checkpoint.json"
+"""Ours alone: what a checkpoint consists of."""
+
+# Exactly the names that are written, here or by accelerate: in a folder there may be files of the user's.
+OF_A_STATE = re.compile(
+    r"model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt|checkpoint\.json"
+    r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin|(random_states|custom_checkpoint)_\d+\.pkl"
+)
+OF_A_MODEL = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name that was read from a file stays inside of the folder that it is for: ``part/file``, say."""
+    return all(part not in {"", ".", ".."} and part.isprintable() and "\\" not in part for part in name.split("/"))

@@ -22,15 +22,23 @@ def together(collectives: Collectives, action: Callable[[], T]) -> T:
     Raises:
         CheckpointError: it failed on other ranks only. On those, their own errors are raised.
     """
+    kept: list[T] = []
+    gathered(collectives, lambda: kept.append(action()))
+    return kept[0]
+
+
+def gathered(collectives: Collectives, action: Callable[[], T]) -> list[T]:
+    """Do as `together` does, and return what ``action`` returns on each rank, in rank order. It travels pickled."""
     error: Exception | None = None
+    result: list[T] = []
     try:
-        result = action()
+        result.append(action())
     except Exception as caught:
         error = caught
-    told = collectives.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    told = collectives.all_gather_object((None if error is None else f"{type(error).__name__}: {error}", result))
     if error is not None:
         raise error
-    failed = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+    failed = [f"on rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text is not None]
     if failed:
         raise CheckpointError("\n".join(failed))
-    return result
+    return [values[0] for _, values in told]

@@ -1,0 +1,348 @@
+"""Load a checkpoint: read and check all of it, and only then change something."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from nb_accelerate.checkpoint.files import load_state_dict, read
+from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes
+from nb_accelerate.checkpoint.manifest import Manifest, damage
+from nb_accelerate.checkpoint.model import fit
+from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from nb_accelerate.checkpoint.publishing import published
+from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, name_of
+from nb_accelerate.checkpoint.together import gathered, together
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.process import rng
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from nb_accelerate.checkpoint.sharing import Place
+    from nb_accelerate.checkpoint.state import Part
+    from nb_accelerate.comm import Collectives
+
+logger = logging.getLogger("nb_accelerate")
+
+_IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
+_RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
+_TO_TRAIN_WITH = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+
+
+def damage_on_all_ranks(folder: Path, *, collectives: Collectives, place: Place) -> list[str]:
+    """Return a sentence for each file of a checkpoint that is not as it was written. All ranks call it together.
+
+    Ranks of one machine share the reading, so that each byte is read once.
+
+    Args:
+        folder: of the checkpoint.
+        collectives: of all ranks.
+        place: of this rank.
+    """
+
+    def look() -> list[str]:
+        where = published(folder, "state")
+        try:
+            manifest = Manifest.read(where)
+            if manifest is None:
+                return _damage_without_manifest(where)
+        except CheckpointError as error:
+            return [str(error)]
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+        loads = [0] * place.local_world_size
+        mine = []
+        for name in by_size:
+            least = loads.index(min(loads))
+            loads[least] += manifest.files[name].size
+            if least == place.local_rank:
+                mine.append(name)
+        return damage(where, manifest.files, only=mine)
+
+    return list(dict.fromkeys(text for texts in gathered(collectives, look) for text in texts))
+
+
+def _damage_without_manifest(folder: Path) -> list[str]:
+    known = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
+    if not known:
+        return [f"{folder} holds no checkpoint."]
+    odd = [name for name in known if not stat.S_ISREG((folder / name).lstat().st_mode)]
+    if odd:
+        return [f"{folder / odd[0]} is a link, or no regular file. Put the file itself there."]
+    for name in known:
+        if _RANDOM_NUMBERS.fullmatch(name):
+            states = read(folder / name, "cpu", if_trusted=_IF_TRUSTED)
+            if isinstance(states, dict) and SAVED_BY in states:
+                return [f"{folder / MANIFEST_NAME} is missing, which says what belongs to this checkpoint."]
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What can be read. Made by `open_checkpoint`.
+
+    Attributes:
+        folder: where the files are.
+        there: their names.
+        manifest: what is known about it; None for one of accelerate's.
+    """
+
+    folder: Path
+    there: frozenset[str]
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """What was read, the weights of models apart. Made by `read_states`.
+
+    Attributes:
+        of_parts: with the file of each.
+        numbers: random numbers of this rank; None if it has none.
+        step: batches in the accumulation window when it was saved; None if that is not known.
+    """
+
+    of_parts: list[tuple[Part, Path, Any]]
+    numbers: dict[str, Any] | None
+    step: int | None
+
+
+def open_checkpoint(folder: Path, *, parts: Sequence[Part], num_models: int, strict: bool) -> Checkpoint:
+    """Look what is there, and whether it is what is needed.
+
+    Args:
+        folder: of the checkpoint.
+        parts: see `parts_of`.
+        num_models: how many there are now.
+        strict: whether what nobody takes is an error, where training goes on.
+
+    Raises:
+        CheckpointError: something is missing, or left over.
+    """
+    where = published(folder, "state")
+    manifest = Manifest.read(where)
+    # What is there besides is not part of it, and is not looked at.
+    there = frozenset(manifest.files if manifest is not None else ())
+    if not there:
+        there = frozenset(entry.name for entry in where.iterdir())
+    _check_names(folder, there, parts=parts, num_models=num_models, strict=strict)
+    return Checkpoint(folder=where, there=there, manifest=manifest)
+
+
+def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], place: Place, **kwargs: Any) -> States:
+    """Read everything but the weights of models, and look whether it fits.
+
+    Args:
+        checkpoint: where it is.
+        parts: see `parts_of`.
+        place: of this rank.
+        **kwargs: those of `torch.load`.
+
+    Raises:
+        CheckpointError: something is missing, would run code, or does not fit.
+    """
+    manifest = checkpoint.manifest
+    took_part = manifest is None or place.rank in manifest.ranks
+    rank = place.rank if took_part or manifest is None else min(manifest.ranks, default=0)
+    states = []
+    # To the CPU: an optimizer moves on what belongs to the device. It does not move back what does not: with the
+    # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
+    for part in parts:
+        name = part.name_on(rank)
+        if part.on_every_rank and name not in checkpoint.there:
+            name = part.file  # of accelerate's, which has one for all
+            if name not in checkpoint.there:
+                continue
+        path = checkpoint.folder / name
+        state = read(path, "cpu", if_trusted=_IF_TRUSTED, **kwargs)
+        if part.check is not None:
+            check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
+            part.check(str(path), state, part.thing)
+        states.append((part, path, state))
+    numbers = None
+    own = RANDOM_NUMBERS.format(place.rank)
+    if took_part and own in checkpoint.there:
+        numbers = read(checkpoint.folder / own, "cpu", if_trusted=_IF_TRUSTED)
+        check_random_numbers(str(checkpoint.folder / own), numbers)
+    step = None if numbers is None else numbers.get("step")
+    # What the manifest says is the same on all ranks, those without random numbers of their own too.
+    return States(of_parts=states, numbers=numbers, step=step if manifest is None else manifest.step)
+
+
+def _check_names(folder: Path, there: frozenset[str], *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
+    """Look whether all is there that is needed, and all is needed that is there.
+
+    Raises:
+        CheckpointError: not so.
+    """
+    if not num_models and not parts and there & {SAFE_WEIGHTS_NAME, WEIGHTS_NAME}:
+        raise CheckpointError(
+            f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
+        )
+    missing = [part.file for part in parts if part.file not in there and not part.on_every_rank]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(sorted(missing))}. A state is loaded after the same models, optimizers, "
+            "schedulers and objects were prepared or registered as when it was saved, in the same order."
+        )
+    saved = [name for name in there if re.fullmatch(r"custom_checkpoint_\d+\.pkl", name)]
+    registered = [part for part in parts if part.file.startswith("custom_checkpoint_")]
+    if len(saved) != len(registered):
+        raise CheckpointError(
+            f"{folder} has the states of {len(saved)} registered objects, and {len(registered)} are registered now. "
+            "Call register_for_checkpointing with the same objects before load_state."
+        )
+    taken = {part.file for part in parts}
+    for number in range(num_models):
+        taken |= {name_of(SAFE_WEIGHTS_NAME, number), name_of(WEIGHTS_NAME, number)}
+    left = sorted(name for name in there if _TO_TRAIN_WITH.fullmatch(name) and name not in taken)
+    trains = any(part.file.startswith("optimizer") for part in parts)
+    if left and trains and strict:
+        raise CheckpointError(
+            f"{folder} has {', '.join(left)}, which nothing here takes: training would go on without. Prepare what was "
+            "prepared when it was saved, or leave it behind with load_state(..., strict=False)."
+        )
+    if left:
+        logger.warning("Of %s, %s was not used: nothing that was prepared takes it.", folder, ", ".join(left))
+
+
+def read_weights(
+    checkpoint: Checkpoint, models: Sequence[nn.Module], *, map_location: str | torch.device, strict: bool
+) -> list[dict[str, Any]]:
+    """Read the weights of models, under the names that these have for them, and look whether they fit.
+
+    Args:
+        checkpoint: where it is.
+        models: as prepared; they may be wrapped or compiled otherwise than when they were saved.
+        map_location: where weights are read to, before they are copied.
+        strict: see `fit`.
+
+    Raises:
+        CheckpointError: they are missing, damaged, or do not fit.
+    """
+    found = []
+    for number, model in enumerate(models):
+        names = (name_of(SAFE_WEIGHTS_NAME, number), name_of(WEIGHTS_NAME, number))
+        name = next((one for one in names if one in checkpoint.there), None)
+        if name is None:
+            raise CheckpointError(
+                f"{checkpoint.folder} lacks {names[0]}. A state is loaded after the same models were prepared as when "
+                "it was saved, in the same order."
+            )
+        file = checkpoint.folder / name
+        tensors = fit(load_state_dict(file, {"": map_location}), model, str(file), strict=strict)
+        check_shapes(str(file), {name: one.shape for name, one in tensors.items() if hasattr(one, "shape")}, model)
+        found.append(tensors)
+    return found
+
+
+def apply(
+    checkpoint: Checkpoint,
+    states: States,
+    models: Sequence[nn.Module],
+    weights: Sequence[Mapping[str, Any]],
+    *,
+    loaders: Sequence[Any],
+    collectives: Collectives,
+    place: Place,
+    **kwargs: Any,
+) -> None:
+    """Put what was read into its places. All ranks call it together.
+
+    What only its owner can check goes first: objects of the user's, loaders, schedulers. If one refuses, on any rank,
+    those that were loaded before get back what they had.
+
+    Args:
+        checkpoint: where it is.
+        states: as read.
+        models: as prepared.
+        weights: what `read_weights` returned for them.
+        loaders: as prepared.
+        collectives: of all ranks.
+        place: of this rank.
+        **kwargs: those of `torch.nn.Module.load_state_dict`.
+
+    Raises:
+        CheckpointError: something was refused.
+    """
+    before: list[tuple[Any, Any]] = []
+
+    def load_others() -> None:
+        for part, file, state in states.of_parts:
+            if not _is_of_an_optimizer(part):
+                before.append((part.thing, _copied(part.thing.state_dict())))
+                _load(part, file, state)
+
+    def load_checked() -> None:
+        for part, file, state in states.of_parts:
+            if _is_of_an_optimizer(part):
+                _load(part, file, state)
+        for model, tensors in zip(models, weights, strict=True):
+            model.load_state_dict(tensors, strict=False, **kwargs)
+        _restore_numbers(checkpoint, states, loaders, place)
+
+    try:
+        together(collectives, load_others)
+    except Exception:
+        for thing, state in reversed(before):
+            thing.load_state_dict(state)
+        raise
+    together(collectives, load_checked)
+
+
+def _is_of_an_optimizer(part: Part) -> bool:
+    return part.file.startswith("optimizer")
+
+
+def _load(part: Part, file: Path, state: Any) -> None:
+    try:
+        part.thing.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} was refused by {type(part.thing).__name__}.load_state_dict: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _copied(state: Any) -> Any:
+    """Return a copy that does not change with its owner. Tensors go to host memory: a device may be nearly full."""
+    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else _deep(one), state)
+
+
+def _deep(thing: Any) -> Any:
+    try:
+        return copy.deepcopy(thing)
+    except Exception:  # of the user's, which may be anything: its own state then
+        return thing
+
+
+def _restore_numbers(checkpoint: Checkpoint, states: States, loaders: Sequence[Any], place: Place) -> None:
+    """Restore random numbers, and the epochs and seeds of loaders."""
+    manifest = checkpoint.manifest
+    if manifest is not None:
+        for loader, epoch in zip(loaders, manifest.epochs, strict=False):
+            loader.set_epoch(epoch)
+        for loader, seed in zip(loaders, manifest.seeds, strict=False):
+            if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
+                loader.get_sampler().initial_seed = seed
+    if states.numbers is not None:
+        rng.restore(states.numbers, place.kind)
+        return
+    were = place.world_size if manifest is None else manifest.num_processes
+    logger.warning(
+        "%s is not there: rank %d goes on with other random numbers than it had. %s",
+        checkpoint.folder / RANDOM_NUMBERS.format(place.rank),
+        place.rank,
+        f"It was saved by {were} processes, and this run has {place.world_size}."
+        if were != place.world_size
+        else "Was save_state called on the main process only?",
+    )

@@ -1,0 +1,124 @@
+"""One staging folder for all ranks that see the same disk.
+
+::
+
+    rank 0 makes it -> who sees it?  all: rank 0 publishes for all
+                                     not those of other machines: with save_on_each_node the first rank of each of these
+                                     makes one there, and publishes for its machine
+    each rank writes -> every rank has written, or none of it counts -> those who made a folder publish it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.checkpoint.publishing import Staging, folder_of
+from nb_accelerate.checkpoint.together import gathered
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.process.devices import DeviceKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank this is.
+
+    Attributes:
+        rank: of this process.
+        world_size: how many there are.
+        node_rank: the number of its machine.
+        local_rank: its number there.
+        local_world_size: how many there are there.
+        kind: its kind of device, which has random numbers of its own.
+    """
+
+    rank: int
+    world_size: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    kind: DeviceKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedStaging:
+    """What `share` returns.
+
+    Attributes:
+        staging: for the rank that publishes; None on others.
+        path: the folder that all of ``ranks`` see.
+        ranks: those that write to it.
+        rank: this one.
+    """
+
+    staging: Staging | None
+    path: Path
+    ranks: list[int]
+    rank: int
+
+    @property
+    def own(self) -> Path:
+        """Where this rank writes."""
+        return folder_of(self.path, self.rank)
+
+    def discard(self) -> None:
+        """Remove what was written, where this rank would have published it."""
+        if self.staging is not None:
+            self.staging.discard()
+
+
+def share(folder: Path, *, collectives: Collectives, place: Place, on_each_machine: bool) -> SharedStaging:
+    """Make a staging folder. All ranks call it together.
+
+    Args:
+        folder: what is to be published.
+        collectives: of those that save.
+        place: of this rank.
+        on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
+
+    Raises:
+        CheckpointError: nothing can be written there, or not all ranks see it.
+        ConfigError: there is a file of that name.
+    """
+    staging: Staging | None = None
+
+    def begin(is_needed: bool) -> str:
+        nonlocal staging
+        if not is_needed:
+            return ""
+        staging = Staging.begin(folder, "state")
+        for rank in range(place.world_size):
+            staging.folder_of(rank).mkdir()
+        return str(staging.path)
+
+    try:
+        path = gathered(collectives, lambda: begin(collectives.rank == 0))[0]
+        sees = gathered(collectives, lambda: folder_of(Path(path), place.rank).is_dir())
+        if all(sees):
+            ranks = list(range(place.world_size)) if collectives.world_size > 1 else [place.rank]
+        elif not on_each_machine:
+            raise CheckpointError(
+                f"What the main process makes beside {folder} rank {sees.index(False)} does not see: their machines do "
+                "not share this disk. Give a folder on one that they share, or write "
+                "ProjectConfiguration(save_on_each_node=True)."
+            )
+        else:
+            is_blind = not sees[place.rank]
+            makes = is_blind and place.local_rank == 0
+            found = gathered(collectives, lambda: (place.node_rank, begin(makes)))
+            ranks = [
+                rank
+                for rank, (node, _) in enumerate(found)
+                if (not sees[rank] and node == place.node_rank if is_blind else sees[rank])
+            ]
+            if is_blind:
+                path = found[ranks[0]][1]
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise
+    return SharedStaging(staging=staging, path=Path(path), ranks=ranks, rank=place.rank)
