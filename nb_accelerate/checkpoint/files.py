@@ -55,8 +55,14 @@ def write(obj: Any, file: Any, *, safe_serialization: bool) -> None:
                 torch.save(obj, opened)
         else:
             torch.save(obj, file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} could not be written: {error}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch raises an error of its own over that of the disk.
+        cause: BaseException | None = error
+        while isinstance(cause, RuntimeError):
+            cause = cause.__context__
+        if cause is None or isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} could not be written: {cause}") from error
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
@@ -69,7 +70,10 @@ def damage_on_all_ranks(folder: Path, *, collectives: Collectives, place: Place)
                 mine.append(name)
         return damage(where, manifest.files, only=mine)
 
-    return list(dict.fromkeys(text for texts in gathered(collectives, look) for text in texts))
+    found = list(dict.fromkeys(text for texts in gathered(collectives, look) for text in texts))
+    if len(found) > 1:
+        found.append(f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint.")
+    return found
 
 
 def _damage_without_manifest(folder: Path) -> list[str]:
@@ -295,7 +299,8 @@ def apply(
         together(collectives, load_others)
     except Exception:
         for thing, state in reversed(before):
-            thing.load_state_dict(state)
+            with contextlib.suppress(Exception):  # one that takes back nothing must not hide the cause
+                thing.load_state_dict(state)
         raise
     together(collectives, load_checked)
 

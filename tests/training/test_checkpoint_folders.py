@@ -1,0 +1,444 @@
+"""Folders of checkpoints: published as a whole, and whatever somebody has put into one harms nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.checkpoint import publishing
+from nb_accelerate.checkpoint.model import load_checkpoint_in_model
+from nb_accelerate.checkpoint.publishing import Staging
+from nb_accelerate.config.project import ProjectConfiguration
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.process import context, group
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    context.reset()
+    yield
+    group.close()
+
+
+def _filled(value: float, **options: Any) -> tuple[Accelerator, nn.Module]:
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    return accelerator, model
+
+
+def _publish(target: Path, **files: str) -> None:
+    staging = Staging.begin(target, "model")
+    for name, text in files.items():
+        (staging.path / name.replace("__", ".")).write_text(text)
+    staging.publish()
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- Publishing -------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_new_or_takes_the_place_of_another_or_is_put_into_one_with_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target = tmp_path / "new" / "model"
+    _publish(target, model__safetensors="1", pytorch_model__bin="1")
+    before = target.stat().st_ino
+    _publish(target, model__safetensors="2")
+    assert target.stat().st_ino != before  # one rename: another folder
+    assert _texts(target) == {"model.safetensors": "2"}
+
+    (target / "README.md").write_text("mine")
+    before = target.stat().st_ino
+    _publish(target, pytorch_model__bin="3")
+    assert target.stat().st_ino == before
+    assert _texts(target) == {"pytorch_model.bin": "3", "README.md": "mine"}
+
+    (target / "README.md").unlink()
+    monkeypatch.setattr(publishing, "exchange", lambda *_: False)  # as on disks that cannot swap two folders
+    _publish(target, model__safetensors="4")
+    assert _texts(target) == {"model.safetensors": "4"}
+    monkeypatch.setattr(os, "link", _refuse)  # nor give a file two names
+    _publish(target, model__safetensors="5")
+    assert _texts(target) == {"model.safetensors": "5"}
+
+    monkeypatch.chdir(target)
+    _publish(Path(), model__safetensors="6")
+    assert Path.cwd() == target
+    assert Path("model.safetensors").read_text() == "6"
+    assert [path.name for path in tmp_path.rglob(".*")] == []
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError("not on this disk")
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / "disk")
+    _publish(tmp_path / "latest", model__safetensors="1")
+    assert (tmp_path / "latest").is_symlink()
+    assert _texts(tmp_path / "disk") == {"model.safetensors": "1"}
+
+
+def test_rights_of_a_folder_are_kept(tmp_path: Path):
+    _publish(tmp_path / "model", model__safetensors="1")
+    (tmp_path / "model").chmod(0o2750)
+    _publish(tmp_path / "model", model__safetensors="2")
+    assert (tmp_path / "model").stat().st_mode & 0o7777 == 0o2750
+
+
+def test_a_folder_in_one_that_is_read_only_is_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target = tmp_path / "state"
+    target.mkdir()
+    whole = Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:  # root may write anywhere, so rights would not do
+        if path.parent == tmp_path and not path.exists():
+            raise PermissionError(13, "Permission denied", str(path))
+        whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(target)
+    accelerator.save_state(target)
+    model.weight.data.fill_(0)
+    accelerator.load_state(target)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    with pytest.raises(CheckpointError, match=r"Nothing can be saved as .*other.*Permission denied"):
+        accelerator.save_state(tmp_path / "other")
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("moment", ["before", "after the commit", "in the middle", "at the end"])
+def test_a_save_that_ends_in_the_middle_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    where = tmp_path / "state"
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(where)
+    (where / "notes.txt").write_text("mine")  # so that the folder cannot be replaced
+    model.weight.data.fill_(2)
+    calls: list[Any] = []
+
+    class Killed(BaseException):
+        pass
+
+    def dies_at(number: int, whole: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) > number:
+                raise Killed
+            return whole(*args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "discard", _let_go)  # a process that is killed removes nothing
+        patch.setattr(publishing.shutil, "rmtree", lambda *_, **__: None)
+        if moment == "before":
+            patch.setattr(publishing, "_sync", dies_at(0, publishing._sync))
+        elif moment == "at the end":
+            patch.setattr(publishing, "_sync", dies_at(2, publishing._sync))
+        else:
+            patch.setattr(publishing, "_put_copy", dies_at(2 * (moment == "in the middle"), publishing._put_copy))
+        with pytest.raises(Killed):
+            accelerator.save_state(where)
+    model.weight.data.fill_(3)
+    accelerator.load_state(where)
+    assert torch.equal(model.weight, torch.full((2, 2), 1.0 if moment == "before" else 2.0))
+    model.weight.data.fill_(4)
+    accelerator.save_state(where)
+    model.weight.data.fill_(5)
+    accelerator.load_state(where)
+    assert torch.equal(model.weight, torch.full((2, 2), 4.0))
+    assert (where / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []  # nothing is left
+
+
+def _let_go(staging: Staging) -> None:
+    if staging._lock is not None:
+        os.close(staging._lock)
+        staging._lock = None
+
+
+def test_a_save_that_another_process_is_at_is_left_alone(tmp_path: Path):
+    (tmp_path / ".other.nb_accelerate-0123456789abcdef").mkdir()
+    (tmp_path / ".dead.nb_accelerate-0123456789abcdef").mkdir()
+    descriptor = os.open(tmp_path / ".other.nb_accelerate-0123456789abcdef", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _publish(tmp_path / "model", model__safetensors="1")
+    finally:
+        os.close(descriptor)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.nb_accelerate-0123456789abcdef", "model"]
+
+
+def test_what_is_in_the_way_is_said_and_kept(tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file"):
+        Staging.begin(tmp_path / "file", "state")
+    (tmp_path / "model" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a folder"):
+        _publish(tmp_path / "model", model__safetensors="1")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+
+
+# --- Folders of others ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/{0}/precious", "../../precious", "../precious/../../precious"])
+def test_a_list_in_a_folder_deletes_and_moves_nothing(tmp_path: Path, name: str):
+    where, precious = tmp_path / "a" / "state", tmp_path / "precious"
+    precious.write_text("mine")
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(where)
+    (where / ".incoming-0").mkdir()
+    (where / ".incoming-0" / ".complete").write_text(json.dumps([name.format(tmp_path)]))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / ".complete").write_text("[]")
+    (tmp_path / "elsewhere" / "b").write_text("mine")
+    (where / ".incoming-1").symlink_to(tmp_path / "elsewhere")
+    (where / ".nb_accelerate-state-7").symlink_to(tmp_path / "elsewhere")
+    (where / ".nb_accelerate-0123456789abcdef").symlink_to(tmp_path / "elsewhere")
+    before = _everything(tmp_path)
+    model.weight.data.fill_(5)
+    accelerator.load_state(where)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    assert _everything(tmp_path) == before
+    accelerator.save_state(where)
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "elsewhere" / "b").read_text() == "mine"
+
+
+def test_names_in_a_manifest_stay_inside_of_the_folder(tmp_path: Path):
+    where = tmp_path / "state"
+    accelerator, _ = _filled(1.0)
+    accelerator.save_state(where)
+    whole = json.loads((where / "checkpoint.json").read_text())
+    for name in ("/etc/passwd", "../state/optimizer.bin", "a/../../b", "", "a//b", "a\\b", "a\nb"):
+        content = {**whole, "files": {**whole["files"], name: {"size": 1, "crc32": []}}, "format": 1}
+        (where / "checkpoint.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged.*not the name of a file"):
+            accelerator.load_state(where)
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_links_and_pipes_are_not_read(tmp_path: Path, with_manifest: bool):
+    where = tmp_path / "state"
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(where)
+    if not with_manifest:  # as accelerate's
+        (where / "checkpoint.json").unlink()
+        (where / "random_states_0.pkl").unlink()
+    model.weight.data.fill_(5)
+    (where / "optimizer.bin").rename(tmp_path / "o")
+    (where / "optimizer.bin").symlink_to(tmp_path / "o")
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin"):
+        accelerator.load_state(where)
+    (where / "optimizer.bin").unlink()
+    os.mkfifo(where / "optimizer.bin")
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin"):
+        accelerator.load_state(where)
+    assert torch.equal(model.weight, torch.full((2, 2), 5.0))
+
+
+def test_an_index_of_weights_names_files_of_its_folder_only(tmp_path: Path):
+    Accelerator(cpu=True).save_model(nn.Linear(2, 2), tmp_path / "other")
+    (tmp_path / "model").mkdir()
+    index = {"weight_map": {"weight": "../other/model.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names '\.\./other/model\.safetensors', which is no file in its folder"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "model")
+
+
+_NAMES = (
+    "model.safetensors", "optimizer.bin", "optimizer_1.bin", "scheduler.bin", "random_states_0.pkl", "checkpoint.json",
+    "random_states_1.pkl", "custom_checkpoint_0.pkl", "scaler.pt", "README.md", "mine/w.bin", "pytorch_model.bin",
+    ".incoming-0/.complete", ".incoming-x/.complete", ".nb_accelerate-state-1/checkpoint.json", "\x01", "\u202e",
+    ".nb_accelerate-state-2/model.safetensors", ".nb_accelerate-0123456789abcdef/rank-0/optimizer.bin",
+    ".nb_accelerate-model-3/a",
+)  # fmt: skip
+_JSON = (
+    "", "{", "[]", "null", "0", "[" * 9999, '{"format": 2}', '{"format": 2, "crc32": 0}', "9" * 6000,
+    '{"format": 1, "files": {"../../precious": {"size": 4, "crc32": [1]}}}', '["/precious", "../../precious"]',
+    '{"format": 1, "step": -1, "num_processes": 1, "epochs": [], "seeds": []}', '{"format": 1, "step": 1e400}', "\ufeff",
+    '{"format": 1, "step": 0, "num_processes": 1e3, "epochs": [0], "seeds": [0]}', '{"format": [], "files": []}',
+    '{"format": 1, "step": 0, "num_processes": 1, "epochs": [[]], "seeds": {}}', '{"format": true, "step": 0}',
+)  # fmt: skip
+
+
+def _spoil(random_: random.Random, where: Path, outside: Path, good: dict[str, bytes]) -> str:
+    """Change one thing in a folder, and say what."""
+    name = random_.choice(_NAMES)
+    path = where / name
+    if not path.parent.resolve().is_relative_to(where.resolve()):  # it is behind a link that was made before
+        return f"{name} is behind a link"
+    what = random_.choice(["link", "json", "other", "flip", "cut", "gone", "folder", "noise", "folder link", "pipe"])
+    if path.parent.is_file() or path.parent.is_symlink():
+        return f"{name} has no folder"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = path.read_bytes() if path.is_file() else b""
+    if path.is_dir() and not path.is_symlink():
+        return f"{name} is a folder"
+    path.unlink(missing_ok=True)
+    if what == "link":
+        path.symlink_to(random_.choice([outside / "precious", "../outside/precious", "/dev/zero", "nowhere", name]))
+    elif what == "folder link":
+        path.symlink_to(outside)
+    elif what == "json":
+        path.write_text(random_.choice(_JSON))
+    elif what == "other":
+        path.write_bytes(good[random_.choice(sorted(good))])
+    elif what == "flip" and content:
+        at = random_.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << random_.randrange(8))]) + content[at + 1 :])
+    elif what == "cut":
+        path.write_bytes(content[: random_.randrange(len(content) + 1)])
+    elif what == "folder":
+        path.mkdir()
+    elif what == "noise":
+        path.write_bytes(random_.randbytes(random_.randrange(2000)))
+    elif what == "pipe":
+        os.mkfifo(path)
+    return f"{name!r}: {what}"
+
+
+def _everything(folder: Path) -> dict[str, Any]:
+    def look(path: Path) -> Any:
+        if path.is_symlink():
+            return os.readlink(path)
+        return path.read_bytes() if path.is_file() else None
+
+    return {str(path.relative_to(folder)): look(path) for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("seed", "examples"), [(203, 50), pytest.param(2030, 300, marks=[pytest.mark.slow, pytest.mark.limit(120)])]
+)
+def test_odd_folders_are_loaded_or_refused_and_nothing_else_happens(tmp_path: Path, seed: int, examples: int):
+    random_ = random.Random(seed)
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(tmp_path / "good")
+    good = {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()}
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("mine")
+    outcomes = {"loaded": 0, "refused": 0}
+    for example in range(examples):
+        where = tmp_path / f"example {example}"
+        where.mkdir()
+        for name, content in good.items():
+            (where / name).write_bytes(content)
+        changes = [_spoil(random_, where, outside, good) for _ in range(random_.randint(1, 3))]
+        told = f"seed {seed}, example {example}: {', '.join(changes)}"
+        before = _everything(where), _everything(outside)
+        manifest = before[0].get("checkpoint.json")
+        model.weight.data.fill_(5)
+        drawn = torch.get_rng_state()
+        try:
+            accelerator.load_state(where)
+        except CheckpointError as error:
+            text = str(error)
+        except BaseException as error:
+            raise AssertionError(told) from error
+        else:
+            text = ""
+        if text:
+            assert str(where) in text, told
+            assert torch.equal(model.weight, torch.full((2, 2), 5.0)), told
+            assert torch.equal(torch.get_rng_state(), drawn), told
+            outcomes["refused"] += 1
+        else:
+            # Nobody can know what is right without the manifest.
+            assert torch.equal(model.weight, torch.ones(2, 2)) or manifest != good["checkpoint.json"], told
+            outcomes["loaded"] += 1
+        assert (_everything(where), _everything(outside)) == before, told  # loading changes no folder
+        try:
+            accelerator.save_state(where)
+        except CheckpointError:
+            assert "folder" in told, told  # one that has the name of a file
+        else:
+            accelerator.load_state(where)
+        assert _everything(outside) == before[1], told
+    assert min(outcomes.values()) > examples / 8, outcomes
+
+
+# --- Numbered checkpoints ---------------------------------------------------------------------------------------
+
+
+def _numbering(where: Path, **options: Any) -> tuple[Accelerator, nn.Module]:
+    project = ProjectConfiguration(project_dir=where, automatic_checkpoint_naming=True, **options)
+    return _filled(1.0, project_config=project)
+
+
+def test_the_newest_whole_checkpoint_is_loaded_and_the_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    accelerator, model = _numbering(tmp_path)
+    for value in range(5):
+        model.weight.data.fill_(value)
+        accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_4" / "model.safetensors").unlink()
+    optimizer = folder / "checkpoint_3" / "optimizer.bin"
+    content = optimizer.read_bytes()
+    optimizer.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
+    (folder / "checkpoint_2" / "checkpoint.json").unlink()
+    (folder / "checkpoint_9").mkdir()
+    (folder / "checkpoint_10").symlink_to(folder / "checkpoint_0")
+    with caplog.at_level(logging.WARNING, "nb_accelerate"):
+        accelerator.load_state()
+    assert torch.equal(model.weight, torch.full((2, 2), 1.0))
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "checkpoint_1 is loaded" in told
+    for line in ("checkpoint_4/model.safetensors is missing", "checkpoint_3/optimizer.bin is not as it was saved",
+                 "checkpoint_2/checkpoint.json is missing"):  # fmt: skip
+        assert line in told
+    assert accelerator.project_configuration.iteration == 2
+    for path in (folder / "checkpoint_1", folder / "checkpoint_0"):
+        (path / "model.safetensors").write_text("")
+    model.weight.data.fill_(7)
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole:(\n.*){5}"):
+        accelerator.load_state()
+    assert torch.equal(model.weight, torch.full((2, 2), 7.0))
+
+
+def test_a_limit_never_removes_what_was_saved_last_nor_the_only_whole_one(tmp_path: Path):
+    accelerator, _ = _numbering(tmp_path, total_limit=2)
+    folder = tmp_path / "checkpoints"
+    for _ in range(3):
+        accelerator.save_state()
+    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_2"]
+    (folder / "checkpoint_2" / "optimizer.bin").unlink()
+    accelerator.save_state()
+    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_3"]
+    accelerator.project_configuration.iteration = 0  # numbered lower than those that are there
+    accelerator.save_state()
+    assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_3"]
+    accelerator.project_configuration.iteration = 5
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    handle = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(OSError, match="No space"):
+        accelerator.save_state()
+    handle.remove()
+    assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_3"]
+    accelerator.load_state()

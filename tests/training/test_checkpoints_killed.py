@@ -1,0 +1,121 @@
+"""Ranks that are killed at random instants while they save: there is always a whole checkpoint to go on from."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+
+import torch
+from nb_accelerate import Accelerator, notebook_launcher
+from nb_accelerate.utils import ProjectConfiguration
+
+where, saves = sys.argv[1], int(sys.argv[2])
+
+
+# One that is replaced, one with other files in it, and numbered ones.
+targets = [where + "/one", where + "/beside", None]
+
+
+class Counter:
+    count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def run():
+    project = ProjectConfiguration(project_dir=where, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(300, 300)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    plain = accelerator.unwrap_model(model)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    rank = accelerator.process_index
+    accelerator.backward(model(torch.zeros(1, 300)).sum())
+    optimizer.step()
+
+    def is_there(target):
+        if target is None:
+            return any(Path(where).glob("checkpoints/checkpoint_*"))
+        return Path(target, "checkpoint.json").exists()
+
+    newest = 0
+    for target in targets:
+        if not is_there(target):
+            continue
+        project.automatic_checkpoint_naming = target is None
+        accelerator.load_state(target)
+        newest = max(newest, counter.count)
+        assert torch.equal(plain.weight, torch.full((300, 300), float(counter.count))), (target, counter.count)
+        assert torch.equal(optimizer.state[plain.weight]["step"], torch.tensor(float(counter.count))), target
+        expected = torch.Generator().manual_seed(1000 * counter.count + rank)
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=expected)), (target, rank, counter.count)
+    counter.count = newest
+    Path(where, f"rank {rank}").write_text(str(os.getpid()))
+    for _ in range(saves):
+        for target in targets:
+            counter.count += 1
+            with torch.no_grad():
+                plain.weight.fill_(counter.count)
+            optimizer.state[plain.weight]["step"].fill_(counter.count)
+            torch.manual_seed(1000 * counter.count + rank)
+            project.automatic_checkpoint_naming = target is None
+            accelerator.save_state(target)
+    return counter.count
+
+
+print("count", notebook_launcher(run, (), 2, start_method="forkserver", progress="off")[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+def test_ranks_that_are_killed_while_they_save_always_leave_a_whole_checkpoint(tmp_path: Path):
+    seed = 163
+    random_ = random.Random(seed)
+    where = tmp_path / "run"
+    (where / "beside").mkdir(parents=True)
+    (where / "beside" / "README.md").write_text("mine")
+    command = [sys.executable, "-c", PROGRAM, str(where)]
+    for attempt in range(4):
+        told = f"seed {seed}, attempt {attempt}"
+        process = subprocess.Popen([*command, "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 60
+            while len(files := sorted(where.glob("rank *"))) < 2 or not all(file.read_text() for file in files):
+                assert process.poll() is None, (told, process.communicate())
+                assert time.monotonic() < deadline, told
+                time.sleep(0.01)
+            time.sleep(random_.uniform(0, 0.4))  # the random instant
+            pids = [int(file.read_text()) for file in files]
+            for pid in random_.choice([pids, pids[:1], pids[1:]]):
+                os.kill(pid, signal.SIGKILL)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.communicate()
+        # Its ranks had found what the ones before left as it was saved, and were killed in the middle of something.
+        assert "AssertionError" not in err, (told, err)
+        assert "SIGKILL" in err, (told, out, err)
+        for file in files:
+            file.unlink()
+    last = subprocess.run([*command, "1"], capture_output=True, text=True, timeout=60, check=False)
+    assert last.returncode == 0, (seed, last.stderr)
+    assert int(last.stdout.split()[-1]) > 3, last.stdout
+    assert not [path for path in where.rglob("*") if ".nb_accelerate-" in path.name]  # the last saves have removed it
+    assert (where / "beside" / "README.md").read_text() == "mine"
