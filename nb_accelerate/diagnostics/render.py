@@ -67,6 +67,9 @@ def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
     yield from before
     kind, colon, text = last.partition(":")
     yield f"{style.error}{kind}{style.end}{colon}{text}"
+    for number, one in enumerate(report.group, start=1):
+        yield f"  {style.faint}--- exception {number} of {report.group_size}{style.end}"
+        yield from (f"  {line}" for line in _chain(one, style) if line)
 
 
 def _frame(frame: Frame, style: Style) -> Iterator[str]:

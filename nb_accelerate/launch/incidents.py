@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from nb_accelerate.protocol.shipping import unpack
 if TYPE_CHECKING:
     from nb_accelerate.launch.handle import RankHandle
     from nb_accelerate.protocol.messages import ErrorReport, Failure
+
+
+_EXIT_CODE = re.compile(r"-?[0-9]{1,10}")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -112,14 +116,15 @@ def failed(handle: RankHandle, failure: Failure, fds: tuple[int, ...], output: s
 def _rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
     report = failure.report
     if report.type_name == "SystemExit" and failure.result_of_call:
-        code = int(report.message) if report.message.lstrip("-").isdigit() else 1
+        code = int(report.message) if _EXIT_CODE.fullmatch(report.message) else 1
         text = f"rank {rank} called sys.exit({report.message}), before the function returned."
         return RankDiedError(text, rank=rank, exitcode=code, output=output)
     if failure.parcel is not None:
         try:
             rebuild, args = unpack(failure.parcel, fds)
             error: BaseException = rebuild(*args)
-        except Exception:  # the class or its state cannot be rebuilt in this process; the report says it all
+        # The class or its state cannot be rebuilt in this process, which is users' code; the report says it all.
+        except (Exception, SystemExit):
             error = _remote(rank, report, output)
     else:
         for fd in fds:
@@ -198,7 +203,9 @@ def summary(error: BaseException) -> str:
 def add_note(error: BaseException, note: str) -> None:
     """PEP 678's ``add_note``, also on Python 3.10."""
     if note:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
+        with contextlib.suppress(Exception):  # the class may refuse attributes, or have an odd one of that name
+            notes = getattr(error, "__notes__", None)
+            error.__notes__ = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
 
 
 def _show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int, world_size: int, footer: str) -> None:
@@ -206,10 +213,10 @@ def _show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int
     title = f"rank {rank} of {world_size}"
     add_note(error, f"Raised by {title}.")
     add_note(error, footer)
-    error.__cause__ = RankTraceback(render_report(report, title=title))
-    # IPython asks for this method before it formats a traceback itself. Types with slots cannot have it.
+    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
+    # IPython asks for this method before it formats a traceback itself. Types with slots cannot have it, or refuse.
     render = functools.partial(_lines, report, title, footer)
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(Exception):
         error._render_traceback_ = render  # type: ignore[attr-defined]
         error._nb_rank = rank  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MAX_DEPTH = 20
+_USERS = (Exception, SystemExit)
+"""What users' code may raise where it takes part."""
 
 
 def find_unpicklable(
@@ -25,26 +27,36 @@ def find_unpicklable(
     """
     path = name
     seen = {id(value)}
-    for _ in range(_MAX_DEPTH):
-        for step, part in _parts(value):
-            if id(part) in seen:
-                continue
-            failure = _failure(part, dumps)
-            if failure is not None:
-                seen.add(id(part))
-                path, value, error = path + step, part, failure
+    try:
+        for _ in range(_MAX_DEPTH):
+            for step, part in _parts(value):
+                if id(part) in seen:
+                    continue
+                failure = _failure(part, dumps)
+                if failure is not None:
+                    seen.add(id(part))
+                    path, value, error = path + step, part, failure
+                    break
+            else:
                 break
-        else:
-            break
-    return path, _describe(value), f"{type(error).__name__}: {error}"
+    except _USERS:  # its attributes, or the texts of its keys, cannot be had: then this is as near as one can come
+        pass
+    return path, _describe(value), _reason(error)
 
 
 def _failure(value: object, dumps: Callable[[Any], bytes]) -> BaseException | None:
     try:
         dumps(value)
-    except Exception as error:
+    except _USERS as error:
         return error
     return None
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except _USERS:
+        return type(error).__name__
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:

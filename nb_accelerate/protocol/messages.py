@@ -118,6 +118,8 @@ class ErrorReport:
         cause: what it was raised from, or while handling.
         explicit_cause: True for ``raise ... from``.
         last_lines: what follows the frames in a plain traceback (several lines for a `SyntaxError`).
+        group: the exceptions in an exception group, or the first of them.
+        group_size: how many there are.
     """
 
     type_name: str
@@ -127,6 +129,8 @@ class ErrorReport:
     cause: ErrorReport | None = None
     explicit_cause: bool = False
     last_lines: tuple[str, ...] = ()
+    group: tuple[ErrorReport, ...] = ()
+    group_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,8 +118,8 @@ def _pack(value: object, name: str, *, into_main: bool, limit: int | None) -> Pa
     try:
         pickler = _Pickler(file, protocol=5, buffer_callback=stays_inside, into_main=into_main)
         pickler.dump(value)
-    except Exception as error:
-        # Any exception: __reduce__ and __getstate__ are users' code.
+    except (Exception, SystemExit) as error:
+        # Any exception, an exit too: __reduce__ and __getstate__ are users' code.
         path, culprit, reason = find_unpicklable(value, name, error, _dumps)
         raise ShippingError(
             f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). "

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.board import here
-from nb_accelerate.diagnostics.report import report_exception
+from nb_accelerate.diagnostics.report import has_plain_text, readable, report_exception, text_of
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import pack, unpack
 
@@ -35,29 +35,37 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             function, args, kwargs = load()
             gate.check()
             value = function(*args, **kwargs)
-    except SystemExit as error:
-        if error.code not in (None, 0):
+    except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
+        if not exits_well(error):
             return fail(error)
         value = None
-    except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
-        return fail(error)
     board.end_turn()
     try:
         packed = pack(value, name="the returned value")
-    except Exception as error:
+    except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
     return Result(parcel=packed.parcel), packed
 
 
+def exits_well(error: BaseException) -> bool:
+    """Is it ``sys.exit()``, with nothing that says that something went wrong?"""
+    # Not isinstance(), which believes what an object says about its own class.
+    if not issubclass(type(error), SystemExit):
+        return False
+    code = vars(SystemExit)["code"].__get__(error)
+    return code is None or (type(code) in (int, bool) and code == 0)
+
+
 def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = False) -> tuple[Failure, Packed | None]:
-    """The message that tells of `error`, and the exception itself if it can travel."""
+    """The message that tells of `error`, and the exception itself if it can travel. Raises nothing."""
     when = time.monotonic()
+    report = report_exception(error)
     packed = _pack_exception(error)
     failure = Failure(
-        report=report_exception(error),
+        report=report,
         parcel=packed.parcel if packed else None,
         when=when,
-        peer_lost=_says_peer_lost(error),
+        peer_lost=_says_peer_lost(error, report.message),
         result_of_call=result_of_call,
         returned=returned,
     )
@@ -66,18 +74,33 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
 
 def _pack_exception(error: BaseException) -> Packed | None:
     """The exception, so that unpickling it in the kernel will work; None if there is no way."""
-    whole: tuple[Any, ...] = (_same, (error,))
-    parts = (_rebuild_exception, (type(error), error.args, _state(error)))
-    for candidate in (whole, parts):
-        try:
-            packed = pack(candidate)
-            # Many exceptions pickle and cannot be unpickled: their __init__ wants other arguments than .args.
-            rebuild, args = unpack(packed.parcel, tuple(map(os.dup, packed.fds)))
-            if str(rebuild(*args)) == str(error):
-                return packed
-            packed.close()
-        except Exception:  # noqa: S112 - users' code; the next candidate, or none, is the answer
-            continue
+    if not has_plain_text(error):
+        return _pack_as((_rebuild_exception, (type(error), _shortened(_args(error)), {})), text_of(error))
+    text = text_of(error)
+    packed = _pack_as((_same, (error,)), text)
+    return packed or _pack_as((_rebuild_exception, (type(error), _args(error), _state(error))), text)
+
+
+def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
+    """Pickle what makes the exception again, if that makes one with this text."""
+    packed: Packed | None = None
+    try:
+        packed = pack(candidate)
+        # Many exceptions pickle and cannot be unpickled: their __init__ wants other arguments than .args.
+        rebuild, args = unpack(packed.parcel, tuple(map(os.dup, packed.fds)))
+        copy = rebuild(*args)
+        # Nor is one of use that pretends to be something else, or whose attributes cannot be asked for or set.
+        copy.__traceback__ = None
+        notes = getattr(copy, "__notes__", None)
+        is_sound = copy.__class__ is type(copy) and (notes is None or type(notes) is list)
+        for name in ("__traceback__", "__cause__", "__context__"):
+            is_sound = is_sound and getattr(type(copy), name) is vars(BaseException)[name]
+        if is_sound and issubclass(type(copy), BaseException) and has_plain_text(copy) and str(copy) == text:
+            return packed
+    except BaseException:  # noqa: S110 - users' code, which may also exit; the next candidate, or none, is the answer
+        pass
+    if packed is not None:
+        packed.close()
     return None
 
 
@@ -92,13 +115,23 @@ def _rebuild_exception(cls: type[BaseException], args: tuple[Any, ...], state: d
     return error
 
 
+def _args(error: BaseException) -> tuple[Any, ...]:
+    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
+    return args
+
+
+def _shortened(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(readable(one) if type(one) is str else one for one in args)
+
+
 def _state(error: BaseException) -> dict[str, Any]:
     kept = {}
-    for key, value in vars(error).items():
+    state: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
+    for key, value in list(state.items()):
         try:
             with pack(value):
                 kept[key] = value
-        except Exception:  # noqa: S112 - a lock or a socket on an exception; its text is what matters
+        except BaseException:  # noqa: S112 - a lock or a socket on an exception; its text is what matters
             continue
     return kept
 
@@ -106,7 +139,6 @@ def _state(error: BaseException) -> dict[str, Any]:
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 
 
-def _says_peer_lost(error: BaseException) -> bool:
+def _says_peer_lost(error: BaseException, text: str) -> bool:
     """Does it only report that another rank went away? Torch has no type for that, just words."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _PEER_LOST)
+    return issubclass(type(error), RuntimeError) and any(words in text.lower() for words in _PEER_LOST)

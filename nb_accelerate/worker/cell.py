@@ -21,7 +21,7 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.worker.alarm import Alarm
-from nb_accelerate.worker.call import answer, fail
+from nb_accelerate.worker.call import answer, exits_well, fail
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import abort_groups, close_groups, named, serve_store
 from nb_accelerate.worker.keyboard import Keyboard
@@ -114,7 +114,7 @@ class PersistentRank:
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
             error = caught
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if error is None or exits_well(error):
             board.end_turn()
             outcome, packed = self._value(result.result if cell.wants_value else None)
         else:
@@ -133,16 +133,19 @@ class PersistentRank:
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
         try:
             packed = pack(value, name="the value of the last expression")
-        except Exception as error:
-            error.__cause__ = None  # its text is in the message, and no line of the user's is in either traceback
-            return fail(error.with_traceback(None), returned=True)
+        except BaseException as error:  # users' code takes part: it may also exit
+            # The cause's text is in the message, and no line of the user's is in either traceback.
+            vars(BaseException)["__cause__"].__set__(error, None)
+            BaseException.with_traceback(error, None)
+            return fail(error, returned=True)
         return Result(parcel=packed.parcel), packed
 
 
 def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:
-    error.__traceback__ = _without_shell(error.__traceback__)
+    # Past what a class may have put in the place of these.
+    BaseException.with_traceback(error, _without_shell(vars(BaseException)["__traceback__"].__get__(error)))
     failure, packed = fail(error)
-    if isinstance(error, SystemExit):
+    if issubclass(type(error), SystemExit):
         # Raised in the kernel it would mean the kernel.
         if packed is not None:
             packed.close()
