@@ -37,7 +37,8 @@ class Fold:
     def add(self, rank: int, stream: StreamName, text: str) -> None:
         """Lines of a rank."""
         now = time.monotonic()
-        self._waiting[stream][rank].extend((now, line) for line in text.splitlines(keepends=True))
+        # Not splitlines(), which also ends a line at a carriage return.
+        self._waiting[stream][rank].extend((now, line + "\n") for line in text.removesuffix("\n").split("\n"))
         self._match(stream)
 
     @property

@@ -1,8 +1,9 @@
 """What ranks print, as whole lines.
 
 Bytes arrive in lumps that end anywhere, from several ranks at once. A line is passed on when it is complete, so
-that lines of different ranks never mix; what is left without a newline is passed on when its rank ends, or at
-once if there is just one rank.
+that lines of different ranks never mix; what is left without a newline is passed on when its rank ends, when it
+has become very long, or at once if there is just one rank. Of a line of several ranks' that redraws itself (a progress
+bar), only the last drawing is passed on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.output import StreamName
 
 _KEPT_LINES = 1000
+_KEPT_WIDTH = 1 << 13
 _TAIL_LINES = 20
+
+_LONGEST_LINE = 1 << 20
+"""Characters. What is longer is passed on in pieces."""
 
 
 class RankOutput:
@@ -52,13 +57,13 @@ class RankOutput:
         self.alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
         self._text = {name: decoder("replace") for name in ("stdout", "stderr")}
-        self._line: dict[StreamName, str] = {"stdout": "", "stderr": ""}
+        self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line()}
         self._last: deque[str] = deque(maxlen=_KEPT_LINES)
 
     @property
     def text(self) -> str:
         """The last thousand lines, of both streams."""
-        return "".join((*self._last, *self._line.values()))
+        return "".join((*self._last, *(line.text[-_KEPT_WIDTH:] for line in self._line.values())))
 
     @property
     def tail(self) -> str:
@@ -77,13 +82,13 @@ class RankOutput:
     def finish(self) -> None:
         """The rank has ended: what is left is all there will be."""
         for stream, line in self._line.items():
-            if line:
-                self._emit(stream, line if self.alone else line + "\n")
-            self._line[stream] = ""
+            text = line.take()
+            if text:
+                self._emit(stream, text if self.alone else text + "\n")
 
     def unfinished(self, stream: StreamName) -> str:
         """What was printed after the last newline: a prompt, or a progress bar that is being redrawn."""
-        return self._line[stream]
+        return self._line[stream].text
 
     def _pass_on(self, chunk: Chunk) -> None:
         if chunk.stream == "record":
@@ -96,15 +101,65 @@ class RankOutput:
                 self.finish()
                 self._on_display()
             return
-        text = self._line[chunk.stream] + self._text[chunk.stream].decode(chunk.data)
-        end = len(text) if self.alone else text.rfind("\n") + 1
-        self._line[chunk.stream] = text[end:]
-        if end:
-            self._emit(chunk.stream, text[:end])
+        line = self._line[chunk.stream]
+        text = self._text[chunk.stream].decode(chunk.data)
+        if self.alone:
+            text = line.take() + text
+        else:
+            whole, newline, rest = text.rpartition("\n")
+            text = _last_drawings(line.take() + whole + newline) if newline else ""
+            line.add(rest)
+            if line.size > _LONGEST_LINE:
+                text += line.take() + "\n"
+        if text:
+            self._emit(chunk.stream, text)
 
     def _emit(self, stream: StreamName, text: str) -> None:
-        self._last.extend(text.splitlines(keepends=True)[-_KEPT_LINES:])
+        self._last.extend(line[-_KEPT_WIDTH:] for line in text.splitlines(keepends=True)[-_KEPT_LINES:])
         self._emit_lines(stream, text)
+
+
+class _Line:
+    """What was printed since the last newline, in pieces: a long line is not copied for each."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.size = 0
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def add(self, piece: str) -> None:
+        """More of it."""
+        if "\r" in piece:
+            piece = _last_drawing(self.take() + piece)
+        if piece:
+            self._pieces.append(piece)
+            self.size += len(piece)
+
+    def take(self) -> str:
+        """All of it, which is then somebody else's."""
+        text = self.text
+        self._pieces, self.size = [], 0
+        return text
+
+
+def _last_drawings(lines: str) -> str:
+    """Whole lines, without what has been drawn over in each."""
+    return "\n".join(map(_last_drawing, lines.split("\n"))) if "\r" in lines else lines
+
+
+def _last_drawing(line: str) -> str:
+    """A line without what was drawn over: the last drawing that shows something, behind a carriage return."""
+    shown = line.rstrip("\r\t ")
+    start = shown.rfind("\r")
+    if start < 0:
+        return line
+    return shown[start:] + ("\r" if "\r" in line[len(shown) :] else line[len(shown) :])
 
 
 def prefixed(text: str, template: str | None, *, rank: int, local_rank: int) -> str:
@@ -119,4 +174,5 @@ def prefixed(text: str, template: str | None, *, rank: int, local_rank: int) -> 
     if not template:
         return text
     prefix = string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
-    return "".join(prefix + line for line in text.splitlines(keepends=True))
+    *whole, rest = text.split("\n")  # not splitlines(), which also ends a line at a carriage return
+    return "".join(f"{prefix}{line}\n" for line in whole) + (prefix + rest if rest else "")

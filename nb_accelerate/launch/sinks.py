@@ -1,21 +1,23 @@
-"""Where the output of a launch goes: into the cell that launched it, and nowhere else.
+"""Where the output of a launch goes: to where the code that launched it would print, and nowhere else.
 
-A cell gets as many lines as a browser draws with ease. After that everything goes to a file, and the cell shows
-the last lines and a count, redrawn now and then. A terminal or a file that a script writes to takes everything.
+A cell gets as much as a browser draws with ease. After that everything goes to a file, and the cell shows the last
+lines and a count, redrawn now and then. A terminal, a file that a script writes to, and what ``%%capture`` or
+``contextlib.redirect_stdout`` collect take everything.
+
+Output that cannot be shown as it is, since a console knows no such letter or nobody reads any more, is shown as well
+as can be: it never ends what watches over the ranks.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
-import tempfile
 import time
-import uuid
-from collections import deque
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
+
+from nb_accelerate.launch.overflow import Overflow
 
 if TYPE_CHECKING:
     from nb_accelerate.display.block import Block
@@ -30,9 +32,8 @@ _FLUSH_SIZE = 1 << 15
 LINE_LIMIT = 5000
 """Lines a cell shows in full."""
 
-_TAIL_LINES = 20
-_REDRAW_AFTER = 0.5
-"""Seconds between two drawings of the tail."""
+SIZE_LIMIT = 1 << 20
+"""Characters a cell shows in full."""
 
 
 class Sink(Protocol):
@@ -80,7 +81,7 @@ class StreamSink(Sink):
     def write(self, stream: StreamName, text: str) -> None:
         if self.block is not None:
             self.block.hide()
-        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
+        _print(sys.stdout if stream == "stdout" else sys.stderr, text)
         if self.block is not None and text.endswith("\n"):
             self.block.show()
 
@@ -88,7 +89,7 @@ class StreamSink(Sink):
     def display(self, kind: str, content: dict[str, Any]) -> None:
         text = content.get("data", {}).get("text/plain")
         if text is not None:
-            sys.stdout.write(f"{text}\n")
+            _print(sys.stdout, f"{text}\n")
 
     @override
     def flush(self) -> None:
@@ -96,39 +97,54 @@ class StreamSink(Sink):
 
     @override
     def close(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush_streams()
 
 
 class CellSink(Sink):
-    """The cell that runs when this is made, also after another cell has begun, from any thread."""
+    """The cell that runs when this is made, also after another cell has begun, from any thread.
 
-    def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT) -> None:
+    What that cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
+    """
+
+    def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT, size_limit: int = SIZE_LIMIT) -> None:
         self.due = float("inf")
         self._is_first = True
         self.kernel = kernel
         self._parent = kernel.get_parent()
+        self._redirected: dict[StreamName, Any] = {
+            "stdout": _unless_kernels(sys.stdout),
+            "stderr": _unless_kernels(sys.stderr),
+        }
+        self._publisher = _capturing_publisher(kernel)
         self._pending: list[tuple[StreamName, str]] = []
+        self._pending_size = 0
+        self._lines = 0
         self._size = 0
-        self._shown = 0
         self._line_limit = line_limit
+        self._size_limit = size_limit
         self._kept: list[str] = []
-        self._overflow: _Overflow | None = None
+        self._overflow: Overflow | None = None
 
     @override
     def write(self, stream: StreamName, text: str) -> None:
+        redirected = self._redirected[stream]
+        if redirected is not None:
+            self._begin()
+            _print(redirected, text)
+            return
         if self._overflow is not None:
             self._overflow.write(text)
             self.due = self._overflow.due
             return
-        text, rest = _cut(text, self._line_limit - self._shown)
-        self._shown += text.count("\n")
+        text, rest = _cut(text, self._line_limit - self._lines, self._size_limit - self._size)
+        self._lines += text.count("\n")
+        self._size += len(text)
         self._kept.append(text)
         self._pending.append((stream, text))
-        self._size += len(text)
+        self._pending_size += len(text)
         if rest:
             self._start_overflow(rest)
-        elif self._size >= _FLUSH_SIZE:
+        elif self._pending_size >= _FLUSH_SIZE:
             self.flush()
         elif self.due == float("inf"):
             self.due = time.monotonic() + _FLUSH_AFTER
@@ -136,14 +152,17 @@ class CellSink(Sink):
     @override
     def display(self, kind: str, content: dict[str, Any]) -> None:
         self._send_pending()
-        self._send(kind, content)
+        if self._publisher is None:
+            self._send(kind, content)
+        else:
+            self._publish(kind, content)
 
     @override
     def flush(self) -> None:
         self._send_pending()
         self.due = float("inf")
         if self._overflow is not None and self._overflow.has_news:
-            self._send("update_display_data", self._overflow.drawing(self._line_limit))
+            self._send("update_display_data", self._overflow.drawing(self._lines, self._size))
 
     @override
     def close(self) -> None:
@@ -154,11 +173,11 @@ class CellSink(Sink):
 
     def _start_overflow(self, rest: str) -> None:
         self._send_pending()
-        self._overflow = _Overflow()
+        self._overflow = Overflow()
         for text in (*self._kept, rest):
             self._overflow.write(text)
         self._kept.clear()
-        self._send("display_data", self._overflow.drawing(self._line_limit))
+        self._send("display_data", self._overflow.drawing(self._lines, self._size))
         self.due = self._overflow.due
 
     def _send_pending(self) -> None:
@@ -168,58 +187,93 @@ class CellSink(Sink):
                 merged.append((stream, []))
             merged[-1][1].append(text)
         self._pending.clear()
-        self._size = 0
+        self._pending_size = 0
         for stream, texts in merged:
             if any(texts):
                 self._send("stream", {"name": stream, "text": "".join(texts)})
 
-    def _send(self, kind: str, content: dict[str, Any]) -> None:
-        if self._is_first:  # what the cell itself has printed comes before; a cell that prints nothing need not wait
+    def _begin(self) -> None:
+        """What the cell itself has printed comes before; a cell that prints nothing need not wait."""
+        if self._is_first:
             self._is_first = False
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            _flush_streams()
+
+    def _send(self, kind: str, content: dict[str, Any]) -> None:
+        self._begin()
         # Not through sys.stdout: that goes to the cell that runs now. The socket may be used from any thread.
-        self.kernel.session.send(self.kernel.iopub_socket, kind, content, parent=self._parent)
+        send, socket = self.kernel.session.send, self.kernel.iopub_socket
+        try:
+            send(socket, kind, _sendable(content), parent=self._parent)
+        except Exception as error:  # whatever a rank has shown, it must not end what watches over the ranks
+            text = f"<a message of a rank cannot be sent to the notebook: {type(error).__name__}>\n"
+            with contextlib.suppress(Exception):  # the kernel is closing
+                send(socket, "stream", {"name": "stderr", "text": text}, parent=self._parent)
+
+    def _publish(self, kind: str, content: dict[str, Any]) -> None:
+        if kind == "clear_output":
+            self._publisher.clear_output(wait=bool(content.get("wait")))
+            return
+        self._publisher.publish(
+            data=content.get("data"),
+            metadata=content.get("metadata"),
+            transient=content.get("transient"),
+            update=kind == "update_display_data",
+        )
 
 
-def _cut(text: str, lines: int) -> tuple[str, str]:
-    """The first `lines` lines of `text`, and what follows them."""
-    if text.count("\n") <= lines:
-        return text, ""
-    *first, rest = text.split("\n", lines)
-    return "".join(line + "\n" for line in first), rest
+def _unless_kernels(stream: Any) -> Any:
+    """The stream, or None if it is the kernel's own, whose text goes to the cell that runs."""
+    from ipykernel.iostream import OutStream
+
+    return None if stream is None or isinstance(stream, OutStream) else stream
 
 
-class _Overflow:
-    """Everything, in a file; the last lines and a count, as a display that is redrawn."""
+def _capturing_publisher(kernel: Any) -> Any:
+    """What takes the displays of the cell that runs, if that is not the kernel's own publisher."""
+    from ipykernel.zmqshell import ZMQDisplayPublisher
 
-    def __init__(self) -> None:
-        folder = Path(tempfile.gettempdir()) / f"nb_accelerate-logs-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}.log"
-        self._file: IO[str] = self.path.open("x", encoding="utf-8", errors="backslashreplace")
-        self._id = uuid.uuid4().hex
-        self._lines = 0
-        self.has_news = False
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self.due = time.monotonic() + _REDRAW_AFTER
+    publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
+    return None if publisher is None or isinstance(publisher, ZMQDisplayPublisher) else publisher
 
-    def write(self, text: str) -> None:
-        self.has_news = True
-        self._file.write(text)
-        self._lines += text.count("\n")
-        self._tail.extend(text.splitlines(keepends=True)[-_TAIL_LINES:])
 
-    def drawing(self, shown: int) -> dict[str, Any]:
-        self._file.flush()
-        self.has_news = False
-        self.due = time.monotonic() + _REDRAW_AFTER
-        head = f"... {self._lines - shown:,} more lines; all {self._lines:,} are in {self.path}. The last ones:\n"
-        return {
-            "data": {"text/plain": head + "".join(self._tail).rstrip("\n")},
-            "metadata": {},
-            "transient": {"display_id": self._id},
-        }
+def _print(stream: IO[str] | None, text: str) -> None:
+    """Write, with escapes for letters that the stream has not; nothing if it is closed, or nobody reads it."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
-    def close(self) -> None:
-        self._file.close()
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
+def _sendable(content: Any) -> Any:
+    """The same with escapes for halves of letters (lone surrogates), which no message can carry."""
+    if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError:
+            return content.encode("utf-8", "backslashreplace").decode()
+        return content
+    if isinstance(content, dict):
+        return {_sendable(key): _sendable(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_sendable(part) for part in content]
+    return content
+
+
+def _cut(text: str, lines: int, size: int) -> tuple[str, str]:
+    """As much of `text` as is at most so many lines and characters, and what follows."""
+    end = len(text)
+    if text.count("\n") > lines:
+        end = sum(len(line) + 1 for line in text.split("\n", lines)[:lines])
+    end = min(end, size)
+    return text[:end], text[end:]

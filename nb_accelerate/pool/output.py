@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 _REDRAW_AFTER = 0.2
 """Seconds between two drawings of progress bars."""
+
+_MOST_BARS = 50
+"""Finished bars that are still drawn: each drawing sends all of them again."""
+
+_BAR_WIDTH = 500
+"""Characters of a bar."""
 
 _AT_ONCE = 200
 """Lines that go to the sink together: it looks at its limits in between."""
@@ -80,6 +87,7 @@ class CellOutput:
         self._raw = style == "raw"
         self._quiet = quiet
         self.alone = len(self._ranks) == 1
+        self._is_in_line = False
         self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=_NEVER if style == "group" else HOLD)
         self._bars: _Bars | None = None
 
@@ -92,8 +100,9 @@ class CellOutput:
         """Whole lines, or anything at all if the rank is alone."""
         if self._quiet:
             return
-        if self.alone:
+        if self.alone and rank in self._ranks:
             self._sink.write(stream, text)
+            self._is_in_line = not text.endswith("\n")
             return
         lines = _lines(text)
         if "\r" in text:
@@ -103,19 +112,19 @@ class CellOutput:
     def redrawing(self, rank: int, line: str) -> None:
         """A line that is not finished."""
         if not self._quiet and "\r" in line:
-            self._bar(rank).draw(rank, _last_drawing(line))
+            self._the_bars().draw(rank, _last_drawing(line))
 
     def display(self, rank: int, display: Display) -> None:
         """Something rich."""
         if self._quiet:
             return
-        content = json.loads(display.content)
-        if self.alone:
+        content = _as_message(display)
+        if self.alone and rank in self._ranks:
             self._publish((rank,), [_Shown(display.kind, "", content)])
             return
-        own = content.get("transient", {}).get("display_id")
+        own = content["transient"].get("display_id")
         place = "" if own is None else self._ids.order(rank, own)
-        looks = json.dumps([place, content.get("data"), content.get("metadata")], sort_keys=True)
+        looks = json.dumps([place, content["data"], content["metadata"]], sort_keys=True)
         self._add(rank, [_Shown(display.kind, looks, content)])
 
     def say(self, line: str) -> None:
@@ -151,7 +160,13 @@ class CellOutput:
         self._sink.close()
 
     def _add(self, rank: int, items: list[_Item]) -> None:
-        if self._raw:
+        if rank not in self._ranks:
+            # Another one, in which a thread goes on, say: there is nothing to compare it with.
+            if self._is_in_line:
+                self._sink.write("stdout", "\n")
+                self._is_in_line = False
+            self._show((rank,), [[_whole(item) if isinstance(item, tuple) else item for item in items]])
+        elif self._raw:
             self._show((rank,), [items])
         else:
             self._merge.add(rank, items, time.monotonic())
@@ -160,11 +175,10 @@ class CellOutput:
         """Whether a line has redrawn itself; then it goes to the progress bars, and nowhere else."""
         redrawn = "\r" in line.rstrip("\r\n")
         if redrawn:
-            self._bar(rank).finish(rank, _last_drawing(line))
+            self._the_bars().finish(rank, _last_drawing(line))
         return redrawn
 
-    def _bar(self, rank: int) -> _Bars:
-        assert rank in self._ranks
+    def _the_bars(self) -> _Bars:
         if self._bars is None:
             self._bars = _Bars(self._sink)
         return self._bars
@@ -192,7 +206,7 @@ class CellOutput:
         kind, content = shown[0].kind, dict(shown[0].content)
         if kind == "clear_output":
             if self._ranks[0] in ranks:
-                self._sink.display(kind, content)
+                self._sink.display(kind, {"wait": content["wait"]})
             return
         text = content["data"].get("text/plain")
         if whose and kind == "result" and list(content["data"]) == ["text/plain"]:
@@ -209,6 +223,7 @@ class CellOutput:
                 kind = "display_data" if place.is_new else kind
         if whose and kind == "display_data":
             self._sink.write("stdout", whose + "\n")
+        del content["wait"]
         self._sink.display(kind, content)
 
 
@@ -218,23 +233,27 @@ class _Bars:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._id = uuid.uuid4().hex
-        self._finished: list[str] = []
+        self._finished: deque[str] = deque(maxlen=_MOST_BARS)
+        self._count = 0
         self._current: dict[int, str] = {}
         self._is_drawn = False
         self.due = time.monotonic()
 
     def draw(self, rank: int, line: str) -> None:
-        if self._current.get(rank) != line:
-            self._current[rank] = line
+        if self._current.get(rank) != line[-_BAR_WIDTH:]:
+            self._current[rank] = line[-_BAR_WIDTH:]
             self.due = min(self.due, time.monotonic() + _REDRAW_AFTER)
 
     def finish(self, rank: int, line: str) -> None:
         self._current.pop(rank, None)
-        self._finished.append(f"[rank {rank}] {line}")
+        self._finished.append(f"[rank {rank}] {line[-_BAR_WIDTH:]}")
+        self._count += 1
         self.due = min(self.due, time.monotonic() + _REDRAW_AFTER)
 
     def redraw(self) -> None:
         rows = [*self._finished, *(f"[rank {rank}] {line}" for rank, line in sorted(self._current.items()))]
+        if self._count > len(self._finished):
+            rows.insert(0, f"... {self._count - len(self._finished):,} bars before these have finished")
         kind = "update_display_data" if self._is_drawn else "display_data"
         content = {
             "data": {"text/plain": "\n".join(rows)},
@@ -244,6 +263,23 @@ class _Bars:
         self._sink.display(kind, content)
         self._is_drawn = True
         self.due = _NEVER
+
+
+def _as_message(display: Display) -> dict[str, Any]:
+    """The content, with all that a Jupyter message has, whatever the rank was asked to show."""
+    content = json.loads(display.content)
+    content = content if isinstance(content, dict) else {}
+    parts = {name: content.get(name) for name in ("data", "metadata", "transient")}
+    found: dict[str, Any] = {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
+    own = found["transient"].get("display_id")
+    if own is not None:
+        found["transient"]["display_id"] = str(own)
+    return {**found, "wait": bool(content.get("wait"))}
+
+
+def _whole(line: _Line) -> _Line:
+    stream, text = line
+    return stream, text if text.endswith("\n") else text + "\n"
 
 
 def _lines(text: str) -> list[str]:

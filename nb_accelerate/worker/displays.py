@@ -37,7 +37,7 @@ class DisplayPort:
     def show(self, kind: str, content: dict[str, Any]) -> None:
         """Send the content of a Jupyter message."""
         if os.getpid() != self._pid:  # a loader's worker: the channel is not its own
-            print(content.get("data", {}).get("text/plain", ""))  # noqa: T201 - it is users' output
+            print((content.get("data") or {}).get("text/plain", ""))  # noqa: T201 - it is users' output
             return
         text = json.dumps(content, default=_encode, skipkeys=True)
         with self._lock:

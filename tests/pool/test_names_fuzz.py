@@ -97,7 +97,7 @@ class Writer:
         self.random = random.Random(seed)
         self.left = 14
         self.deletes = self.random.random() < 0.5
-        """Has ``del`` and ``except ... as``, and then no ``:=`` in comprehensions: that makes Python delete where `Notebook` cannot see it."""
+        """Has ``del`` and ``except ... as``, and no ``:=`` in comprehensions: with both, names go past `Notebook`."""
         self.is_exact = True
         """Nothing in it whose every way cannot be tried, or that is taken for possible where it is not."""
 

@@ -1,0 +1,131 @@
+"""What is more than a cell can show: all of it in a log file, the last lines and a count as a display."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+import time
+import uuid
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+_TAIL_LINES = 20
+_TAIL_WIDTH = 1000
+"""Characters of a line in the tail."""
+
+_REDRAW_AFTER = 0.5
+"""Seconds between two drawings of the tail."""
+
+_KEPT_DAYS = 7
+"""For so long, logs of earlier launches stay."""
+
+
+class Overflow:
+    """Takes all output of a cell that became too much. A log that cannot be written loses the log, and nothing else.
+
+    Attributes:
+        due: the `time.monotonic` at which it wants to be drawn again.
+        has_news: something has come since it was drawn.
+    """
+
+    def __init__(self) -> None:
+        self.due = time.monotonic() + _REDRAW_AFTER
+        self.has_news = False
+        self._id = uuid.uuid4().hex
+        self._lines = 0
+        self._size = 0
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._path: Path | None = None
+        self._file: IO[str] | None = None
+        self._problem = ""
+        try:
+            self._path = _log_folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}.log"
+            self._file = self._path.open("x", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            self._path = None
+            self._problem = f"no log can be written ({error})"
+
+    def write(self, text: str) -> None:
+        """Take some output."""
+        self.has_news = True
+        self._lines += text.count("\n")
+        self._size += len(text)
+        self._tail.extend(text.splitlines(keepends=True)[-_TAIL_LINES:])
+        if self._file is not None:
+            try:
+                self._file.write(text)
+            except OSError as error:
+                self._give_up(error)
+
+    def drawing(self, lines: int, size: int) -> dict[str, Any]:
+        """The content of a message that shows it.
+
+        Args:
+            lines: how many the cell shows in full.
+            size: their characters.
+        """
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+        self.has_news = False
+        self.due = time.monotonic() + _REDRAW_AFTER
+        if self._lines > lines:
+            head = f"... {self._lines - lines:,} more lines; " + self._whereabouts(f"all {self._lines:,} are")
+        else:
+            head = f"... {self._size - size:,} more characters; " + self._whereabouts(f"all {self._size:,} are")
+        tail = "".join(line if len(line) <= _TAIL_WIDTH else f"... {line[-_TAIL_WIDTH:]}" for line in self._tail)
+        return {
+            "data": {"text/plain": f"{head}. The last ones:\n{tail}".rstrip("\n")},
+            "metadata": {},
+            "transient": {"display_id": self._id},
+        }
+
+    def close(self) -> None:
+        """Nothing will follow."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _whereabouts(self, all_are: str) -> str:
+        if self._problem:
+            return self._problem
+        return f"{all_are} in {self._path}"
+
+    def _give_up(self, error: OSError) -> None:
+        """The disk is full, say. What has been written stays."""
+        self._problem = f"the log {self._path} ends where it could not be written any more ({error.strerror})"
+        self.close()
+        self._file = None
+
+
+def _log_folder() -> Path:
+    """A folder of this user's that nobody else can write to or read.
+
+    Raises:
+        OSError: there is none, and none can be made.
+    """
+    folder = Path(tempfile.gettempdir()) / f"nb_accelerate-logs-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not _is_private(folder):  # somebody else was there first, or it is a link to somewhere
+        return Path(tempfile.mkdtemp(prefix="nb_accelerate-logs-"))
+    _remove_old_logs(folder)
+    return folder
+
+
+def _is_private(folder: Path) -> bool:
+    info = folder.lstat()
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
+
+
+def _remove_old_logs(folder: Path) -> None:
+    oldest = time.time() - _KEPT_DAYS * 24 * 3600
+    for path in folder.glob("*.log"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < oldest:
+                path.unlink()

@@ -1,0 +1,274 @@
+"""Whatever bytes ranks write, in whatever pieces they arrive: nothing raises, nothing is lost, nothing takes long."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.session import json_packer
+
+from nb_accelerate.launch import sinks
+from nb_accelerate.launch.output import RankOutput
+from nb_accelerate.launch.overflow import Overflow
+from nb_accelerate.launch.sinks import CellSink, Sink
+from nb_accelerate.pool.display_ids import DisplayIds
+from nb_accelerate.pool.output import CellOutput
+from nb_accelerate.protocol.messages import Display
+from nb_accelerate.protocol.output import MAX_PAYLOAD, frame, new_mark
+
+MARK = new_mark()
+
+
+class Page(Sink):
+    """Keeps what it is given, if it could be sent to a notebook."""
+
+    due = float("inf")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.displays: list[dict[str, Any]] = []
+
+    def write(self, stream: str, text: str) -> None:
+        assert stream in ("stdout", "stderr")
+        json_packer({"text": text})
+        self.text += text
+
+    def display(self, kind: str, content: dict[str, Any]) -> None:
+        assert kind in ("display_data", "update_display_data", "clear_output")
+        json_packer(sinks._sendable(content))
+        self.displays.append(content)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+ODD = [None, 3, [], [1], "text", "a\ud800b", float("nan"), {"text/plain": "a figure"}, {"text/plain": None}, {"k": {}}]
+
+
+class Speaker:
+    """One rank's random output, as bytes of its pipe."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.rank = rank
+        self.random = random.Random(f"{seed} {rank}")
+        self.lines: list[str] = []
+        self.displays: list[Display] = []
+
+    def speak(self) -> bytes:
+        pieces = []
+        for number in range(self.random.randint(0, 12)):
+            kind = self.random.choice(["line", "line", "error", "junk", "bar", "display", "record", "half"])
+            if kind in ("line", "error"):
+                line = f"<{self.rank}.{number}> grüße 🎉" + "x" * self.random.choice([0, 5, 300])
+                self.lines.append(line)
+                data = f"\n{line}\n".encode()
+                pieces.append(data if kind == "line" else frame(MARK, data[:MAX_PAYLOAD]))
+            elif kind == "junk":
+                pieces.append(self.random.randbytes(self.random.randint(1, 40)))
+            elif kind == "half":
+                pieces.append(MARK[: self.random.randint(1, 15)] + b"\xf0\x9f")
+            elif kind == "bar":
+                pieces.append(b"\r10%\r" + b" " * 5 + b"\r20%" * self.random.randint(1, 3))
+            elif kind == "record":
+                pieces.append(frame(MARK, self.random.choice([b"", b"[]", b'{"run": 1, "row": 3}', b"\xff"]), "record"))
+            else:
+                pieces.append(frame(MARK, b"", "display"))
+                content = {name: self.random.choice(ODD) for name in ("data", "metadata", "transient")}
+                self.displays.append(
+                    Display(kind=self.random.choice(["result", "display_data"]), content=json.dumps(content))
+                )
+        return b"".join(pieces)
+
+
+def check(seed: int) -> None:
+    choose = random.Random(seed)
+    ranks = range(choose.randint(1, 3))
+    page = Page()
+    style = choose.choice(["fold", "group", "raw"])
+    asked = choose.choice([list(ranks), [0]])  # the others do not run the cell, and print all the same
+    cell = CellOutput(asked, page, DisplayIds(), style=style)
+    speakers = [Speaker(rank, seed) for rank in ranks]
+
+    def output_of(speaker: Speaker) -> RankOutput:
+        waiting = iter(speaker.displays)
+        return RankOutput(
+            MARK,
+            lambda stream, text: cell.text(speaker.rank, stream, text),
+            alone=cell.alone and speaker.rank in asked,
+            on_display=lambda: cell.display(speaker.rank, next(waiting)),
+        )
+
+    streams = [speaker.speak() for speaker in speakers]
+    outputs = [output_of(speaker) for speaker in speakers]
+    while any(streams):
+        rank = choose.choice([rank for rank in ranks if streams[rank]])
+        size = choose.choice([1, 3, 50, 1000])
+        outputs[rank].feed(streams[rank][:size])
+        streams[rank] = streams[rank][size:]
+        for name in ("stdout", "stderr"):
+            cell.redrawing(rank, outputs[rank].unfinished(name))
+        if choose.random() < 0.1:
+            cell.flush()
+    for output in outputs:
+        output.finish()
+    cell.close()
+    for speaker in speakers:
+        if cell.alone and speaker.rank in asked and len(ranks) > 1:
+            continue  # what it prints is shown at once, and others may print in the middle of its line
+        places = [page.text.find(line) for line in speaker.lines]
+        assert -1 not in places, f"{speaker.lines[places.index(-1)]!r} is lost"
+        assert places == sorted(places), f"the lines of rank {speaker.rank} are out of order"
+
+
+class TestBytes:
+    @pytest.mark.parametrize("seeds", [range(120), pytest.param(range(1000, 5000), marks=pytest.mark.slow)])
+    def test_any_bytes_in_any_pieces_are_shown(self, seeds: range):
+        for seed in seeds:
+            try:
+                check(seed)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+
+    @pytest.mark.limit(20)
+    def test_much_without_a_newline_takes_time_in_proportion(self):
+        seen = []
+        output = RankOutput(MARK, lambda _, text: seen.append(text), alone=False)
+        piece = b"x" * 4000
+        for _ in range(16_000):  # 64 MB
+            output.feed(piece)
+            output.unfinished("stdout")
+        output.finish()
+        assert "".join(seen).replace("\n", "") == "x" * (16_000 * 4000)
+        assert len(seen) < 100
+        assert len(output.text) < 20_000_000
+
+    def test_of_a_bar_only_the_last_drawing_is_passed_on(self):
+        seen = []
+        output = RankOutput(MARK, lambda _, text: seen.append(text), alone=False)
+        for number in range(10_000):
+            output.feed(f"\r{number:5} of 10000 [{'=' * 40}]".encode())
+            assert len(output.unfinished("stdout")) < 100
+        output.feed(b"\r       \r\nnext\r\n")
+        assert seen == [f"\r 9999 of 10000 [{'=' * 40}]\r\nnext\r\n"]
+
+
+class Kernel:
+    """As much of a kernel as a sink needs; its session packs as a real one does."""
+
+    def __init__(self) -> None:
+        self.session = self
+        self.iopub_socket = None
+        self.shell = None
+        self.sent: list[tuple[str, Any]] = []
+        self.is_closed = False
+
+    def get_parent(self) -> None:
+        return None
+
+    def send(self, _socket: None, kind: str, content: Any, *, parent: None) -> None:
+        if self.is_closed:
+            raise OSError("closed")
+        self.sent.append((kind, json.loads(json_packer(content))))
+
+
+class TestCellSink:
+    @pytest.fixture(autouse=True)
+    def _streams_are_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sinks, "_unless_kernels", lambda _: None)
+
+    @pytest.mark.may_leave("files")
+    def test_a_log_on_a_full_disk_ends_there_and_the_cell_goes_on(self):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN  # so Python gets an error
+        kernel = Kernel()
+        sink = CellSink(kernel, line_limit=10)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        try:
+            for number in range(20_000):
+                sink.write("stdout", f"line {number}\n")
+            sink.flush()
+            sink.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        kind, content = kernel.sent[-1]
+        text = content["data"]["text/plain"]
+        assert kind == "update_display_data"
+        assert text.startswith("... 19,990 more lines; the log /")
+        assert "ends where it could not be written any more (File too large)" in text
+        assert text.endswith("line 19999")
+        Path(text.split()[6]).unlink()
+
+    @pytest.mark.may_leave("files")
+    def test_a_log_folder_that_is_not_private_is_not_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        folder = tmp_path / f"nb_accelerate-logs-{os.getuid()}"
+        for prepare in (
+            lambda: folder.symlink_to(elsewhere),
+            lambda: (folder.unlink(), folder.mkdir(), folder.chmod(0o777)),
+        ):
+            prepare()
+            overflow = Overflow()
+            overflow.write("secret\n")
+            overflow.close()
+            assert overflow._path is not None
+            assert overflow._path.parent not in (folder, elsewhere)
+            assert overflow._path.parent.stat().st_mode & 0o077 == 0
+            assert overflow._path.read_text() == "secret\n"
+            assert list(elsewhere.iterdir()) == []
+
+    @pytest.mark.may_leave("files")
+    def test_logs_are_removed_after_a_week(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        old, new = Overflow(), Overflow()
+        for one in (old, new):
+            one.close()
+        os.utime(old._path, (0, 0))
+        last = Overflow()
+        last.close()
+        assert {path.name for path in old._path.parent.iterdir()} == {new._path.name, last._path.name}
+
+    def test_nothing_is_raised_where_the_kernel_is_gone(self):
+        kernel = Kernel()
+        sink = CellSink(kernel)
+        kernel.is_closed = True
+        sink.write("stdout", "text\n")
+        sink.display("display_data", {"data": {"text/plain": "a\ud800"}, "metadata": {}, "transient": {}})
+        sink.close()
+        assert kernel.sent == []
+
+    def test_what_no_message_can_carry_is_named(self):
+        kernel = Kernel()
+        sink = CellSink(kernel)
+        sink.display("display_data", {"data": {"text/plain": {1j: object()}}, "metadata": {}, "transient": {}})
+        sink.write("stdout", "after\n")
+        sink.close()
+        assert [kind for kind, _ in kernel.sent] == ["stream", "stream"]
+        assert kernel.sent[0][1]["text"].startswith("<a message of a rank cannot be sent to the notebook: ")
+
+
+SCRIPT = r"""
+from nb_accelerate import notebook_launcher
+notebook_launcher(lambda: print("gr\xfc\xdfe \ud800 \U0001f389"), (), 1, progress="text")
+"""
+
+
+def test_a_console_that_knows_no_umlauts_shows_escapes():
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "gr\\xfc\\xdfe \\ud800 \\U0001f389\n" in done.stdout
