@@ -33,6 +33,7 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.executed import LATER, StartRank
 from nb_accelerate.worker.forked import Birth, serve_forked
+from nb_accelerate.worker.interpreter import command, own_path, safe_environ
 from nb_accelerate.worker.scratch import Scratch
 from nb_accelerate.worker.server import SignalRank
 
@@ -53,7 +54,7 @@ PRELOAD = (
 )
 """What every rank needs, imported once in the warm server."""
 
-_BOOTSTRAP = "from nb_accelerate.worker.executed import main; main()"
+_ENTRY = "nb_accelerate.worker.executed:main"
 _CLOSING = 5.0
 """Seconds a server has to end its ranks and itself."""
 
@@ -105,17 +106,14 @@ class _ExecutedServer(RankServer):
         super().__init__()
         self._channel, there = Channel.pair()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        environ = dict(os.environ)
-        # The kernel's path as it is now: nb_accelerate may have been found by a sys.path that only the kernel has.
-        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with _interrupts_later():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(there.fileno()), str(os.getpid()), *preload],
+                command(_ENTRY, [str(there.fileno()), str(os.getpid()), *preload], own_path()),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(there.fileno(),),
-                env=environ,
+                env=safe_environ(),
             )
         there.close()
 
@@ -213,7 +211,7 @@ class ForkedServer(RankServer):
     def _fork(
         self, handles: Sequence[RankHandle], births: Sequence[Birth], there: socket.socket, scratch: Scratch
     ) -> None:
-        parent = os.getpid()
+        parent, path = os.getpid(), own_path()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # what is in a buffer now would be in the child's too
         try:
@@ -225,7 +223,7 @@ class ForkedServer(RankServer):
                 self._channel.close()
                 for handle in handles:
                     handle.close_ours()
-                serve_forked(there.detach(), parent, births, scratch, self._call)
+                serve_forked(there.detach(), parent, births, scratch, self._call, path)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
         # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.interpreter import command
 from nb_accelerate.worker.lineage import die_with_parent, ending_with, set_name
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
@@ -205,9 +206,9 @@ def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoRetu
     """Go on as a fresh interpreter with the same descriptors. SIGINT stays blocked until it has a handler."""
     for fd in ends.as_tuple():
         os.set_inheritable(fd, True)
-    code = "from nb_accelerate.worker.executed import fresh_rank; fresh_rank()"
     arguments = [mark.hex(), str(server), scratch, *map(str, ends.as_tuple())]
-    os.execv(sys.executable, [sys.executable, "-c", code, *arguments])  # noqa: S606 - no shell is what we want
+    path = sys.path  # it was made for this one
+    os.execv(sys.executable, command("nb_accelerate.worker.executed:fresh_rank", arguments, path))  # noqa: S606 - no shell is what we want
 
 
 def fresh_rank() -> NoReturn:

@@ -47,7 +47,12 @@ class Birth:
 
 
 def serve_forked(
-    control_fd: int, parent: int, births: Sequence[Birth], scratch: Scratch, call: tuple[Any, Any, Any]
+    control_fd: int,
+    parent: int,
+    births: Sequence[Birth],
+    scratch: Scratch,
+    call: tuple[Any, Any, Any],
+    own_path: Sequence[str],
 ) -> NoReturn:
     """Be the server in a process that was just forked from a kernel. SIGINT is blocked.
 
@@ -59,6 +64,7 @@ def serve_forked(
         births: the ranks.
         scratch: their folders.
         call: function, positional and keyword arguments.
+        own_path: where ranks import what this package needs.
     """
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGCHLD):
@@ -78,7 +84,7 @@ def serve_forked(
             break
         if pid == 0:
             try:
-                _be_rank(birth, server, births, control_fd, scratch, call)
+                _be_rank(birth, server, births, control_fd, scratch, call, own_path)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         pids.append(pid)
@@ -123,10 +129,18 @@ def _be_rank(
     control_fd: int,
     scratch: Scratch,
     call: tuple[Any, Any, Any],
+    own_path: Sequence[str],
 ) -> NoReturn:
     scratch.leave()
     _, *ends = birth.fds
     for fd in {control_fd, *(fd for one in births for fd in one.fds)}.difference(ends):
         os.close(fd)
     forget_parent()
-    run_rank(RankEnds.from_tuple(tuple(ends)), birth.mark, server, scratch=birth.scratch, inherited=call)
+    run_rank(
+        RankEnds.from_tuple(tuple(ends)),
+        birth.mark,
+        server,
+        scratch=birth.scratch,
+        inherited=call,
+        own_path=own_path,
+    )

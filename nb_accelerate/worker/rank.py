@@ -31,12 +31,15 @@ from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.groups import close_groups, has_group, serve_store
+from nb_accelerate.worker.interpreter import imports_from
 from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.lineage import die_with_parent, set_name
 from nb_accelerate.worker.loaders import spawn_by_value
 from nb_accelerate.worker.streams import replace_streams, send_record
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nb_accelerate.protocol.messages import Parcel, Setup
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.worker.cell import PersistentRank
@@ -51,6 +54,7 @@ def run_rank(
     scratch: str,
     inherited: tuple[Any, Any, Any] | None = None,
     broken: BaseException | None = None,
+    own_path: Sequence[str] | None = None,
 ) -> NoReturn:
     """Be a rank until the kernel says `Quit` or goes away.
 
@@ -62,6 +66,7 @@ def run_rank(
             the rank was killed and could not.
         inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
         broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
+        own_path: what this package imports comes from here; None is `sys.path`, as it is before the kernel's is set.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
     install(ends.board, functools.partial(send_record, mark))
@@ -71,6 +76,7 @@ def run_rank(
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=True)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     channel = Channel.from_fd(ends.control)
+    sys.path[:] = own_path = list(own_path or sys.path)
     store: object = None
     is_usable = False
     persistent: PersistentRank | None = None
@@ -99,8 +105,10 @@ def run_rank(
                 continue
             if persistent is None:
                 # Only now: IPython is nothing that a launched function needs.
-                from nb_accelerate.worker.cell import PersistentRank
+                with imports_from(own_path):
+                    from nb_accelerate.worker.cell import SETUP_PROCESS, PersistentRank
 
+                    importlib.import_module(SETUP_PROCESS.partition(":")[0])
                 persistent = PersistentRank(channel, gate, mark)
             _send(channel, *persistent.answer(message, fds))
     except (EOFError, BrokenPipeError):
@@ -131,7 +139,6 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
         if os.environ.get(name) != value:
             os.environ[name] = value
     os.chdir(setup.cwd)
-    sys.path[:] = setup.sys_path
     sys.argv[:] = setup.argv
     spawn_by_value()
     bars_as_rows()
@@ -151,7 +158,9 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available():
         distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG likewise
-    return None if setup.store is None else serve_store(setup.store, store_fd)
+    store = None if setup.store is None else serve_store(setup.store, store_fd)
+    sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
+    return store
 
 
 def _reseed_numpy() -> None:

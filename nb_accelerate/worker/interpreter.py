@@ -1,0 +1,96 @@
+"""How a fresh interpreter is started: one like this, in which nothing is imported from the current folder.
+
+Whatever lies there, in a folder that several people share say, would otherwise run in the name of whoever launches:
+``python -c`` puts the current folder in front of everything else. What users' code may import is another matter. A rank
+takes over the kernel's path, with the current folder if it is in it, before it runs any of that code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import sysconfig
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_ENTER = (
+    "import sys; cut = sys.argv.index('--'); sys.path[:] = sys.argv[cut + 1:]; del sys.argv[cut:]; "
+    "from {module} import {function}; {function}()"
+)
+"""The path comes first. Before Python 3.11, which knows ``-P``, it still has the current folder in it until then."""
+
+_NEEDED = ("nb_accelerate", "torch")
+"""Where these are, what they need is."""
+
+
+def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[str]:
+    """The command line of a fresh interpreter.
+
+    Args:
+        entry: ``"module:function"``, called there.
+        arguments: for `sys.argv`; none is ``"--"``.
+        path: its `sys.path`.
+    """
+    module, _, function = entry.partition(":")
+    flags = [
+        flag
+        for flag, is_set in (
+            ("-P", sys.version_info >= (3, 11)),
+            ("-I", sys.flags.isolated),
+            ("-E", sys.flags.ignore_environment),
+            ("-s", sys.flags.no_user_site),
+        )
+        if is_set
+    ]
+    code = _ENTER.format(module=module, function=function)
+    return [sys.executable, *flags, "-c", code, *arguments, "--", *path]
+
+
+def safe_environ() -> Mapping[str, str]:
+    """The environment to start it with: no entry of PYTHONPATH means another folder now than when Python read it."""
+    environ = dict(os.environ)
+    if "PYTHONPATH" in environ:
+        entries = environ["PYTHONPATH"].split(os.pathsep)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, entries))
+    return environ
+
+
+def own_path() -> list[str]:
+    """The path from which this package and what it needs is imported: that of now, without the current folder.
+
+    Where they are found in no other folder, because they were copied to where the notebook is, theirs comes last.
+    """
+    path = [str(Path.cwd() / entry) for entry in sys.path if isinstance(entry, str) and not _is_current(entry)]
+    for name in _NEEDED:
+        if PathFinder.find_spec(name, path) is None:
+            with contextlib.suppress(ValueError):  # a module that says nothing of where it is from
+                spec = importlib.util.find_spec(name)
+                if spec is not None and spec.origin is not None:
+                    path.append(str(Path(spec.origin).parents[1]))
+    return path
+
+
+@contextlib.contextmanager
+def imports_from(path: Sequence[str]) -> Iterator[None]:
+    """Meanwhile, import from `path`. For one that is users' already."""
+    users = list(sys.path)
+    sys.path[:] = path
+    try:
+        yield
+    finally:
+        sys.path[:] = users
+
+
+def _is_current(entry: str) -> bool:
+    if entry in sysconfig.get_paths().values():
+        return False
+    try:
+        return Path(entry).samefile(Path())
+    except OSError:  # there is no such folder
+        return False
