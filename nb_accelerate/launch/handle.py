@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
+import psutil
+
 from nb_accelerate.board import Page
+from nb_accelerate.launch.owner import open_process, send_signal
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.output import new_mark
 from nb_accelerate.worker.ends import NUMBER, RankEnds
@@ -15,10 +21,18 @@ from nb_accelerate.worker.server import EXIT_STATUS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nb_accelerate.launch.owner import Owner
     from nb_accelerate.protocol.messages import Call, Join, RunCell
 
 NUDGE_AFTER = 0.15
 """Seconds after an interrupt until ranks are nudged that were about to wait for something when it came."""
+
+
+_TELLING = 5.0
+"""Seconds from the end of a rank that was killed until its server has told of it, unless that is silent."""
+
+_DYING = 20.0
+"""Seconds from SIGKILL until a rank has ended. A large one gives back its memory first, a device's too."""
 
 
 class RankHandle:
@@ -31,9 +45,10 @@ class RankHandle:
         channel: messages to and from it.
         board: where it says how far it is.
         stdout, stderr, stacks, status: read ends of its pipes; see `RankEnds`, and the server for ``status``.
-        pid: its process id once it is ready.
+        owner: the process that starts it, once that was asked to.
         exitcode: once it has ended: exit code, or minus the signal's number; None also if its end went unseen.
-        ended: its process is gone.
+        ended: its process is gone, or nobody can tell: `lost` says why then.
+        lost: why its end went unseen.
 
     Raises:
         OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
@@ -43,7 +58,13 @@ class RankHandle:
         self.rank = rank
         self.local_rank = local_rank
         self.mark = new_mark()
-        self.pid: int | None = None
+        self.owner: Owner | None = None
+        self.lost = "the process it was forked from has ended"
+        self.closed = False
+        self._pid: int | None = None
+        self._process = -1
+        self._is_foreign = False
+        self._killed_at = float("inf")
         self.exitcode: int | None = None
         self.ended = False
         self._born = False
@@ -81,15 +102,63 @@ class RankHandle:
         """What the process that starts the rank needs: its status pipe, then the rank's own ends."""
         return (self._status_end, *self._ends.as_tuple())
 
-    def born(self, send_signal: Callable[[int], None]) -> None:
-        """The other side has its ends: close ours of them, and remember how to signal the rank."""
+    @property
+    def pid(self) -> int | None:
+        """Its process id once it is ready: set it then."""
+        return self._pid
+
+    @pid.setter
+    def pid(self, pid: int) -> None:
+        self._pid = pid
+        process = open_process(pid)
+        # It may have ended since it said so, and somebody else have its number.
+        if process >= 0 and not self._is_child(pid):
+            os.close(process)
+        else:
+            self._process = process
+
+    def born(self, send_signal: Callable[[int], None], owner: Owner) -> None:
+        """The other side has its ends: close ours of them, and remember who owns the rank and how it is signalled."""
         self._close_birth_fds()
-        self._signal = send_signal
+        self._signal, self.owner = send_signal, owner
 
     def signal(self, signum: int) -> None:
-        """Send a signal, if the rank still runs."""
-        if not self.ended:
+        """Send a signal, if the rank still runs: by itself once it is ready, or by the process that starts it."""
+        if self.ended:
+            return
+        if signum == signal.SIGKILL:
+            self._killed_at = min(self._killed_at, time.monotonic())
+        if self._process < 0:
             self._signal(signum)
+        elif not send_signal(self._process, -1, signum):
+            self._is_foreign = True
+
+    def is_lost(self, *, is_to_end: bool) -> bool:
+        """Will nobody tell of its end? Then `give_up`.
+
+        Args:
+            is_to_end: whatever it does, nobody waits for that.
+        """
+        if self.ended or self.owner is None:
+            return False
+        has_ended = self._process >= 0 and bool(wait([self._process], 0))
+        silence = self.owner.silence() if has_ended or is_to_end else ""
+        if silence:
+            self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
+            return True
+        since = time.monotonic() - self._killed_at
+        if not has_ended and (since > _DYING or (since > 0 and self._is_foreign)):
+            whose = "it runs as another user" if self._is_foreign else f"{since:.0f} s ago"
+            self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
+            return True
+        return has_ended and since > _TELLING
+
+    def give_up(self) -> None:
+        """Kill it, and wait for its end no longer."""
+        self.signal(signal.SIGKILL)
+        self.ended = True
+        if self.owner is not None:
+            self.owner.give_up()
 
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
         """Send what the rank is to answer.
@@ -119,10 +188,19 @@ class RankHandle:
 
     def close_ours(self) -> None:
         """Close the kernel's ends, in a process that is to become the rank or start it."""
+        self.closed = True
         self.board.close()
         self.channel.close()
+        if self._process >= 0:
+            os.close(self._process)
         for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
             os.close(fd)
+
+    def _is_child(self, pid: int) -> bool:
+        try:
+            return self.owner is not None and psutil.Process(pid).ppid() == self.owner.pid
+        except psutil.Error:
+            return False
 
     def _close_birth_fds(self) -> None:
         if not self._born:

@@ -81,7 +81,7 @@ def _death(handle: RankHandle, output: str, *, started: bool, out_of_memory: boo
     rank, exitcode = handle.rank, handle.exitcode
     said = f" Its last output was:\n{output.rstrip()}" if output.strip() else ""
     if exitcode is None:
-        return StartError(f"rank {rank} is lost: the process it was forked from has ended.{said}")
+        return StartError(f"rank {rank} is lost: {handle.lost}.{said}")
     doing = "while it ran" if started else "while it was being set up"
     if exitcode >= 0:
         how = f"ended with exit code {exitcode} {doing}, before the function returned"

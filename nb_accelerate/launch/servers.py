@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib
 import itertools
 import os
@@ -20,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -29,12 +29,13 @@ import psutil
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
+from nb_accelerate.launch.owner import Owner
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.executed import LATER, StartRank
 from nb_accelerate.worker.forked import Birth, serve_forked
 from nb_accelerate.worker.interpreter import command, own_path, safe_environ
-from nb_accelerate.worker.scratch import Scratch
+from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 from nb_accelerate.worker.server import SignalRank
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ PRELOAD = (
 _ENTRY = "nb_accelerate.worker.executed:main"
 _CLOSING = 5.0
 """Seconds a server has to end its ranks and itself."""
+
+_GLANCE = 0.1
+"""Seconds between two looks whether it was stopped meanwhile."""
 
 
 class RankServer(ABC):
@@ -91,9 +95,15 @@ class RankServer(ABC):
         with contextlib.suppress(OSError):
             self._channel.send(Quit())
 
-    def _signal(self, key: int, signum: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended, and its ranks with it
-            self._channel.send(SignalRank(key=key, signum=signum))
+    def _tell(self, handle: RankHandle, key: int, owner: Owner) -> None:
+        """Its rank is on its way."""
+        channel = self._channel
+
+        def send_signal(signum: int) -> None:
+            with contextlib.suppress(OSError):  # it has ended, and its ranks with it
+                channel.send(SignalRank(key=key, signum=signum))
+
+        handle.born(send_signal, owner)
 
 
 class _ExecutedServer(RankServer):
@@ -116,6 +126,8 @@ class _ExecutedServer(RankServer):
                 env=safe_environ(),
             )
         there.close()
+        self.owner = Owner(self._process.pid, self._channel)
+        self._handles: list[RankHandle] = []
 
     @property
     def pid(self) -> int:
@@ -126,6 +138,14 @@ class _ExecutedServer(RankServer):
         """Does it run?"""
         return self._process.poll() is None
 
+    def is_usable(self) -> bool:
+        """Can ranks be started with it?"""
+        return self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
+
+    def has_ranks(self) -> bool:
+        """Does somebody still have ranks that it has started?"""
+        return self.alive() and any(not (handle.ended or handle.closed) for handle in self._handles)
+
     def log(self) -> str:
         """What it wrote: nothing, unless something is wrong with it."""
         self._log.seek(0)
@@ -133,25 +153,33 @@ class _ExecutedServer(RankServer):
 
     @override
     def start(self, handles: Iterable[RankHandle]) -> None:
+        self._handles = [handle for handle in self._handles if not (handle.ended or handle.closed)]
         for handle in handles:
+            self._handles.append(handle)
             key = next(self._keys)
             message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
             try:
                 self._channel.send(message, handle.birth_fds)
             except OSError as error:
                 raise StartError(f"the process that starts ranks has ended. It wrote:\n{self.log()}") from error
-            handle.born(functools.partial(self._signal, key))
+            self._tell(handle, key, self.owner)
 
     @override
     def close(self) -> None:
-        self._tell_to_quit()
+        if self.alive() and self.owner.silence():
+            self.owner.kill()
+        else:
+            self._tell_to_quit()
         self._channel.close()
         try:
             self._process.wait(_CLOSING)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.owner.kill()
             self._process.wait()
+        self.owner.close()
         self._log.close()
+        if self._process.returncode != 0:
+            remove_abandoned()  # it could not do so itself
 
 
 class WarmServer(_ExecutedServer):
@@ -184,6 +212,7 @@ class ForkedServer(RankServer):
         self._call = call
         self._handles: Sequence[RankHandle] = ()
         self._reaper: threading.Thread | None = None
+        self._owner: Owner
         importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
 
     @override
@@ -202,15 +231,15 @@ class ForkedServer(RankServer):
             self._channel, there = Channel.pair()
             undo.callback(self._channel.close)
             with there, _interrupts_later():
-                self._fork(handles, births, there, scratch)
+                owner = self._fork(handles, births, there, scratch)
                 undo.pop_all()
                 scratch.leave()  # it is the server's
                 for key, handle in zip(keys, handles, strict=True):
-                    handle.born(functools.partial(self._signal, key))
+                    self._tell(handle, key, owner)
 
     def _fork(
         self, handles: Sequence[RankHandle], births: Sequence[Birth], there: socket.socket, scratch: Scratch
-    ) -> None:
+    ) -> Owner:
         parent, path = os.getpid(), own_path()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # what is in a buffer now would be in the child's too
@@ -228,14 +257,17 @@ class ForkedServer(RankServer):
                 os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
         # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the
         # larger it is: nobody need wait for that.
+        owner = Owner(pid, self._channel, serves=True)
         reaper = threading.Thread(target=_reap, args=(pid,), name="nb_accelerate-reaper", daemon=True)
         try:
             reaper.start()
         except RuntimeError as error:
             self._channel.close()  # it ends, with its ranks
             _reap(pid)
+            owner.close()
             raise StartError(f"there is no room for another thread: {error}") from error
-        self._handles, self._reaper = handles, reaper
+        self._handles, self._reaper, self._owner = handles, reaper, owner
+        return owner
 
     @override
     def forget(self) -> None:
@@ -249,11 +281,18 @@ class ForkedServer(RankServer):
         if self._reaper is None:
             return
         self._tell_to_quit()
-        if not all(handle.ended for handle in self._handles):
+        if not all(handle.ended for handle in self._handles) or self._owner.is_given_up:
             # It answers when none of them is left.
-            while self._reaper.is_alive() and not wait([self._channel.fileno()], _CLOSING):
-                pass
+            deadline = time.monotonic() + _CLOSING
+            while self._reaper.is_alive() and not wait([self._channel.fileno()], _GLANCE):
+                if self._owner.is_stopped() or time.monotonic() > deadline:
+                    self._owner.kill()
+                    break
         self._channel.close()
+        if any(handle.exitcode is None for handle in self._handles):  # it was killed, or never told of them
+            self._reaper.join(_CLOSING)
+            remove_abandoned()
+        self._owner.close()
         self._reaper = None
 
 
@@ -295,29 +334,48 @@ def _interrupts_later() -> Iterator[None]:
 
 _lock = threading.Lock()
 _warm: WarmServer | None = None
+_retired: list[WarmServer] = []
+"""Those that were given up while somebody else had ranks of theirs."""
 
 
 def warm_server() -> WarmServer:
-    """The warm server of this process, started if there is none."""
+    """The warm server of this process, started if there is none that can be used."""
     global _warm  # noqa: PLW0603 - one per process is what "warm" means
     with _lock:
-        if _warm is not None and not _warm.alive():
-            _warm.close()
-            _warm = None
+        _retire()
         if _warm is None:
-            _warm = WarmServer()
+            atexit.unregister(close_warm_server)
             atexit.register(close_warm_server)
+            _warm = WarmServer()
         return _warm
+
+
+def retire_warm_server() -> None:
+    """End the warm server if it cannot be used any more; if others have ranks of it, when these have ended."""
+    with _lock:
+        _retire()
+
+
+def _retire() -> None:
+    global _warm, _retired  # noqa: PLW0603 - see above
+    if _warm is not None and not _warm.is_usable():
+        _retired.append(_warm)
+        _warm = None
+    unneeded = [server for server in _retired if not server.has_ranks()]
+    _retired = [server for server in _retired if server not in unneeded]
+    for server in unneeded:
+        server.close()
 
 
 def close_warm_server() -> None:
     """End the warm server, if there is one; the next launch starts another."""
-    global _warm  # noqa: PLW0603 - see above
+    global _warm, _retired  # noqa: PLW0603 - see above
     with _lock:
-        if _warm is not None:
-            atexit.unregister(close_warm_server)
-            _warm.close()
-            _warm = None
+        atexit.unregister(close_warm_server)
+        servers, _retired = [*_retired, *([_warm] if _warm else [])], []
+        _warm = None
+        for server in servers:
+            server.close()
 
 
 close = close_warm_server
@@ -367,8 +425,8 @@ def warm_status() -> WarmStatus | None:
 
 def _forget() -> None:
     """In a process forked from this one: the server is the parent's, and so is the lock."""
-    global _warm, _lock
-    _warm, _lock = None, threading.Lock()
+    global _warm, _retired, _lock
+    _warm, _retired, _lock = None, [], threading.Lock()
     atexit.unregister(close_warm_server)
 
 

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.env import Environment
-from nb_accelerate.launch.servers import ColdServer, ForkedServer, WarmServer, warm_server
+from nb_accelerate.launch.servers import ColdServer, ForkedServer, WarmServer, retire_warm_server, warm_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def _forkserver(_: LaunchOptions) -> Iterator[RankServer]:
     if Environment().keep_warm:
-        yield warm_server()  # and leave it: the next launch starts in milliseconds
+        try:
+            yield warm_server()  # and leave it: the next launch starts in milliseconds
+        finally:
+            retire_warm_server()  # unless something is wrong with it
         return
     server = WarmServer()
     try:

@@ -30,8 +30,9 @@ import psutil
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.display import Action, Seen
 from nb_accelerate.launch.handle import NUDGE_AFTER
-from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, died, failed, first_cause
+from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, add_note, died, failed, first_cause
 from nb_accelerate.launch.memory import oom_kills
+from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.sources import Sources
 from nb_accelerate.protocol.messages import Failure, Quit, Ready, Result
 from nb_accelerate.worker.ends import NUDGE
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.router import Router
 
 _INTERRUPT, _STOP = b"i", b"s"
+
+_GLANCE = 0.1
+"""Seconds between two looks at the processes of a launch that is being ended."""
 
 
 class Stage(enum.IntEnum):
@@ -139,6 +143,7 @@ class Supervisor:
         self._monitor_at = time.monotonic() + monitor_interval
         self._ranks = [_Rank(handle, output) for handle, output in zip(handles, router.outputs, strict=True)]
         self._sources = Sources(self._on_bell)
+        self._servers = Watch(router.say)
         self._stage: Stage | None = None
         self._stage_ends = float("inf")
         self._again_at = float("inf")
@@ -224,7 +229,9 @@ class Supervisor:
             self._read_rest(rank)
         self._router.finish()
         if self._incidents:
-            raise first_cause(self._incidents, len(self._ranks), self._whereabouts())
+            error = first_cause(self._incidents, len(self._ranks), self._whereabouts())
+            add_note(error, self._servers.note())
+            raise error
         return self.results()
 
     def results(self) -> dict[int, tuple[Result, tuple[int, ...]]]:
@@ -270,6 +277,9 @@ class Supervisor:
         self._read_rest(rank)  # what it wrote last belongs to the story of its end
         self._sources.drop(rank.handle.status)
         rank.handle.read_status()
+        self._on_end(rank)
+
+    def _on_end(self, rank: _Rank) -> None:
         if rank.answer is None and not self._signals_were_sent():
             ran_out = oom_kills() > self._oom_kills
             self._stop(died(rank.handle, rank.output.tail, started=rank.ready, out_of_memory=ran_out))
@@ -364,6 +374,7 @@ class Supervisor:
         }[stage]
         now = time.monotonic()
         self._stage_ends = now + grace
+        self._monitor_at = min(self._monitor_at, now + _GLANCE)
         again = {Stage.ASK: self._patience.ask / 2, Stage.INTERRUPT: NUDGE_AFTER}
         self._again_at = now + again.get(stage, float("inf"))
         for rank in self._ranks:
@@ -417,8 +428,10 @@ class Supervisor:
         if self.panel is not None and now >= self.panel.due:
             self.panel.refresh()
         if now >= self._monitor_at:
-            self._monitor_at = now + self._monitor_interval
+            interval = self._monitor_interval if self._stage is None else min(_GLANCE, self._monitor_interval)
+            self._monitor_at = now + interval
             self._look_for_stopped_ranks()
+            self._give_up_lost_ranks()
 
     def _next_deadline(self) -> float:
         stopping = min(self._start_ends, self._overdue_at, self._quit_ends, self._stage_ends, self._again_at)
@@ -437,6 +450,15 @@ class Supervisor:
             elif rank.stopped and not stopped:
                 self._say(f"rank {rank.handle.rank} goes on")
             rank.stopped = stopped
+
+    def _give_up_lost_ranks(self) -> None:
+        """A server that was stopped, or is still importing, tells of nothing; see `nb_accelerate.launch.owner`."""
+        self._servers.look({one.handle.owner for one in self._ranks if one.handle.owner and not one.handle.ended})
+        for rank in self._ranks:
+            nobody_waits = self._stage is Stage.KILL or (self._signals_were_sent() and not rank.ready)
+            if rank.handle.is_lost(is_to_end=nobody_waits):
+                rank.handle.give_up()
+                self._on_end(rank)
 
     def _say(self, line: str) -> None:
         if self.panel is None:  # else it says so

@@ -22,10 +22,10 @@ from typing_extensions import override
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.interpreter import command
-from nb_accelerate.worker.lineage import die_with_parent, ending_with, set_name
+from nb_accelerate.worker.lineage import die_with_parent, ending_with, join_group_of, set_name
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
-from nb_accelerate.worker.server import Server
+from nb_accelerate.worker.server import Server, Serves
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -80,6 +80,8 @@ class _ExecutedServer(Server):
             self._import_later()
         self._freeze()
         remove_abandoned()
+        with contextlib.suppress(OSError):  # the kernel has gone
+            control.send(Serves())
 
     def _is_waited_for(self) -> bool:
         return bool(wait([self._control.fileno()], 0))
@@ -157,9 +159,11 @@ class _ExecutedServer(Server):
         self._idle[pid] = channel
 
     def _let_go(self) -> None:
-        """Close, in a child, what is the server's."""
+        """Close, in a child, what is the server's, and be in the kernel's process group."""
+        join_group_of(self._parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, self._former_hangup)
         self._selector.close()
         self._control.close()
         self._scratch.leave()
@@ -223,6 +227,6 @@ def main() -> NoReturn:
     """Entry of ``python -c`` with a descriptor, the kernel's process id and modules to import on the command line."""
     set_name("nb-server")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the kernel blocked it until this line
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the kernel blocked it until this line; the user may have others
     control_fd, parent, *preload = sys.argv[1:]
     _ExecutedServer(Channel.from_fd(int(control_fd)), int(parent), tuple(preload)).run()

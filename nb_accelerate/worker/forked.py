@@ -70,6 +70,7 @@ def serve_forked(
     for signum in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled, whatever a thread had blocked
     gc.freeze()  # what is alive stays alive: the collector would touch, and so copy, its pages in every rank
     adopt_orphans()
     server = os.getpid()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -90,25 +90,45 @@ def step_back() -> None:
 
 
 def children() -> list[int]:
-    """Process ids of the children of this process, zombies too, that do not end by themselves."""
-    return [child.pid for child in psutil.Process().children() if not _is_tracker(child)]
+    """Process ids of the children of this process, which has one thread; zombies too.
 
-
-def has_others(known: Collection[int]) -> bool:
-    """May this process, which has one thread, have children besides these? Microseconds where Linux lists them."""
+    Linux lists them within microseconds. None is left out: they leave the list only when this process reaps them.
+    """
     try:
-        listed = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()]
     except OSError:  # not Linux, or built without it
-        return True
-    return not {int(pid) for pid in listed.split()} <= set(known)
+        return [child.pid for child in psutil.Process().children()]
 
 
-def _is_tracker(process: psutil.Process) -> bool:
-    """Multiprocessing's tracker: it ends with the last process that uses it, and removes what they left behind."""
+def is_tracker(pid: int) -> bool:
+    """Is it multiprocessing's tracker? It ends with the last process that uses it, and removes what was left behind."""
     try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        return any("multiprocessing.resource_tracker" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:
         return False
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
+    """Send a signal. False if the process belongs to another user by now, as one that was started with sudo does."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return True
+
+
+def leave_group() -> None:
+    """Be in a process group of this process alone: what ends the whole group of its parent does not end this one."""
+    with contextlib.suppress(PermissionError):  # it leads a session
+        os.setpgid(0, 0)
+
+
+def join_group_of(pid: int) -> None:
+    """Be in the process group of process `pid`: what ends that group, a hard shutdown of a kernel, ends this too."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # it has gone, or to another session
+        os.setpgid(0, os.getpgid(pid))
 
 
 def _prctl(option: int, value: int) -> bool:

@@ -11,11 +11,20 @@
 
 There are two: one is a fresh interpreter and starts ranks whenever it is told to (`nb_accelerate.worker.executed`), the
 other a fork of the kernel and comes with its ranks (`nb_accelerate.worker.forked`). A server answers nothing on the
-control channel but that it quits: a rank speaks for itself, and its end is told by eight bytes in a pipe of its own.
+control channel but that it is there (`Serves`) and that it quits: a rank speaks for itself, and its end is told by
+eight bytes in a pipe of its own.
 
 Who dies with whom: the server ends when the kernel does (it waits for the kernel's process descriptor, and for the
 end of the channel), and kills its ranks first. Ranks end when the server does (parent-death signal). What a rank leaves
-behind, a loader's workers say, is adopted by the server and killed.
+behind, a loader's workers say, is adopted by the server and killed, also where it has begun a session of its own.
+
+::
+
+    process group of the kernel:  kernel, ranks        a hard shutdown of the kernel ends all of it at once
+    of its own, in that session:  server               lives on for a moment, to end what ranks have left behind
+
+Being alone in its group, a server that was stopped is told to go on when its kernel ends (SIGHUP, SIGCONT): its group
+then is an orphan. It ends too, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -25,11 +34,12 @@ import os
 import selectors
 import signal
 import struct
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.protocol.messages import Quit
-from nb_accelerate.worker.lineage import adopt_orphans, children, has_others
+from nb_accelerate.worker.lineage import adopt_orphans, children, is_tracker, kill, leave_group
 from nb_accelerate.worker.scratch import remove_abandoned
 
 if TYPE_CHECKING:
@@ -50,6 +60,18 @@ class SignalRank:
     signum: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serves:
+    """The server takes messages from now on: what it had to import has been imported."""
+
+
+_ENDING = 1.0
+"""Seconds for what ranks have left behind, which may fork and exit for ever."""
+
+_GLANCE = 0.02
+"""Seconds after which to look again at processes that were killed and have not ended yet."""
+
+
 @dataclass
 class _Rank:
     key: int
@@ -66,6 +88,9 @@ class Server:
     """
 
     def __init__(self, control: Channel, parent: int, scratch: Scratch) -> None:
+        leave_group()
+        # A stopped process whose kernel ends is sent this, and then told to go on.
+        self._former_hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._control = control
         self._parent = parent
         self._ranks: dict[int, _Rank] = {}
@@ -99,6 +124,7 @@ class Server:
             pidfd = os.pidfd_open(self._parent)
             self._own_fds.append(pidfd)
             self._selector.register(pidfd, selectors.EVENT_READ, "parent")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # a thread of the kernel's may have blocked it
         self._reap()  # who ended before there was a handler
         while os.getppid() == self._parent:
             pause = self._pause()
@@ -145,7 +171,7 @@ class Server:
             if isinstance(message, SignalRank):
                 for pid, rank in self._ranks.items():
                     if rank.key == message.key:
-                        os.kill(pid, message.signum)
+                        kill(pid, message.signum)
             else:
                 self._take(message, fds)
         return is_open
@@ -175,20 +201,22 @@ class Server:
 
     def _kill_adopted(self) -> None:
         """End what ranks left behind."""
-        while self._adopts and has_others({*self._ranks, *self._spare()}):
-            orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._spare()]
-            for pid in orphans:
-                os.kill(pid, signal.SIGKILL)
-            for pid in orphans:  # their own children come to us next
-                os.waitpid(pid, 0)
-            if not orphans:
+        deadline = time.monotonic() + _ENDING
+        asked: set[int] = set()
+        while self._adopts and time.monotonic() < deadline:
+            orphans = {pid for pid in children() if pid not in self._ranks and pid not in self._spare()}
+            # Who is found is killed at once, or it could have forked and ended by then.
+            ending = {pid for pid in orphans if (pid in asked or not is_tracker(pid)) and kill(pid)}
+            ended = {pid for pid in ending if os.waitpid(pid, os.WNOHANG)[0]}  # their own children come to us next
+            if not ending:
                 return
+            if not ended and ending <= asked:
+                time.sleep(_GLANCE)  # a large one takes its time
+            asked |= ending
 
     def _end(self) -> NoReturn:
-        known = (*self._ranks, *self._spare())
-        for pid in known:
-            os.kill(pid, signal.SIGKILL)
-        for pid in known:
+        # Those of another user are left to them.
+        for pid in [pid for pid in (*self._ranks, *self._spare()) if kill(pid)]:
             os.waitpid(pid, 0)
         for rank in self._ranks.values():
             self._scratch.remove(str(rank.key))

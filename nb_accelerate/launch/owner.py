@@ -1,0 +1,157 @@
+"""The process that starts ranks and tells of their ends, as the kernel sees it: does it answer, and if not, why?
+
+It may have been stopped (SIGSTOP), or import PyTorch still. Who waits for it then does without it: the kernel knows its
+process and those of the ranks, and ends them by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.worker.lineage import is_tracker
+from nb_accelerate.worker.server import Serves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.protocol.channel import Channel
+
+_BEGINNING = 60.0
+"""Seconds until a server that has not begun to serve is taken for one that never will."""
+
+_ENDING = 1.0
+"""Seconds for processes that were killed to be gone."""
+
+
+_STOPPED = "Process {pid}, which starts the ranks, is stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
+
+
+class Owner:
+    """A server's process.
+
+    Args:
+        pid: a child of this process that was not reaped yet.
+        channel: this end of its control channel.
+        serves: it has nothing to import first.
+
+    Attributes:
+        pid: as given.
+        is_given_up: nobody is to start ranks with it any more.
+    """
+
+    def __init__(self, pid: int, channel: Channel, *, serves: bool = False) -> None:
+        self.pid = pid
+        self.is_given_up = False
+        self._channel = channel
+        self._serves = serves
+        self._reading = threading.Lock()
+        self._begun = time.monotonic()
+        self._process = open_process(pid)
+
+    def serves(self) -> bool:
+        """Has it begun to take messages?"""
+        with self._reading:
+            if not self._serves:
+                messages, _ = self._channel.drain()
+                self._serves = any(isinstance(message, Serves) for message, _ in messages)
+            return self._serves
+
+    def is_stopped(self) -> bool:
+        """Was it stopped, as by SIGSTOP?"""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    def silence(self) -> str:
+        """Why it cannot answer now, as what it does; "" if it can, or is gone, which its descriptors tell."""
+        if self.is_stopped():
+            return f"is stopped (SIGSTOP). To let it go on: kill -CONT {self.pid}"
+        return "" if self.serves() else "has not begun to start ranks yet"
+
+    def give_up(self) -> None:
+        """The end of a rank was not told. One that has still to begin is forgiven, since the next launch may wait."""
+        begins = not self.serves() and time.monotonic() < self._begun + _BEGINNING
+        self.is_given_up = self.is_given_up or self.is_stopped() or not begins
+
+    def kill(self) -> None:
+        """End it, and all that was started by it, or by its ranks. Whoever waits for it reaps it."""
+        descendants: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            descendants = psutil.Process(self.pid).children(recursive=True)
+        send_signal(self._process, self.pid, signal.SIGKILL)
+        ending = set()
+        for process in descendants:
+            if not is_tracker(process.pid):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+                    ending.add(open_process(process.pid))
+        ending.discard(-1)
+        left, deadline = set(ending), time.monotonic() + _ENDING
+        while left and (ended := wait(left, max(0.0, deadline - time.monotonic()))):
+            left.difference_update(ended)
+        for descriptor in ending:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """It has been reaped."""
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+
+def open_process(pid: int) -> int:
+    """A descriptor of a process, readable when it has ended; -1 where there are none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not on macOS, not on old or emulated kernels; or it has ended
+        return -1
+
+
+def send_signal(process: int, pid: int, signum: int) -> bool:
+    """Signal a process by its descriptor, or by its number if there is none. False if this is not allowed."""
+    try:
+        if process >= 0:
+            signal.pidfd_send_signal(process, signum)
+        else:
+            os.kill(pid, signum)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return True
+
+
+class Watch:
+    """Looks for servers that were stopped, for as long as somebody waits for their ranks.
+
+    Args:
+        say: shows a line to the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._stopped: set[int] = set()
+
+    def look(self, owners: set[Owner]) -> None:
+        """Say which one was stopped, or goes on, since the last time."""
+        for owner in owners:
+            is_stopped = owner.is_stopped()
+            if is_stopped and owner.pid not in self._stopped:
+                self._stopped.add(owner.pid)
+                self._say(_STOPPED.format(pid=owner.pid))
+            elif not is_stopped and owner.pid in self._stopped:
+                self._stopped.remove(owner.pid)
+                self._say(f"process {owner.pid}, which starts the ranks, goes on")
+
+    def note(self) -> str:
+        """Which are stopped, as a line; "" if none."""
+        return "\n".join(_STOPPED.format(pid=pid) for pid in sorted(self._stopped))

@@ -1,0 +1,357 @@
+"""The process that starts ranks does not answer, or ends before it could tidy up: nobody waits, nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch  # noqa: F401 - as a notebook has: a forked rank then need not import it
+from fixtures.deadlines import overdue_when
+
+from nb_accelerate.errors import DeadlineError, StartError
+from nb_accelerate.launch import notebook_launcher, servers
+from nb_accelerate.launch.launch import Launch
+from nb_accelerate.launch.servers import close_warm_server, warm_server
+
+METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs process descriptors and a list of children")
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Flags:
+    """Files by which ranks say that they are there, and are told to go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def wait(self, number: int = 2) -> None:
+        while len(list(self.folder.iterdir())) < number:
+            time.sleep(0.01)  # there is no event for what another process writes
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> Flags:
+    (tmp_path / "flags").mkdir()
+    return Flags(tmp_path / "flags")
+
+
+def begin(method: str, flags: Flags, *, until: str = "", timeout: float | None = None) -> tuple[Launch, int]:
+    """A launch of two ranks that run; its server. They wait for a file, or for ever."""
+
+    def function() -> int:
+        Path(flags.folder, os.environ["RANK"]).touch()
+        while not (until and Path(until).exists()):
+            time.sleep(0.01)
+        return int(os.environ["RANK"])
+
+    launch: Any = notebook_launcher(
+        function, (), 2, start_method=method, progress="off", block=False, timeout=timeout, monitor_interval=0.02
+    )
+    flags.wait()
+    return launch, psutil.Process(launch.ranks[0].pid).ppid()
+
+
+def are_gone(launch: Launch, seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while left := [rank.pid for rank in launch.ranks if rank.pid is not None and runs(rank.pid)]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)  # there is no event for the end of somebody else's process
+    return not left
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)  # as above
+
+
+def runs(pid: int) -> bool:
+    """A server that was stopped does not bury its ranks."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@only_linux
+def test_an_interrupt_ends_ranks_whose_server_was_stopped(method: str, flags: Flags) -> None:
+    launch, server = begin(method, flags)
+    stop(server)
+    launch.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        launch.result(30.0)
+    assert are_gone(launch)
+    assert not runs(server)
+    assert notebook_launcher(int, ("3",), 1, start_method=method, progress="off", timeout=45) == [3]
+
+
+@only_linux
+def test_a_deadline_holds_and_a_stopped_server_is_named(method: str, flags: Flags, capfd: Any) -> None:
+    heard = []
+
+    def is_named(_: object) -> bool:
+        heard.append(capfd.readouterr().err)
+        return f"kill -CONT {server}" in "".join(heard)
+
+    with overdue_when(is_named):
+        server = 0
+        launch, pid = begin(method, flags, timeout=600.0)
+        server = pid
+        stop(server)
+        with pytest.raises(DeadlineError) as caught:
+            launch.result(30.0)
+    assert f"Process {server}, which starts the ranks, is stopped (SIGSTOP)" in "".join(caught.value.__notes__)
+    assert are_gone(launch)
+
+
+@only_linux
+def test_values_come_although_the_server_was_stopped(method: str, flags: Flags, tmp_path: Path) -> None:
+    go_on = tmp_path / "go-on"
+    launch, server = begin(method, flags, until=str(go_on))
+    stop(server)
+    go_on.touch()
+    assert launch.result(30.0) == [0, 1]
+    assert are_gone(launch)
+
+
+@pytest.mark.slow
+@only_linux
+def test_a_stopped_server_that_others_need_is_left_and_replaced(flags: Flags, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    go_on = tmp_path / "go-on"
+    first, server = begin("forkserver", flags, until=str(go_on))
+    second, same = begin("forkserver", Flags(tmp_path / "other"))
+    assert same == server
+    stop(server)
+    second.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        second.result(30.0)
+    assert are_gone(second)
+    third = notebook_launcher(os.getppid, (), 1, start_method="forkserver", progress="off", timeout=45)
+    assert third != [server]
+    os.kill(server, signal.SIGCONT)
+    go_on.touch()
+    assert first.result(30.0) == [0, 1]
+    assert warm_server().pid == third[0]
+    assert not runs(server)
+
+
+@pytest.fixture
+def takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """The warm server imports this until it is let go on; the function waits until it has begun."""
+    said, gate = tmp_path / "said", tmp_path / "gate"
+    for path in (said, gate):
+        os.mkfifo(path)
+    (tmp_path / "takes_long.py").write_text(f"open({str(said)!r}, 'w').close()\nopen({str(gate)!r}).close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(servers, "PRELOAD", ("takes_long",))
+    close_warm_server()
+    yield lambda: Path(said).read_text() and None
+    close_warm_server()
+
+
+def test_an_interrupt_of_the_first_launch_does_not_wait_until_all_is_imported(
+    takes_long: Callable[[], None], tmp_path: Path
+) -> None:
+    def function(path: Path) -> int:
+        path.touch()
+        return os.getppid()
+
+    begun = tmp_path / "begun"
+    launch: Any = notebook_launcher(function, (begun,), 2, start_method="forkserver", progress="off", block=False)
+    takes_long()
+    server = warm_server().pid
+    launch.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        launch.result(30.0)
+    with open(tmp_path / "gate", "w"):  # now it goes on
+        pass
+    # The next launch has it, and what was interrupted never runs.
+    assert notebook_launcher(os.getppid, (), 1, start_method="forkserver", progress="off", timeout=45) == [server]
+    assert not begun.exists()
+
+
+def test_a_server_that_is_still_importing_is_not_waited_for(
+    takes_long: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_CLOSING", 600.0)
+    monkeypatch.setenv("NB_ACCELERATE_KEEP_WARM", "0")
+    launch: Any = notebook_launcher(int, (), 1, start_method="forkserver", progress="off", block=False)
+    takes_long()
+    launch.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        launch.result(30.0)
+
+
+def test_ends_are_told_where_sigchld_is_blocked(method: str) -> None:
+    close_warm_server()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    try:
+        blocked = notebook_launcher(
+            lambda: signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            (),
+            2,
+            start_method=method,
+            progress="off",
+            timeout=45,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        close_warm_server()
+    assert blocked == [False, False]
+
+
+def fork_and_exit(file: str, seconds: float) -> None:
+    """Children that live no longer than it takes to have one, all with a lock, for so long."""
+    lock = os.open(file, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    end = time.monotonic() + seconds
+    if os.fork() == 0:
+        while time.monotonic() < end:
+            if os.fork():
+                os._exit(0)
+        os._exit(0)
+
+
+@only_linux
+def test_a_child_that_forks_and_exits_for_ever_is_ended(method: str, tmp_path: Path) -> None:
+    files = [tmp_path / "0", tmp_path / "1"]
+    for file in files:
+        file.touch()
+
+    def function() -> int:
+        fork_and_exit(str(files[int(os.environ["RANK"])]), 40.0)
+        return 5
+
+    began = time.monotonic()
+    assert notebook_launcher(function, (), 2, start_method=method, progress="off", timeout=45) == [5, 5]
+    for file in files:
+        with open(file, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert time.monotonic() - began < 40.0  # or they have ended by themselves
+
+
+OTHER_USER = """
+import os, subprocess, sys, time
+from nb_accelerate import notebook_launcher
+
+def leaves_a_child():
+    print("left", subprocess.Popen(["sleep", "600"], user=12345).pid, flush=True)
+    return 5
+
+def becomes_another():
+    print("left", os.getpid(), flush=True)
+    os.setresuid(12345, 12345, 12345)
+    time.sleep(600)
+
+for method in sys.argv[1:]:
+    print(notebook_launcher(leaves_a_child, (), 2, start_method=method, progress="off"))
+    try:
+        notebook_launcher(becomes_another, (), 2, start_method=method, progress="off", timeout=0.5)
+    except TimeoutError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs another user")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_processes_of_another_user_end_no_server_and_are_not_waited_for(tmp_path: Path) -> None:
+    # As children are that were started with sudo: without this capability root may not end those of others either.
+    command = ["setpriv", "--bounding-set", "-kill", sys.executable, "-c", OTHER_USER, "fork", "forkserver"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=55, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    lines = ran.stdout.splitlines()
+    left = [line.split()[1] for line in lines if line.startswith("left")]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    assert len(left) == 8, ran.stderr
+    late = "the launch took longer than timeout=0.5 s; ranks 0, 1 of 2 had not returned"
+    assert [line for line in lines if not line.startswith("left")] == ["[5, 5]", late] * 2, ran.stderr
+
+
+FAMILY = """
+import os, subprocess, sys, time
+from nb_accelerate import notebook_launcher
+
+def rank():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(os.getppid(), os.getpid(), child.pid, flush=True)
+    time.sleep(600)
+
+notebook_launcher(rank, (), 1, start_method=sys.argv[1], progress="off")
+"""
+
+
+@contextlib.contextmanager
+def family(method: str, folder: Path) -> Iterator[tuple[int, int, int, int]]:
+    """A process that leads a session, as kernels do; its server, a rank, and a child of that in its own session."""
+    command = [sys.executable, "-u", "-c", FAMILY, method]
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        pids: list[int] = []
+        try:
+            assert process.stdout is not None
+            pids = [int(pid) for pid in process.stdout.readline().split()]
+            server, rank, child = pids
+            yield process.pid, server, rank, child
+        finally:
+            for pid in (process.pid, *pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def has_ended(process: int, seconds: float = 30.0) -> bool:
+    return bool(select.select([process], [], [], seconds)[0])
+
+
+@only_linux
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_hard_shutdown_of_a_kernel_leaves_nothing_of_its_ranks(method: str, is_stopped: bool, tmp_path: Path) -> None:
+    if is_stopped and method == "spawn":
+        pytest.skip("as forkserver")
+    with contextlib.ExitStack() as stack:
+        kernel, *others = stack.enter_context(family(method, tmp_path))
+        server, rank, _ = others
+        assert os.getpgid(rank) == kernel  # a signal to the whole group reaches it
+        assert os.getpgid(server) == server
+        assert os.getsid(server) == kernel
+        watched = []
+        for pid in others:
+            watched.append(os.pidfd_open(pid))
+            stack.callback(os.close, watched[-1])
+        assert any(path.name.startswith("nb-ranks-") for path in tmp_path.iterdir())
+        if is_stopped:
+            stop(server)
+        os.killpg(kernel, signal.SIGKILL)
+        assert [has_ended(one) for one in watched] == [True] * 3
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_was_killed_leaves_no_folder(method: str, flags: Flags) -> None:
+    launch, server = begin(method, flags)
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(StartError, match="the process it was forked from has ended"):
+        launch.result(30.0)
+    assert are_gone(launch)
+    assert [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("nb-ranks-")] == []
