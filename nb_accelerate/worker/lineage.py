@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -92,20 +91,18 @@ def step_back() -> None:
 def children() -> list[int]:
     """Process ids of the children of this process, which has one thread; zombies too.
 
-    Linux lists them within microseconds. None is left out: they leave the list only when this process reaps them.
+    Linux lists them within microseconds, the newest last. None is left out: they leave the list only when this process
+    reaps them.
     """
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()]
-    except OSError:  # not Linux, or built without it
+    listed = _read(f"/proc/self/task/{os.getpid()}/children")
+    if listed is None:  # not Linux, or built without it
         return [child.pid for child in psutil.Process().children()]
+    return [int(pid) for pid in listed.split()]
 
 
 def is_tracker(pid: int) -> bool:
     """Is it multiprocessing's tracker? It ends with the last process that uses it, and removes what was left behind."""
-    try:
-        return any("multiprocessing.resource_tracker" in word for word in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return False
+    return b"multiprocessing.resource_tracker" in (_read(f"/proc/{pid}/cmdline") or b"")
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
@@ -129,6 +126,20 @@ def join_group_of(pid: int) -> None:
     """Be in the process group of process `pid`: what ends that group, a hard shutdown of a kernel, ends this too."""
     with contextlib.suppress(PermissionError, ProcessLookupError):  # it has gone, or to another session
         os.setpgid(0, os.getpgid(pid))
+
+
+def _read(file: str) -> bytes | None:
+    """All that is in a file of the system's, in a fifth of the time that Python's files take; None if there is none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    data = b""
+    with contextlib.suppress(OSError):  # the process has just ended
+        while piece := os.read(descriptor, 1 << 14):
+            data += piece
+    os.close(descriptor)
+    return data
 
 
 def _prctl(option: int, value: int) -> bool:

@@ -65,7 +65,7 @@ class Serves:
     """The server takes messages from now on: what it had to import has been imported."""
 
 
-_ENDING = 1.0
+_ENDING = 3.0
 """Seconds for what ranks have left behind, which may fork and exit for ever."""
 
 _GLANCE = 0.02
@@ -204,15 +204,15 @@ class Server:
         deadline = time.monotonic() + _ENDING
         asked: set[int] = set()
         while self._adopts and time.monotonic() < deadline:
-            orphans = {pid for pid in children() if pid not in self._ranks and pid not in self._spare()}
-            # Who is found is killed at once, or it could have forked and ended by then.
-            ending = {pid for pid in orphans if (pid in asked or not is_tracker(pid)) and kill(pid)}
-            ended = {pid for pid in ending if os.waitpid(pid, os.WNOHANG)[0]}  # their own children come to us next
+            orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._spare()]
+            # At once and the newest first, or one that forks for ever has done so by then, and ended.
+            ending = [pid for pid in reversed(orphans) if (pid in asked or not is_tracker(pid)) and kill(pid)]
+            ended = [pid for pid in ending if os.waitpid(pid, os.WNOHANG)[0]]  # their own children come to us next
             if not ending:
                 return
-            if not ended and ending <= asked:
+            if not ended and asked.issuperset(ending):
                 time.sleep(_GLANCE)  # a large one takes its time
-            asked |= ending
+            asked.update(ending)
 
     def _end(self) -> NoReturn:
         # Those of another user are left to them.
