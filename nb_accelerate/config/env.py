@@ -119,3 +119,8 @@ class Environment:
     def has_rendezvous(self) -> bool:
         """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` say where ranks meet."""
         return self.text("MASTER_ADDR") is not None and self.text("MASTER_PORT") is not None
+
+    @property
+    def has_agent_store(self) -> bool:
+        """``TORCHELASTIC_USE_AGENT_STORE``: whoever started the ranks serves one store for all their groups."""
+        return self.text("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -57,9 +57,11 @@ def rank_environ(
         "TORCHELASTIC_RUN_ID": meeting.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        # Every rank is a client of the store; rank 0 serves it on a socket that was bound for it.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    if meeting.file < 0:  # every rank is a client of the store; rank 0 serves it on a socket that was bound for it
+        environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    else:
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if plan.num_nodes == 1 or variable not in environ:  # a cluster's own knows of faster ones than we do
             environ[variable] = meeting.interface

@@ -23,7 +23,7 @@ def run_inline(options: LaunchOptions, plan: LaunchPlan) -> Values:
     before = dict(os.environ)
     with meet(options, plan) as meeting:
         os.environ.update(rank_environ(plan, meeting, 0, base=before, extra=options.env))
-        # Nobody serves a store for us: whoever opens a group in this process makes one itself.
+        # Whoever opens a group in this process makes a store itself.
         if meeting.listener is not None:
             meeting.listener.close()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

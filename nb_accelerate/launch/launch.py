@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.sinks import Sink
     from nb_accelerate.launch.values import Values
+    from nb_accelerate.protocol.messages import StoreSpec
     from nb_accelerate.protocol.shipping import Packed
 
 
@@ -277,8 +278,7 @@ class Launch:
         """The ranks, on their way: forked or about to be, and told all they need to know."""
         options, plan = self._options, self._plan
         base = dict(os.environ)
-        world_size = plan.num_nodes * plan.num_processes
-        listener = meeting.listener
+        stores: list[StoreSpec] = []
         handles: list[RankHandle] = []
         with contextlib.ExitStack() as stack:
             if options.rdzv_backend == "c10d":
@@ -286,8 +286,8 @@ class Launch:
 
             def new_handles() -> Iterator[RankHandle]:
                 for local_rank in range(plan.num_processes):
-                    # The socket is rank 0's alone from here on: nobody is to wait for a store that has gone.
-                    store_fd = listener.detach() if listener is not None and local_rank == 0 else -1
+                    store, store_fd = meeting.store_for(local_rank)
+                    stores.append(store)
                     rank = meeting.node_rank * plan.num_processes + local_rank
                     handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
                     stack.callback(handle.close)
@@ -298,8 +298,7 @@ class Launch:
 
             server.start(new_handles())
             sources = stack.enter_context(pack(notebook_sources()))
-            for handle in handles:
-                serves = listener is not None and handle.local_rank == 0
+            for handle, store in zip(handles, stores, strict=True):
                 setup = Setup(
                     rank=handle.rank,
                     environ=rank_environ(
@@ -316,7 +315,7 @@ class Launch:
                     argv=tuple(sys.argv),
                     num_threads=plan.num_threads,
                     sources=sources.parcel,
-                    store=(meeting.address, meeting.port, world_size) if serves else None,
+                    store=store,
                 )
                 with contextlib.suppress(OSError):  # it has ended already, which its status pipe tells
                     handle.channel.send(setup, sources.fds)

@@ -1,8 +1,9 @@
 """Where the ranks of a launch find one another.
 
-On one machine the rendezvous store listens on a socket that is bound here, to loopback, before any rank starts:
-there is no port to guess, no race for it, and nothing that another machine could reach. The socket itself is given
-to rank 0, which serves the store on it.
+On one machine the rendezvous store is a file without a name, made here before any rank starts. Each rank gets its
+descriptor, and nobody else can open it: nothing listens, so other users of the machine have nowhere to write keys or
+garbage to. The port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of its own there. Where
+there are no such files (macOS), the store listens on a socket that is bound here, to loopback, and given to rank 0.
 
 On several machines the socket is bound to the address that the others use. Which machine is which is said by
 ``node_rank`` (``rdzv_backend="static"``) or agreed on through torch elastic's rendezvous (``"c10d"``).
@@ -12,21 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch.machine import interface_of
+from nb_accelerate.protocol.messages import StoreSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Literal
 
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
+
+_LOOPBACK = "127.0.0.1"
 
 _DEFAULT_PORT = 29500
 """accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
@@ -46,6 +52,9 @@ class Meeting:
         interface: network interface for gloo and NCCL.
         run_id: names the launch.
         listener: the bound socket if this machine serves the store, else None.
+        file: descriptor of the file that is the store, or -1.
+        world_size: ranks on all machines.
+        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.Rendezvous`.
     """
 
     address: str
@@ -54,6 +63,21 @@ class Meeting:
     interface: str
     run_id: str
     listener: socket.socket | None
+    file: int = -1
+    world_size: int = 1
+    polls: bool = False
+
+    def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
+        """What a rank is told of the store, and the descriptor it gets: the caller's to send and to close, or -1."""
+        kind: Literal["file", "server", "client"] = "client"
+        fd = -1
+        if self.file >= 0:
+            kind, fd = "file", os.dup(self.file)
+        elif self.listener is not None and local_rank == 0:
+            # The socket is that rank's alone from here on: nobody is to wait for a store that has gone.
+            kind, fd = "server", self.listener.detach()
+        spec = StoreSpec(kind=kind, address=self.address, port=self.port, world_size=self.world_size, polls=self.polls)
+        return spec, fd
 
 
 @contextlib.contextmanager
@@ -62,26 +86,75 @@ def meet(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
 
     Raises:
         ConfigError: the port that was asked for is taken, or the address is not this machine's.
-        StartError: not all machines came.
+        StartError: not all machines came, or this one has no loopback interface.
     """
     if options.num_nodes == 1:
-        run_id = f"nb_accelerate-{secrets.token_hex(4)}"
-        with _listen("127.0.0.1", int(options.use_port or 0)) as listener:
-            port = listener.getsockname()[1]
-            yield Meeting(
-                address="127.0.0.1",
-                port=port,
-                node_rank=0,
-                interface=plan.loopback,
-                run_id=run_id,
-                listener=listener,
-            )
+        with _on_this_machine(options, plan) as meeting:
+            yield meeting
     elif options.rdzv_backend == "c10d":
         with _elastic(options) as meeting:
-            yield meeting
+            yield replace(meeting, world_size=options.num_nodes * plan.num_processes)
     else:
         with _static(options) as meeting:
-            yield meeting
+            yield replace(meeting, world_size=options.num_nodes * plan.num_processes)
+
+
+@contextlib.contextmanager
+def _on_this_machine(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+    with contextlib.ExitStack() as stack:
+        file = _file_without_name()
+        listener = None
+        if file >= 0:
+            stack.callback(os.close, file)
+            port = _keep_free(int(options.use_port or 0), stack, alone=plan.num_processes == 1)
+        else:
+            listener = stack.enter_context(_listen(_LOOPBACK, int(options.use_port or 0)))
+            port = listener.getsockname()[1]
+        yield Meeting(
+            address=_LOOPBACK,
+            port=port,
+            node_rank=0,
+            interface=plan.loopback,
+            run_id=f"nb_accelerate-{secrets.token_hex(4)}",
+            listener=listener,
+            file=file,
+            world_size=plan.num_processes,
+            polls=plan.backend == "gloo",
+        )
+
+
+def _file_without_name() -> int:
+    """Descriptor of a file that other processes can only open by a descriptor they were given; -1 if there are none."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    try:
+        file = os.memfd_create("nb_accelerate-store", os.MFD_CLOEXEC)
+    except OSError:  # a sandbox without them
+        return -1
+    try:
+        os.close(os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC))  # as torch will
+    except OSError:
+        os.close(file)
+        return -1
+    return file
+
+
+def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
+    """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there."""
+    keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        keeper.bind((_LOOPBACK, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise ConfigError(_why_not_bound(_LOOPBACK, port, error)) from error
+        if not alone:
+            raise StartError(
+                f"this machine has no {_LOOPBACK}: its loopback network interface is down, and ranks exchange tensors "
+                f"through it. Bring it up (ip link set lo up), or run one rank: num_processes=1"
+            ) from None
+        return port or _DEFAULT_PORT
+    return int(keeper.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ PRELOAD = (
     "cloudpickle",
     "tqdm.std",
     "nb_accelerate.accelerator",
+    "nb_accelerate.process.rendezvous",
     "nb_accelerate.worker.cell",
     *LATER,
 )
@@ -214,6 +215,8 @@ class ForkedServer(RankServer):
         self._reaper: threading.Thread | None = None
         self._owner: Owner
         importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
+        if "torch" in sys.modules:  # likewise
+            importlib.import_module("nb_accelerate.process.rendezvous")
 
     @override
     def start(self, handles: Iterable[RankHandle]) -> None:

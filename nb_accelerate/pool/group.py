@@ -164,7 +164,7 @@ class RankGroup:
             self._meetings += 1
 
             def join(member: Member) -> None:
-                send_join(member, meeting, self._meetings, self.size)
+                send_join(member, meeting, self._meetings)
 
             devices = self.ask(self.turn(everybody, join, timeout=_START))
         for member, device in zip(everybody, devices, strict=True):

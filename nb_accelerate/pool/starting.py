@@ -19,7 +19,6 @@ from nb_accelerate.protocol.messages import Join, Setup
 from nb_accelerate.protocol.shipping import pack
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterable
 
     from nb_accelerate.config.launch import LaunchOptions
@@ -100,11 +99,10 @@ def send_setup(members: Iterable[Member], options: LaunchOptions, plan: LaunchPl
                 member.handle.channel.send(setup, sources.fds)
 
 
-def send_join(member: Member, meeting: Meeting, number: int, world_size: int) -> None:
-    """Tell a rank where the others are; rank 0 serves the store."""
+def send_join(member: Member, meeting: Meeting, number: int) -> None:
+    """Tell a rank where the others are."""
     alarm = member.take_alarm()
-    serves = member.rank == 0 and meeting.listener is not None
-    listener: socket.socket | None = meeting.listener if serves else None
+    store, store_fd = meeting.store_for(member.rank)
     message = Join(
         meeting=number,
         environ={
@@ -113,10 +111,14 @@ def send_join(member: Member, meeting: Meeting, number: int, world_size: int) ->
             "TORCHELASTIC_RUN_ID": meeting.run_id,
         },
         has_alarm=alarm is not None,
-        store=(meeting.address, meeting.port, world_size) if serves else None,
+        store=store,
     )
-    fds = [one.fileno() for one in (alarm, listener) if one is not None]
+    fds = [] if alarm is None else [alarm.fileno()]
+    if store_fd >= 0:
+        fds.append(store_fd)
     with contextlib.suppress(OSError):  # as above
         member.handle.ask(message, fds)
     if alarm is not None:
         alarm.close()
+    if store_fd >= 0:
+        os.close(store_fd)

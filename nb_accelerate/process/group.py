@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import importlib
+import itertools
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from nb_accelerate.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+"""Of the process groups that are made here."""
 
 _LET_GO = 0.001
 """Seconds."""
@@ -59,7 +64,7 @@ def create(
         )
     dist.init_process_group(
         backend=backend,
-        init_method=options.init_method or "env://",
+        **_place(topology, options, environment),
         timeout=options.timeout,
         rank=topology.rank,
         world_size=topology.world_size,
@@ -67,6 +72,20 @@ def create(
         device_id=device if backend == "nccl" else None,
     )
     atexit.register(close)
+
+
+def _place(topology: Topology, options: InitProcessGroupKwargs, environment: Environment) -> dict[str, Any]:
+    """Where the ranks meet, as arguments of `init_process_group`."""
+    if options.init_method is not None or not environment.has_agent_store:
+        return {"init_method": options.init_method or "env://"}
+    # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names
+    # that the first one has left there.
+    from torch._C._distributed_c10d import PrefixStore  # missing where torch was built without torch.distributed
+
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    timeout = options.timeout or rendezvous.default_pg_timeout
+    store, _, _ = next(rendezvous.rendezvous("env://", topology.rank, topology.world_size, timeout=timeout))
+    return {"store": PrefixStore(f"nb_accelerate/group {next(_numbers)}", store)}
 
 
 def backend(group: dist.ProcessGroup) -> str:

@@ -20,7 +20,7 @@ travels as a `Parcel`, already pickled, so that reading a message never runs use
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +41,26 @@ class Parcel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoreSpec:
+    """The store through which ranks meet. A descriptor comes with it: the file that is the store, or a socket.
+
+    Attributes:
+        kind: ``file`` for a store that is a file; ``server`` for the rank that serves it on the socket; ``client`` for
+            the others, which get no descriptor.
+        address: what ``MASTER_ADDR`` says.
+        port: what ``MASTER_PORT`` says.
+        world_size: number of ranks.
+        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.Rendezvous`.
+    """
+
+    kind: Literal["file", "server", "client"]
+    address: str
+    port: int
+    world_size: int
+    polls: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """What a rank is to be before it runs anything.
 
@@ -53,8 +73,8 @@ class Setup:
         num_threads: intra-op threads of torch.
         sources: text of notebook cells by file name, so that tracebacks and `inspect.getsource` find them; a
             parcel, since a long notebook is more than a socket's buffer takes.
-        store: address and port of the rendezvous store that this rank is to serve on the socket it was given, and
-            the number of ranks; None for all ranks but one.
+        store: through which the ranks meet, with the descriptor that the rank was born with; None if a `Join` will
+            tell.
     """
 
     rank: int
@@ -64,7 +84,7 @@ class Setup:
     argv: tuple[str, ...]
     num_threads: int
     sources: Parcel
-    store: tuple[str, int, int] | None = None
+    store: StoreSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +182,13 @@ class Join:
         meeting: counts them.
         environ: variables that say where.
         has_alarm: comes with the rank's end of its alarm channel, to be kept.
-        store: address and port of the store that this rank is to serve on the socket that comes along, and the number
-            of ranks; None for all ranks but one.
+        store: through which the ranks meet; its descriptor comes along.
     """
 
     meeting: int
     environ: Mapping[str, str]
     has_alarm: bool
-    store: tuple[str, int, int] | None = None
+    store: StoreSpec
 
 
 @dataclass(frozen=True, kw_only=True)

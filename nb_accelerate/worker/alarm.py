@@ -1,9 +1,9 @@
 """Takes a rank out of a collective that cannot end, because another rank will never join it.
 
-A rank that waits in gloo, or for the rendezvous store, waits in C code: no signal and no exception reaches it, and
-gloo has no way to give up. What it waits for is a connection to another rank. So a thread breaks those connections,
-and the collective fails with an ordinary exception, in about 50 ms. A collective of nccl runs on the device, and can
-be aborted there. The process group is of no use afterwards.
+A rank that waits in gloo waits in C code: no signal and no exception reaches it, and gloo has no way to give up. What
+it waits for is a connection to another rank, or a key in the store. So a thread breaks those connections and ends waits
+for keys, and the collective fails with an ordinary exception, in about 50 ms. A collective of nccl runs on the device,
+and can be aborted there. The process group is of no use afterwards.
 
 A rank can be out of its collective before its own thread has acted, because another rank's has, and by the time this
 one does the ranks may have met again. So an alarm names the meeting whose connections it is about, and a new meeting
@@ -24,6 +24,8 @@ from nb_accelerate.protocol.messages import CutOff
 from nb_accelerate.worker.groups import abort_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nb_accelerate.protocol.channel import Channel
 
 
@@ -33,7 +35,8 @@ class Alarm:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._meeting = 0
-        self._given_up = 0
+        self._given_up = -1
+        self._stop_waiting: Callable[[], None] = lambda: None
 
     def listen(self, channel: Channel) -> None:
         """Answer alarms from now on, also while the main thread is blocked."""
@@ -50,6 +53,15 @@ class Alarm:
             if self._given_up == meeting:
                 raise ConnectionAbortedError("the other ranks have given up to meet this one")
 
+    def is_given_up(self) -> bool:
+        """Is the current meeting one that was given up?"""
+        return self._given_up == self._meeting
+
+    def on_given_up(self, stop_waiting: Callable[[], None]) -> None:
+        """What to call, in another thread, to end waits for the store of the current meeting."""
+        with self._lock:
+            self._stop_waiting = stop_waiting
+
     def answer(self, message: CutOff) -> bool:
         """Break the connections of a meeting, if it is the current one. True if it is."""
         with self._lock:
@@ -57,6 +69,7 @@ class Alarm:
             if message.meeting != self._meeting:
                 return False
             abort_groups()
+            self._stop_waiting()
             cut_connections(message.fellows)
             return True
 

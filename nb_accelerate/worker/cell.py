@@ -2,7 +2,7 @@
 
 ::
 
-    Join    -> leave old groups -> serve the store, if told -> new group -> models moved to it -> rank, device ...
+    Join    -> leave old groups -> the store they meet through -> new group -> models moved to it -> rank, device ...
     RunCell -> names that came along -> the shell -> CellEnd: value or failure, what was bound, steps of each group
 """
 
@@ -23,7 +23,7 @@ from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.call import answer, exits_well, fail
 from nb_accelerate.worker.displays import DisplayPort
-from nb_accelerate.worker.groups import abort_groups, close_groups, named, serve_store
+from nb_accelerate.worker.groups import abort_groups, close_groups, named, reach_store
 from nb_accelerate.worker.keyboard import Keyboard
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.revive import models_of_default_group, revive
@@ -81,8 +81,9 @@ class PersistentRank:
         close_groups()
         self._store = None
         os.environ.update(message.environ)
-        if message.store is not None:
-            self._store = serve_store(message.store, waiting.pop(0))
+        rendezvous = reach_store(message.store, waiting.pop(0) if waiting else -1, self._alarm.is_given_up)
+        self._alarm.on_given_up(rendezvous.give_up)
+        self._store = rendezvous
         context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_PATIENCE))
         _make_group_of_one(context)
         revive(models)

@@ -24,7 +24,7 @@ class RankEnds:
         interrupt: read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for.
         stacks: write end of the pipe into which the stacks of all threads are dumped on request.
         board: the page on which it says how far it is.
-        store: a listening socket on which this rank serves the rendezvous store, or -1.
+        store: the file that is the store through which ranks meet, or a listening socket to serve it on; or -1.
     """
 
     control: int

@@ -8,10 +8,27 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nb_accelerate.protocol.messages import StoreSpec
+
+_RENDEZVOUS = "nb_accelerate.process.rendezvous:Rendezvous"
+"""The training half's: where `init_process_group` finds the other ranks."""
 
 _CLOSE = "nb_accelerate.process.group:close"
 """The training half's way to leave every process group."""
+
+
+class Rendezvous(Protocol):
+    """What the worker needs of it."""
+
+    served: object
+
+    def give_up(self) -> None:
+        """Let this process wait no longer for other ranks; called in another thread."""
 
 
 def named(dotted: str) -> Any:
@@ -54,17 +71,27 @@ def close_groups() -> None:
     named(_CLOSE)()
 
 
-def serve_store(store: tuple[str, int, int], fd: int) -> Any:
-    """Answer on a socket that the kernel has bound: no port to guess, none open to the network.
+def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lambda: False) -> Rendezvous:
+    """Have every process group that this process makes meet the other ranks through a store.
 
     Args:
-        store: address, port and number of ranks.
-        fd: the listening socket; taken over.
+        store: which.
+        fd: the descriptor that belongs to it, taken over; -1 if there is none.
+        is_given_up: asked while this rank waits for others; True makes it wait no longer.
 
     Returns:
-        The store, which serves as long as it is kept.
+        What must be kept as long as the groups.
     """
-    from torch._C._distributed_c10d import TCPStore
+    is_file = store.kind == "file"
+    rendezvous = named(_RENDEZVOUS)(
+        store.address, store.port, file=fd if is_file else None, polls=store.polls, is_given_up=is_given_up
+    )
+    if store.kind == "server":
+        from torch._C._distributed_c10d import TCPStore
 
-    address, port, world_size = store
-    return TCPStore(address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        # On a socket that the kernel has bound: no port to guess, and none open to more than it has to be.
+        rendezvous.served = TCPStore(
+            store.address, store.port, store.world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+    rendezvous.install()
+    return cast("Rendezvous", rendezvous)

@@ -30,7 +30,7 @@ from nb_accelerate.protocol.messages import Answer, Call, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
-from nb_accelerate.worker.groups import close_groups, has_group, serve_store
+from nb_accelerate.worker.groups import close_groups, has_group, reach_store
 from nb_accelerate.worker.interpreter import imports_from
 from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.lineage import die_with_parent, set_name
@@ -158,7 +158,7 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available():
         distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG likewise
-    store = None if setup.store is None else serve_store(setup.store, store_fd)
+    store = None if setup.store is None else reach_store(setup.store, store_fd)
     sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
     return store
 

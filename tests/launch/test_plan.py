@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -233,10 +234,42 @@ print(is_loaded("libtorch_cpu.so"), is_loaded("libcuda.so.0"))
     assert ran.stdout.split() == ["False", "True", "False"]
 
 
-def test_one_machine_meets_on_loopback_and_nowhere_else() -> None:
+def test_ranks_of_one_machine_meet_in_a_file_that_only_they_have_and_nothing_listens() -> None:
+    with meet(options(), plan()) as place:
+        assert place.listener is None
+        store, fd = place.store_for(1)
+        try:
+            assert (store.kind, store.address, store.port) == ("file", "127.0.0.1", place.port)
+            assert os.path.samestat(os.fstat(fd), os.fstat(place.file))
+            assert os.fstat(fd).st_nlink == 0
+        finally:
+            os.close(fd)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", place.port), timeout=5)
+
+
+def test_the_port_of_a_launch_is_nobody_elses_and_ranks_can_listen_on_it() -> None:
+    with meet(options(), plan()) as place:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", place.port))
+        with socket.create_server(("127.0.0.1", place.port)) as server:  # with SO_REUSEADDR, as torch's does
+            assert server.getsockname() == ("127.0.0.1", place.port)
+
+
+def test_where_files_without_names_cannot_be_made_the_store_listens_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(_name: str, _flags: int) -> int:
+        raise OSError("no such thing here")
+
+    monkeypatch.setattr(os, "memfd_create", cannot)
     with meet(options(), plan()) as place:
         assert place.listener is not None
         assert place.listener.getsockname() == ("127.0.0.1", place.port)
+        assert place.store_for(1)[0].kind == "client"
+        store, fd = place.store_for(0)
+        os.close(fd)
+        assert store.kind == "server"
 
 
 def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
