@@ -1,7 +1,8 @@
 """Where multiprocessing in ranks puts its files: one folder per server, there while it has ranks, locked as it lives.
 
 A server that was killed cannot tidy up. Its lock is free then, and the next server that starts takes it and removes the
-folder. Whoever wants a folder, to use or to remove it, locks it first and looks afterwards whether it is still there.
+folder. It knows the folder by a marker, which is there as soon as the lock is taken: another folder of such a name is
+left alone. Whoever wants to remove a folder locks it first and looks afterwards whether it is still there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,18 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 
 _PREFIX = "nb-ranks-"
 """Short, since the path of a socket has room for a hundred characters."""
+
+_MARKER = ".nb_accelerate-ranks"
+
+_ROOM = 100 - len("/nb-ranks-12345678/123456/listener-12345678")
+"""Bytes of the path of the folder for temporary files, at most: multiprocessing makes sockets below it."""
+
+_SHORT = ("/tmp", "/var/tmp")  # noqa: S108 - where everybody may make a folder of their own
 
 _WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL)
 """What a file system says that cannot lock a folder. Nobody can take its folders for abandoned ones then."""
@@ -44,6 +53,8 @@ class Scratch:
         self._names.remove(name)
         _remove(f"{self._folder}/{name}")
         if not self._names:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._folder}/{_MARKER}")  # noqa: PTH108 - as above
             _remove(self._folder)
             self.leave()
 
@@ -64,26 +75,43 @@ def _remove(folder: str) -> None:
 
 def remove_abandoned() -> None:
     """Remove what servers of this user have left behind that were killed."""
-    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+    with contextlib.suppress(OSError), os.scandir(_base()) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX):
                 with contextlib.suppress(OSError):  # its server lives, or somebody else has just removed it
                     lock = _lock(entry.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    if _is_marked(lock):
+                        shutil.rmtree(entry.path, ignore_errors=True)
                     os.close(lock)
 
 
+def _base() -> str:
+    """The folder for temporary files, or a shorter one where sockets in it would have too long a path."""
+    wanted = tempfile.gettempdir()
+    if len(os.fsencode(wanted)) <= _ROOM:
+        return wanted
+    return next((folder for folder in _SHORT if os.access(folder, os.W_OK | os.X_OK)), wanted)
+
+
+def _is_marked(folder: int) -> bool:
+    """Was a folder made here? Given its descriptor."""
+    try:
+        marker = os.stat(_MARKER, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(marker.st_mode) and marker.st_uid == os.geteuid()
+
+
 def _new_folder() -> tuple[str, int]:
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX)
-        try:
-            return folder, _lock(folder, fcntl.LOCK_EX)
-        except FileNotFoundError:  # somebody took it for an abandoned one before it was locked
-            continue
-        except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
-                raise
-            return folder, -1
+    folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_base())
+    try:
+        lock = _lock(folder, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return folder, -1  # without a marker, or it would be taken for an abandoned one elsewhere
+    os.close(os.open(_MARKER, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=lock))
+    return folder, lock
 
 
 def _lock(folder: str, how: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -107,36 +108,54 @@ def test_what_is_not_a_servers_or_not_ours_stays(folder: Path):
     (folder / "other").mkdir()
     (folder / "nb-ranks-link").symlink_to(folder / "other")
     there = set(folder.iterdir())
-    (folder / "nb-ranks-left" / "0").mkdir(parents=True)
+    left_behind()
     remove_abandoned()
     assert set(folder.iterdir()) == there
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
 def test_what_belongs_to_another_user_stays(folder: Path):
-    theirs = folder / "nb-ranks-theirs"
-    theirs.mkdir()
+    theirs = left_behind()
     os.chown(theirs, 12345, -1)
     remove_abandoned()
     assert theirs.is_dir()
 
 
-def test_a_folder_that_is_taken_before_it_is_locked_is_replaced_by_another(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    make, made = tempfile.mkdtemp, []
+def test_a_folder_is_not_taken_for_an_abandoned_one_before_it_is_locked(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    make = tempfile.mkdtemp
 
-    def make_and_lose(prefix: str) -> str:
-        made.append(make(prefix=prefix))
-        if len(made) == 1:
-            remove_abandoned()
-        return made[-1]
+    def make_while_others_remove(**given: str) -> str:
+        made = make(**given)
+        remove_abandoned()
+        return made
 
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    monkeypatch.setattr(tempfile, "mkdtemp", make_while_others_remove)
     ranks = Scratch()
     assert Path(ranks.make("0")).is_dir()
-    assert not Path(made[0]).exists()
     ranks.remove("0")
+    assert list(folder.iterdir()) == []
+
+
+def left_behind() -> Path:
+    """What a server leaves that was killed."""
+    killed = Scratch()
+    path = Path(killed.make("0"))
+    killed.leave()
+    return path.parent
+
+
+def test_a_folder_of_the_users_own_stays_whatever_its_name(folder: Path):
+    own = folder / "nb-ranks-results"
+    own.mkdir()
+    (own / "numbers.csv").touch()
+    linked = folder / "nb-ranks-linked"
+    linked.mkdir()
+    (linked / scratch._MARKER).symlink_to(own / "numbers.csv")
+    left = left_behind()
+    remove_abandoned()
+    assert not left.exists()
+    assert (own / "numbers.csv").exists()
+    assert linked.is_dir()
 
 
 def test_many_who_remove_at_once_never_take_a_living_ones(folder: Path):
@@ -176,6 +195,25 @@ def test_where_folders_cannot_be_locked_they_are_used_and_nothing_is_removed(
     assert path.is_dir()
     ranks.remove("0")
     assert list(folder.iterdir()) == []
+
+
+def test_sockets_of_multiprocessing_fit_into_it_however_long_the_path_of_the_temporary_folder_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    deep = folder / ("x" * 72)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    ranks = Scratch()
+    path = ranks.make("1234")
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{path}/listener-12345678")
+    finally:
+        ranks.remove("1234")
+    assert not Path(path).parent.exists()
+    left = left_behind()
+    remove_abandoned()
+    assert not left.exists()
 
 
 IMPORTS = """
