@@ -77,6 +77,16 @@ def died(handle: RankHandle, output: str, *, started: bool, out_of_memory: bool)
     return Incident(error=error, when=time.monotonic(), rank=handle.rank)
 
 
+def unreadable(handle: RankHandle, error: Exception) -> Incident:
+    """A message of a rank cannot be read, and it may have been its answer."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    problem = LaunchError(
+        f"what rank {handle.rank} sent to the notebook cannot be read ({said}), so the launch was ended"
+    )
+    problem.__cause__ = error
+    return Incident(error=problem, when=time.monotonic(), rank=handle.rank)
+
+
 def _death(handle: RankHandle, output: str, *, started: bool, out_of_memory: bool) -> BaseException:
     rank, exitcode = handle.rank, handle.exitcode
     said = f" Its last output was:\n{output.rstrip()}" if output.strip() else ""

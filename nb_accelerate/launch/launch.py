@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, StartError
 from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.incidents import summary
 from nb_accelerate.launch.panel import facts_of, make_panel, outcome
@@ -201,7 +202,8 @@ class Launch:
             self._error = error
             if tell:
                 hint = "" if isinstance(error, KeyboardInterrupt) else "; .result() raises it here"
-                self._sink.write("stderr", f"{summary(error)}{hint}\n")
+                with OutputGuard(self._sink):
+                    self._sink.write("stderr", f"{summary(error)}{hint}\n")
         finally:
             self._seconds = time.monotonic() - self._began
             with contextlib.suppress(Exception):
@@ -228,7 +230,8 @@ class Launch:
                         raise
                     attempt += 1
                     again = f"{summary(error)}; start {attempt + 1} of {options.max_restarts + 1}"
-                    self._sink.write("stderr", again + "\n")
+                    with OutputGuard(self._sink):
+                        self._sink.write("stderr", again + "\n")
 
     def _packed_call(self) -> Packed:
         options = self._options
@@ -254,7 +257,9 @@ class Launch:
             ranks = [handle.rank for handle in handles]
             facts = facts_of(self._name, self._plan, details=self._plan.describe())
             place = self._place if attempt == 0 else ""
-            panel = make_panel(facts, ranks, self._sink, supervisor, self._front_end, place=place)
+            panel = None
+            with router.guard:
+                panel = make_panel(facts, ranks, self._sink, supervisor, self._front_end, place=place)
             supervisor.panel = panel
             error: BaseException | None = None
             try:
@@ -267,8 +272,9 @@ class Launch:
                 raise
             finally:
                 with self._lock:
-                    if panel is not None:
-                        panel.finish(*outcome(error))
+                    with router.guard:
+                        if panel is not None:
+                            panel.finish(*outcome(error))
                     supervisor.close()
 
     @contextlib.contextmanager

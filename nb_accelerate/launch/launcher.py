@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display import choose_front_end
+from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.inline import run_inline
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
@@ -140,15 +141,19 @@ def notebook_launcher(
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     place = ""
+    guard = OutputGuard(sink)
     if front_end != "off":
-        if of_file:
-            said = ", ".join(f"{name}={value!r}" for name, value in of_file.items())
-            sink.write("stdout", f"{said}: from {default_path()}\n")
-        place = announce(plan, sink, "text" if plan.start_method == "inline" else front_end)
+        with guard:
+            if of_file:
+                said = ", ".join(f"{name}={value!r}" for name, value in of_file.items())
+                sink.write("stdout", f"{said}: from {default_path()}\n")
+            place = announce(plan, sink, "text" if plan.start_method == "inline" else front_end)
         for warning in (*plan.warnings, *gpu_warnings(plan)):
-            sink.write("stderr", warning + "\n")
+            with guard:
+                sink.write("stderr", warning + "\n")
     if plan.start_method == "inline":
-        sink.close()
+        with guard:
+            sink.close()
         return run_inline(options, plan)
     launch = Launch(options, plan, sink, front_end, place)
     if block:

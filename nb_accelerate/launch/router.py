@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.fold import Fold
+from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.output import RankOutput, prefixed
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """The outputs of a launch's ranks, and where they go.
+    """The outputs of a launch's ranks, and where they go. An error on the way there costs output: nothing here raises.
 
     Args:
         handles: the ranks.
@@ -27,12 +28,14 @@ class Router:
 
     Attributes:
         outputs: one for each handle, in order.
+        guard: for what else is done to show the output of this launch.
     """
 
     def __init__(
         self, handles: Sequence[RankHandle], sink: Sink, *, template: str | None = None, fold: bool = False
     ) -> None:
         self._sink = sink
+        self.guard = OutputGuard(sink)
         self._template = template
         several = len(handles) > 1
         self._fold = Fold([handle.rank for handle in handles], sink.write) if fold and several else None
@@ -45,28 +48,52 @@ class Router:
     @property
     def due(self) -> float:
         """When `flush` has something to do, as `time.monotonic`."""
-        return min(self._sink.due, self._fold.due if self._fold else float("inf"))
+        due = float("inf")
+        with self.guard:
+            due = min(self._sink.due, self._fold.due if self._fold else float("inf"))
+        return max(due, self.guard.retry_at)
+
+    def feed(self, output: RankOutput, data: bytes) -> None:
+        """Bytes of a rank's main pipe, for one of `outputs`."""
+        with self.guard:
+            output.feed(data)
+
+    def feed_stderr(self, output: RankOutput, data: bytes) -> None:
+        """Bytes that C code of a rank wrote to descriptor 2, for one of `outputs`."""
+        with self.guard:
+            output.feed_stderr(data)
 
     def flush(self) -> None:
         """Pass on what has been held back long enough."""
-        if self._fold:
-            self._fold.flush()
-        self._sink.flush()
+        with self.guard:
+            if self._fold:
+                self._fold.flush()
+        with self.guard:
+            self._sink.flush()
 
     def finish(self) -> None:
         """All ranks have ended."""
         for output in self.outputs:
+            self.end(output)
+        with self.guard:
+            if self._fold:
+                self._fold.flush(everything=True)
+        with self.guard:
+            self._sink.flush()
+
+    def end(self, output: RankOutput) -> None:
+        """The rank of one of `outputs` has ended."""
+        with self.guard:
             output.finish()
-        if self._fold:
-            self._fold.flush(everything=True)
-        self._sink.flush()
 
     def say(self, line: str) -> None:
         """A line of our own."""
-        self._sink.write("stderr", line + "\n")
+        with self.guard:
+            self._sink.write("stderr", line + "\n")
 
     def _emit(self, handle: RankHandle, stream: StreamName, text: str) -> None:
-        if self._fold:
-            self._fold.add(handle.rank, stream, text)
-        else:
-            self._sink.write(stream, prefixed(text, self._template, rank=handle.rank, local_rank=handle.local_rank))
+        with self.guard:  # here, so that what comes behind it in the same lump is shown
+            if self._fold:
+                self._fold.add(handle.rank, stream, text)
+            else:
+                self._sink.write(stream, prefixed(text, self._template, rank=handle.rank, local_rank=handle.local_rank))

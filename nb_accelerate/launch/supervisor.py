@@ -12,6 +12,9 @@
 Stopping goes through stages, each with its deadline: ask every rank where it is (after a failure), interrupt
 users' code, terminate, kill. A rank that answers or ends leaves the procedure early, and nothing waits for a
 deadline once every rank has ended.
+
+What fails in showing output costs output (`Router`). A rank whose messages cannot be read ends the launch: its answer
+may have been among them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import logging
 import signal
 import threading
 import time
@@ -30,7 +34,16 @@ import psutil
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.display import Action, Seen
 from nb_accelerate.launch.handle import NUDGE_AFTER
-from nb_accelerate.launch.incidents import Incident, Interrupted, Overdue, add_note, died, failed, first_cause
+from nb_accelerate.launch.incidents import (
+    Incident,
+    Interrupted,
+    Overdue,
+    add_note,
+    died,
+    failed,
+    first_cause,
+    unreadable,
+)
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.sources import Sources
@@ -44,6 +57,8 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.handle import RankHandle
     from nb_accelerate.launch.output import RankOutput
     from nb_accelerate.launch.router import Router
+
+logger = logging.getLogger(__name__)
 
 _INTERRUPT, _STOP = b"i", b"s"
 
@@ -252,7 +267,12 @@ class Supervisor:
     # What can happen.
 
     def _on_channel(self, rank: _Rank) -> None:
-        messages, is_open = rank.handle.channel.drain()
+        try:
+            messages, is_open = rank.handle.channel.drain()
+        except Exception as error:
+            self._sources.drop(rank.handle.channel)
+            self._stop(unreadable(rank.handle, error))
+            return
         for message, fds in messages:
             if isinstance(message, Ready):
                 rank.ready = True
@@ -265,18 +285,29 @@ class Supervisor:
             self._sources.drop(rank.handle.channel)
 
     def _on_stdout(self, rank: _Rank) -> None:
-        rank.output.feed(self._sources.read(rank.handle.stdout))
+        self._router.feed(rank.output, self._read(rank.handle.stdout))
 
     def _on_stderr(self, rank: _Rank) -> None:
-        rank.output.feed_stderr(self._sources.read(rank.handle.stderr))
+        self._router.feed_stderr(rank.output, self._read(rank.handle.stderr))
 
     def _on_stacks(self, rank: _Rank) -> None:
-        rank.stacks += self._sources.read(rank.handle.stacks)
+        rank.stacks += self._read(rank.handle.stacks)
+
+    def _read(self, fd: int) -> bytes:
+        try:
+            return self._sources.read(fd)
+        except OSError as error:
+            logger.warning("What a rank prints cannot be read any more: %s", error)
+            self._sources.drop(fd)
+            return b""
 
     def _on_status(self, rank: _Rank) -> None:
         self._read_rest(rank)  # what it wrote last belongs to the story of its end
         self._sources.drop(rank.handle.status)
-        rank.handle.read_status()
+        try:
+            rank.handle.read_status()
+        except OSError:  # it has ended all the same, nobody knows how
+            rank.handle.ended = True
         self._on_end(rank)
 
     def _on_end(self, rank: _Rank) -> None:
@@ -299,16 +330,16 @@ class Supervisor:
         """Whatever is left in a rank's pipes, without waiting for an end that a stray child may hold back."""
         handle = rank.handle
         for fd, take in (
-            (handle.stdout, rank.output.feed),
-            (handle.stderr, rank.output.feed_stderr),
+            (handle.stdout, functools.partial(self._router.feed, rank.output)),
+            (handle.stderr, functools.partial(self._router.feed_stderr, rank.output)),
             (handle.stacks, rank.stacks.extend),
         ):
-            while fd in self._sources and (data := self._sources.read(fd)):
+            while fd in self._sources and (data := self._read(fd)):
                 take(data)
         if handle.channel in self._sources:
             self._on_channel(rank)
         if handle.ended:
-            rank.output.finish()
+            self._router.end(rank.output)
 
     # What follows from it.
 

@@ -10,16 +10,24 @@
     deadlines -----------------------------+
 
 Everything below the public methods runs in that thread, so nothing here needs a lock but the queue of requests.
+
+What fails in showing output costs output (`GuardedOutput`). A rank whose messages cannot be read is killed, and its
+death told like any other. If the thread itself ends before its time, it kills the ranks, and every wait fails at once.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import signal
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import PoolError
+from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.sources import Sources
 from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.hang import HangWatch
@@ -33,9 +41,12 @@ if TYPE_CHECKING:
 
     from nb_accelerate.display import Panel
     from nb_accelerate.launch.handle import RankHandle
-    from nb_accelerate.pool.output import CellOutput
+    from nb_accelerate.pool.guarded import GuardedOutput
     from nb_accelerate.pool.turn import Turn
+    from nb_accelerate.pool.waiting import Interrupts
     from nb_accelerate.protocol.output import StreamName
+
+logger = logging.getLogger(__name__)
 
 _RUSH = 0.0003
 """Seconds between two lots of output that follow one another at once."""
@@ -44,6 +55,9 @@ _LUMP = 1 << 13
 """Bytes that are worth waking up for."""
 
 _NEVER = float("inf")
+
+_CLOSING = 5.0
+"""Seconds for the thread to end; longer only if it writes to a rank that does not read."""
 
 
 class Crew:
@@ -55,6 +69,7 @@ class Crew:
     Attributes:
         members: by rank.
         ids: of displays.
+        failure: why the thread has ended before its time.
     """
 
     def __init__(self, on_loss: Callable[[Member], None]) -> None:
@@ -65,10 +80,13 @@ class Crew:
         self._turn: Turn | None = None
         self._hang: HangWatch | None = None
         self._panel: Panel | None = None
-        self._output: CellOutput | None = None
+        self._output: GuardedOutput | None = None
+        self._unshown = OutputGuard()
         self._on_ends: list[Callable[[], None]] = []
-        self._requests: deque[Callable[[], None]] = deque()
+        self._requests: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
         self._ending = False
+        self._has_ended = False
+        self._is_closed = False
         self._printed = False
         self._last_printed = 0.0
         self._sources = Sources(self._on_bell)
@@ -78,24 +96,44 @@ class Crew:
     # For other threads.
 
     def add(self, handle: RankHandle) -> Member:
-        """Watch over a rank that was started; it takes the place of one that has ended."""
-        member = Member(handle, self._emit, self._on_display)
-        self._do(lambda: self._add(member))
+        """Watch over a rank that was started; it takes the place of one that has ended.
+
+        The handle is the crew's from here on, also if this fails.
+
+        Raises:
+            PoolError: the thread has ended.
+        """
+        try:
+            member = Member(handle, self._emit, self._on_display)
+        except BaseException:
+            handle.close()
+            raise
+        try:
+            self._do(lambda: self._add(member))
+        except BaseException:
+            member.close()
+            raise
         return member
 
     def remove(self, member: Member) -> None:
-        """Forget a rank that has ended."""
+        """Forget a rank that has ended.
+
+        Raises:
+            PoolError: the thread has ended.
+        """
         self._do(lambda: self._remove(member))
 
     def begin(
         self,
         turn: Turn,
-        output: CellOutput | None = None,
+        output: GuardedOutput | None = None,
         *,
         watch_for_hangs: bool = False,
         panel: Panel | None = None,
     ) -> None:
         """Ask ranks to do something. One turn at a time: the one before is done.
+
+        If the thread has ended, the turn is done at once, and has failed.
 
         Args:
             turn: what to ask.
@@ -103,7 +141,10 @@ class Crew:
             watch_for_hangs: say who waits for whom when nothing moves.
             panel: shows how far the ranks are.
         """
-        self._post(lambda: self._begin(turn, output, panel, watch_for_hangs=watch_for_hangs))
+        self._post(
+            lambda: self._begin(turn, output, panel, watch_for_hangs=watch_for_hangs),
+            lambda: turn.fail(self.why_it_ended),
+        )
 
     def interrupt(self, turn: Turn) -> None:
         """End a turn early. Any thread, also a signal handler."""
@@ -113,48 +154,82 @@ class Crew:
         """Tell the user something, where the last output went. In the thread itself too."""
         self._post(lambda: self._output.say(line) if self._output else None)
 
-    def wait_for_end(self, members: list[Member], seconds: float) -> bool:
-        """Wait until these ranks have ended, at most so long."""
+    def wait_for_end(self, members: list[Member], seconds: float, interrupts: Interrupts) -> bool:
+        """Wait until these ranks have ended, at most so long, and until an interrupt. True if they have."""
         ended = threading.Event()
 
         def look() -> None:
             if all(member.handle.ended for member in members):
                 ended.set()
 
-        self._post(lambda: self._on_ends.append(look))
-        self._post(look)
+        self._post(lambda: self._on_ends.append(look), ended.set)
+        self._post(look, ended.set)
         try:
-            return ended.wait(seconds)
+            with interrupts.go_to(ended.set):
+                ended.wait(seconds)
         finally:
             self._post(lambda: self._on_ends.remove(look))
+        return all(member.handle.ended for member in members)
 
     def close(self) -> None:
-        """End the thread and let go of every rank; those that live see the end of their channels."""
+        """End the thread and let go of every rank; those that live see the end of their channels. Can be repeated."""
         self._ending = True
         self._post(lambda: None)
-        self._thread.join()
+        self._thread.join(_CLOSING)
+        if self._is_closed:
+            return
+        if self._thread.is_alive():
+            # What it holds cannot be closed under its hands. It is told to end, and does when it can.
+            logger.warning("The thread that listens to the ranks does not end; it is left to itself.")
+            return
+        self._is_closed = True
         if self._output is not None:
             self._output.close()
-        for member in self.members.values():
-            member.close()
+        while self.members:
+            self.members.popitem()[1].close()
         self._sources.close()
 
-    def _post(self, action: Callable[[], None]) -> None:
-        self._requests.append(action)
+    def _post(self, action: Callable[[], None], refuse: Callable[[], object] = lambda: None) -> None:
+        """Have something done in the thread; `refuse` is called instead if that has ended."""
+        self._requests.append((action, refuse))
         self._sources.ring(b"!")
+        if self._has_ended:  # maybe just now, so that both may see what was asked: each request is taken once
+            self._refuse_requests()
+
+    def _refuse_requests(self) -> None:
+        while True:
+            try:
+                _, refuse = self._requests.popleft()
+            except IndexError:
+                return
+            refuse()
 
     def _do(self, action: Callable[[], object]) -> None:
-        """Run something in the thread, and wait until it is done."""
-        done = threading.Event()
+        """Run something in the thread, wait until it is done, and raise what it raises."""
+        done: Future[None] = Future()
 
         def run() -> None:
-            action()
-            done.set()
+            try:
+                action()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
-        self._post(run)
-        while not done.wait(1.0):
-            if not self._thread.is_alive():
-                raise self.failure or RuntimeError("the thread of the pool has ended")
+        self._post(run, lambda: done.set_exception(self.why_it_ended))
+        done.result()
+
+    @property
+    def why_it_ended(self) -> PoolError:
+        """What to raise for whoever still wants something of it."""
+        if self.failure is None:
+            return PoolError("the ranks were stopped")
+        error = PoolError(
+            f"the thread that listens to the ranks has failed ({type(self.failure).__name__}: {self.failure}), so they "
+            f"were ended, and their variables are lost. To start new ones: %distributed start"
+        )
+        error.__cause__ = self.failure
+        return error
 
     # The thread.
 
@@ -166,11 +241,17 @@ class Crew:
                 self._see_whether_turn_is_done()
                 self._let_output_gather()
         except BaseException as error:
-            # A mistake of ours. Whoever waits must not wait for ever.
+            logger.exception("The thread that listens to the ranks has failed; they are ended.")
             self.failure = error
+            for member in list(self.members.values()):
+                self._kill(member)
+        finally:
+            self._has_ended = True
             if self._turn is not None:
-                self._turn.finish()
-            raise
+                self._turn.fail(self.why_it_ended)
+            for look in list(self._on_ends):
+                look()
+            self._refuse_requests()
 
     def _let_output_gather(self) -> None:
         """Where ranks print without end, read in lumps: waking up for every line takes time from the ranks."""
@@ -182,28 +263,40 @@ class Crew:
 
     def _on_bell(self, _: bytes) -> None:
         while self._requests:
-            self._requests.popleft()()
+            request = self._requests.popleft()
+            try:
+                request[0]()
+            except BaseException:
+                self._requests.appendleft(request)  # whoever waits for it is told when the thread ends
+                raise
 
     def _add(self, member: Member) -> None:
+        try:
+            for source, action in (
+                (member.handle.channel, self._on_channel),
+                (member.handle.stdout, self._on_stdout),
+                (member.handle.stderr, self._on_stderr),
+                (member.handle.stacks, self._on_stacks),
+                (member.handle.status, self._on_status),
+            ):
+                self._sources.add(source, functools.partial(action, member))
+        except BaseException:
+            self._forget(member)
+            raise
         self.members[member.rank] = member
-        for source, action in (
-            (member.handle.channel, self._on_channel),
-            (member.handle.stdout, self._on_stdout),
-            (member.handle.stderr, self._on_stderr),
-            (member.handle.stacks, self._on_stacks),
-            (member.handle.status, self._on_status),
-        ):
-            self._sources.add(source, functools.partial(action, member))
 
     def _remove(self, member: Member) -> None:
-        handle = member.handle
-        for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
-            self._sources.drop(source)
+        self._forget(member)
         if self.members.get(member.rank) is member:
             del self.members[member.rank]
         member.close()
 
-    def _begin(self, turn: Turn, output: CellOutput | None, panel: Panel | None, *, watch_for_hangs: bool) -> None:
+    def _forget(self, member: Member) -> None:
+        handle = member.handle
+        for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
+            self._sources.drop(source)
+
+    def _begin(self, turn: Turn, output: GuardedOutput | None, panel: Panel | None, *, watch_for_hangs: bool) -> None:
         assert self._turn is None
         if output is not None and output is not self._output:
             if self._output is not None:
@@ -227,15 +320,21 @@ class Crew:
         if turn is None or turn.waiting:
             return
         for member in turn.members:
-            member.output.finish()
+            self._show(member.output.finish)
         for callback in turn.callbacks:
-            callback()
+            self._show(callback)
         if self._output is not None:
             self._output.finish()
         if self._panel is not None:
-            self._panel.finish(*outcome(turn))
+            panel = self._panel
+            self._show(lambda: panel.finish(*outcome(turn)))
         self._turn = self._hang = self._panel = None
         turn.finish()
+
+    def _show(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Do what is for the eye, and may fail."""
+        with self._unshown if self._output is None else self._output.guard:
+            action(*arguments)
 
     def _next_deadline(self) -> float:
         return min(
@@ -255,7 +354,10 @@ class Crew:
         if self._turn is not None and self._turn.due <= now:
             self._turn.act()
         if self._hang is not None and self._hang.due <= now:
-            self._hang.act()
+            hang = self._hang
+            self._show(hang.act)
+            if hang.due <= now:  # it did not come to its end
+                self._hang = None
         if self._output is not None and self._output.due <= now:
             self._output.flush()
         if self._panel is not None and self._panel.due <= now:
@@ -271,7 +373,11 @@ class Crew:
         """Take what has come. Displays wait for their place in the output, the rest for the end of it."""
         if member.handle.channel not in self._sources:
             return
-        messages, is_open = member.handle.channel.drain()
+        try:
+            messages, is_open = member.handle.channel.drain()
+        except Exception as error:  # what it sent may have been its answer: nobody could wait for it any more
+            self._cannot_read(member, error)
+            return
         if not is_open:
             self._sources.drop(member.handle.channel)
         for message, fds in messages:
@@ -308,18 +414,20 @@ class Crew:
         question.answer(None)
 
     def _on_stdout(self, member: Member) -> None:
-        data = self._sources.read(member.handle.stdout)
-        member.output.feed(data)
+        data = self._read(member.handle.stdout)
+        self._show(member.output.feed, data)
         self._printed = self._printed or len(data) < _LUMP
         self._moved(member)
         self._handle_answers(member)
 
     def _on_stderr(self, member: Member) -> None:
-        data = self._sources.read(member.handle.stderr)
+        self._take_stderr(member, self._read(member.handle.stderr))
+        self._moved(member)
+
+    def _take_stderr(self, member: Member, data: bytes) -> None:
         # Once connections were broken, C++ code complains about that at length.
         if self._turn is None or not self._turn.was_cut:
-            member.output.feed_stderr(data)
-        self._moved(member)
+            self._show(member.output.feed_stderr, data)
 
     def _moved(self, member: Member) -> None:
         if self._hang is not None:
@@ -329,19 +437,49 @@ class Crew:
             self._output.redrawing(member.rank, member.output.unfinished("stdout"))
 
     def _on_stacks(self, member: Member) -> None:
-        member.stacks += self._sources.read(member.handle.stacks)
+        member.stacks += self._read(member.handle.stacks)
+
+    def _read(self, fd: int) -> bytes:
+        try:
+            return self._sources.read(fd)
+        except OSError as error:
+            logger.warning("What a rank prints cannot be read any more: %s", error)
+            self._sources.drop(fd)
+            return b""
 
     def _on_status(self, member: Member) -> None:
         self._on_channel(member)
         self._read_rest(member)
         self._sources.drop(member.handle.status)
-        member.handle.read_status()
-        member.output.finish()
-        self._on_loss(member)
+        try:
+            member.handle.read_status()
+        except OSError:  # it has ended all the same, nobody knows how
+            member.handle.ended = True
+        self._show(member.output.finish)
+        if not member.why_lost:  # else that was told
+            self._lose(member)
         for look in list(self._on_ends):
             look()
+
+    def _lose(self, member: Member) -> None:
+        """A rank has ended, or is of no use any more."""
+        self._show(self._on_loss, member)
         if self._turn is not None and member in self._turn.members:
             self._turn.ended(member)
+
+    def _cannot_read(self, member: Member, error: Exception) -> None:
+        logger.warning("A message of rank %s cannot be read; it is killed.", member.rank, exc_info=error)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        member.why_lost = f"what it sent to the notebook cannot be read ({said}), so it was killed"
+        self._sources.drop(member.handle.channel)
+        self._kill(member)
+        self._lose(member)
+
+    def _kill(self, member: Member) -> None:
+        try:
+            member.handle.signal(signal.SIGKILL)
+        except Exception:
+            logger.warning("Rank %s could not be killed.", member.rank, exc_info=True)
 
     def _emit(self, rank: int, stream: StreamName, text: str) -> None:
         if self._output is not None:
@@ -359,13 +497,9 @@ class Crew:
         """Everything a rank wrote before it answered, or ended."""
         handle = member.handle
         for fd, take in (
-            (handle.stdout, member.output.feed),
-            (handle.stderr, member.output.feed_stderr),
+            (handle.stdout, functools.partial(self._show, member.output.feed)),
+            (handle.stderr, functools.partial(self._take_stderr, member)),
             (handle.stacks, member.stacks.extend),
         ):
-            while fd in self._sources:
-                data = self._sources.read(fd)
-                if not data:
-                    break
-                if fd != handle.stderr or self._turn is None or not self._turn.was_cut:
-                    take(data)
+            while fd in self._sources and (data := self._read(fd)):
+                take(data)

@@ -50,7 +50,7 @@ def info(rank: int, member: Member | None, *, busy: bool, lost: str) -> RankInfo
         busy: it runs a cell.
         lost: how it ended, if it has.
     """
-    if member is None or member.handle.ended:
+    if member is None or member.is_gone:
         return RankInfo(rank=rank, pid=None, device="", memory=0, state="ended", doing=lost)
     state, memory = "running" if busy else "idle", 0
     with contextlib.suppress(psutil.Error):

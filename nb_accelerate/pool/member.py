@@ -30,6 +30,8 @@ class Member:
         stacks: what it answered when it was asked where it is.
         steps: collectives that each of its process groups has seen, as of its last cell.
         is_ready: it has been set up.
+        is_leaving: it was asked to end, or is killed, on purpose.
+        why_lost: why it is of no use any more, although its process may live; "" for one that is.
         device: what it computes on, as text.
     """
 
@@ -52,9 +54,16 @@ class Member:
         self.stacks = bytearray()
         self.steps: Mapping[str, int] = {}
         self.is_ready = False
+        self.is_leaving = False
+        self.why_lost = ""
         self.device = ""
         self._alarm, there = Channel.pair()
         self._alarm_end: socket.socket | None = there
+
+    @property
+    def is_gone(self) -> bool:
+        """It has ended, or is of no use any more."""
+        return self.handle.ended or bool(self.why_lost)
 
     @property
     def is_new(self) -> bool:

@@ -31,6 +31,8 @@ def values_of(turn: Turn) -> list[Any]:
 
 def error_of(turn: Turn) -> BaseException | None:
     """The first cause, or None if all went well."""
+    if turn.failure is not None:
+        return turn.failure
     if not turn.troubles:
         return None
     if any(trouble.kind == "interrupted" for trouble in turn.troubles):
@@ -42,24 +44,29 @@ def _incident(trouble: Trouble, turn: Turn) -> Incident:
     if trouble.failure is not None and trouble.member is not None:
         failure, fds = trouble.failure
         return failed(trouble.member.handle, failure, fds, trouble.tail)
+    if trouble.error is not None:
+        return Incident(error=trouble.error, when=trouble.when, rank=trouble.member.rank if trouble.member else None)
     if trouble.member is not None:
-        error: BaseException = death(trouble.member, trouble.tail)
+        is_new = trouble.member.rank in turn.expendable
+        error: BaseException = death(trouble.member, trouble.tail, is_new=is_new)
         return Incident(error=error, when=trouble.when, rank=trouble.member.rank)
-    text = f"the cell took longer than timeout={turn.timeout:g} s; {label(trouble.late)} had not come to its end"
+    text = f"{turn.what} took longer than {turn.timeout:g} s; {label(trouble.late)} had not come to its end"
     return Incident(error=DeadlineError(text), when=trouble.when)
 
 
-def death(member: Member, tail: str) -> PoolError | RankDiedError:
-    """A rank's process has ended."""
-    exitcode = member.handle.exitcode
+def death(member: Member, tail: str, *, is_new: bool = False) -> PoolError | RankDiedError:
+    """A rank's process has ended; if it `is_new`, while it was being started."""
+    rank, exitcode = member.rank, member.handle.exitcode
     said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
-    advice = (
-        f"Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {member.rank}"
-    )
+    advice = f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank}."
+    if is_new:
+        advice = " while it was being started."
+    if member.why_lost:
+        return PoolError(f"rank {rank} is lost: {member.why_lost}{advice}{said}")
     if exitcode is None:
-        return PoolError(f"rank {member.rank} is lost: the process it was forked from has ended. {advice}.{said}")
+        return PoolError(f"rank {rank} is lost: the process it was forked from has ended{advice}{said}")
     how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
-    return RankDiedError(f"rank {member.rank} {how}. {advice}.{said}", rank=member.rank, exitcode=exitcode, output=tail)
+    return RankDiedError(f"rank {rank} {how}{advice}{said}", rank=rank, exitcode=exitcode, output=tail)
 
 
 def came_apart(turn: Turn, members: Mapping[int, Member], backend: str) -> bool:

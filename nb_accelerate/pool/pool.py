@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.launch.sinks import sink_here
 from nb_accelerate.pool.group import RankGroup
+from nb_accelerate.pool.guarded import GuardedOutput
 from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
 from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.looking import info, whereabouts
@@ -23,7 +25,7 @@ from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.panel import cell_panel
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.pool.starting import plan_pool
-from nb_accelerate.pool.waiting import interrupts_go_to, wait_for
+from nb_accelerate.pool.waiting import Interrupts, interrupts_go_to, wait_for
 from nb_accelerate.protocol.messages import Call, RunCell
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker import namespace as remote
@@ -60,6 +62,7 @@ class Pool:
     @property
     def state(self) -> State:
         """What it is doing."""
+        self.wait(0)  # takes note of a cell that has ended in the background
         return self._state
 
     @property
@@ -109,27 +112,34 @@ class Pool:
         """
         options = options or PoolOptions()
         launch, plan = plan_pool(options)
+        self._clear_away_what_failed()
         self._move("start")
-        try:
-            self._options = options
-            self._group = RankGroup(launch, plan, self._on_loss)
-            self._bring_up(range(plan.num_processes))
-        except BaseException:
-            self.stop()
-            raise
-        atexit.register(self.stop)
+        with Interrupts() as interrupts:
+            try:
+                self._options = options
+                self._group = RankGroup(launch, plan, self._on_loss)
+                self._bring_up(range(plan.num_processes), interrupts)
+            except BaseException:
+                self.stop()
+                raise
+            atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End every rank; nothing is left. Does nothing where nothing runs."""
+        """End every rank; nothing is left. Does nothing where nothing runs.
+
+        An interrupt ends ranks at once that take their time, and is raised when all have ended.
+        """
         if os.getpid() != self._pid:  # a process forked from the notebook's: the ranks are not its own
             return
-        self._state = move(self._state, "stop")
-        atexit.unregister(self.stop)
-        group, self._group = self._group, None
-        if group is not None:
-            group.close(ask=not self._is_busy)
-        self._ledgers.clear()
-        self._running = self._failed_rank = None
+        with Interrupts() as interrupts:
+            if self._group is not None:
+                is_idle = not self._is_busy and self._state is not State.STARTING and self._group.why_it_failed is None
+                self._group.close(interrupts, ask=is_idle)
+                self._group = None  # only now: what was broken off can be repeated
+            self._state = move(self._state, "stop")
+            atexit.unregister(self.stop)
+            self._ledgers.clear()
+            self._running = self._failed_rank = None
 
     def restart(self, rank: int | None = None) -> list[int]:
         """Start all ranks anew, or put a new rank in the place of one; the others keep their variables.
@@ -143,7 +153,10 @@ class Pool:
             PoolError: there are no ranks.
             ConfigError: there is no such rank.
         """
-        if not self.is_running:
+        error = self._clear_away_what_failed()
+        if error is not None and rank is not None:
+            raise error
+        if not self.is_running and error is None:
             self._move("repair")
         if rank is None:
             options = self._options
@@ -156,10 +169,11 @@ class Pool:
         if self._is_busy:
             self._move("repair")  # says that it cannot be now
         new = sorted({rank, *group.missing})
-        for one in new:
-            group.remove(one)
-        self._move("repair")
-        self._bring_up(new)
+        with Interrupts() as interrupts:
+            for one in new:
+                group.remove(one, interrupts)
+            self._move("repair")
+            self._bring_up(new, interrupts)
         return new
 
     def lacking(self, rank: int) -> list[str]:
@@ -236,13 +250,9 @@ class Pool:
         group = self._the_group()
         members = group.chosen(options.ranks)
         sink = sink or sink_here()
-        output = CellOutput(
-            [member.rank for member in members],
-            sink,
-            group.crew.ids,
-            style=options.style,
-            quiet=options.quiet,
-        )
+        ranks = [member.rank for member in members]
+        shown = CellOutput(ranks, sink, group.crew.ids, style=options.style, quiet=options.quiet)
+        output = GuardedOutput(shown, sink)
         if self._state is State.APART:
             self._meet_again(output)
         self._check_names(options.send, variables)
@@ -263,7 +273,7 @@ class Pool:
                     wants_value=options.wants_values,
                     wants_accelerator=source.wants_accelerator,
                 )
-                with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
+                with contextlib.suppress(ConnectionError):  # it has just ended, which its status pipe tells
                     member.handle.ask(message, packed.fds if packed else ())
 
             turn = group.turn(members, send, timeout=options.timeout, say=output.say)
@@ -272,7 +282,10 @@ class Pool:
             if tell:
                 turn.callbacks.append(lambda: tell_failure(turn, output.say))
             front_end = "off" if options.quiet else choose_front_end(options.progress)
-            panel = cell_panel(turn, source.filename, group.plan, sink, lambda: group.crew.interrupt(turn), front_end)
+            panel = None
+            with output.guard:
+                interrupt = functools.partial(group.crew.interrupt, turn)
+                panel = cell_panel(turn, source.filename, group.plan, sink, interrupt, front_end)
         except BaseException:
             manifest.close()
             raise
@@ -378,13 +391,14 @@ class Pool:
 
     def _call(self, members: Sequence[Member], packed: Packed, timeout: float | None = None) -> list[Any]:
         def send(member: Member) -> None:
-            with contextlib.suppress(OSError):  # as above
+            with contextlib.suppress(ConnectionError):  # as above
                 member.handle.ask(Call(parcel=packed.parcel), packed.fds)
 
         group = self._the_group()
         turn = group.turn(members, send, timeout=timeout)
         try:
-            return group.ask(turn)
+            with Interrupts() as interrupts:
+                return group.ask(turn, interrupts)
         finally:
             if turn.was_cut and self.world_size > 1 and not group.missing:
                 self._move("broke off")
@@ -395,7 +409,7 @@ class Pool:
         """What every rank is. Asks nothing of the ranks."""
         group = self._the_group()
         return [
-            info(rank, group.members.get(rank), busy=rank in self._busy_ranks(), lost=group.lost.get(rank, ""))
+            info(rank, group.members.get(rank), busy=rank in self._busy_ranks(), lost=group.how_it_ended(rank))
             for rank in range(group.size)
         ]
 
@@ -417,10 +431,20 @@ class Pool:
         return self._running is not None and not self._running.done.is_set()
 
     def _the_group(self) -> RankGroup:
+        error = self._clear_away_what_failed()
+        if error is not None:
+            raise error
         if self._group is None:
             self._move("run")  # says what to do
             raise AssertionError
         return self._group
+
+    def _clear_away_what_failed(self) -> BaseException | None:
+        """End what is left of a pool whose thread has failed; gives the error, if it has."""
+        error = self._group.why_it_failed if self._group is not None else None
+        if error is not None:
+            self.stop()
+        return error
 
     def _ready(self, ranks: Sequence[int] | None) -> list[Member]:
         group = self._the_group()
@@ -432,23 +456,24 @@ class Pool:
             if name not in variables:
                 raise NameError(f"name {name!r} is not defined in the notebook, so it cannot be sent to the ranks")
 
-    def _bring_up(self, ranks: Sequence[int]) -> None:
+    def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and have all of them meet."""
         group = self._the_group()
         for rank in ranks:
             self._ledgers[rank] = Ledger()
         try:
-            group.bring_up(ranks)
+            group.bring_up(ranks, interrupts)
         except BaseException:
             self._move("lost" if group.missing else "broke off")
             raise
         self._move("joined")
 
-    def _meet_again(self, output: CellOutput) -> None:
+    def _meet_again(self, output: GuardedOutput) -> None:
         self._move("repair")
         unseen, self._apart_unseen = self._apart_unseen, False
         began = time.monotonic()
-        self._bring_up(())
+        with Interrupts() as interrupts:
+            self._bring_up((), interrupts)
         anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
         output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
@@ -457,8 +482,10 @@ class Pool:
         if self._running is not turn:
             return
         self._running = None
+        group = self._group
+        if group is None or self._clear_away_what_failed() is not None:
+            return
         self._failed_rank = turn.failed_rank if turn.failed_rank is not None else self._failed_rank
-        group = self._the_group()
         for rank, end in turn.ends.items():
             if not end.has_names:
                 self._ledgers[rank].unbound(turn.sent.get(rank, ()))
@@ -479,7 +506,7 @@ class Pool:
             if self._group is not None:
                 self._group.crew.say(str(error))
 
-    def _say_what_is_own(self, own: Mapping[str, Any], ledgers: Mapping[int, Ledger], output: CellOutput) -> None:
+    def _say_what_is_own(self, own: Mapping[str, Any], ledgers: Mapping[int, Ledger], output: GuardedOutput) -> None:
         news = [
             name for name, value in sorted(own.items()) if sum(one.is_news(name, value) for one in ledgers.values())
         ]

@@ -4,19 +4,22 @@
 
     asked --> all answered -------------------------------------------------------------+
       |                                                                                 +--> done
-      +--> one failed, ended, or is late --> ASK --> INTERRUPT --> CUT --> (KILL) ------+
+      +--> one failed, ended, or is late --> ASK --> INTERRUPT --> CUT --> WAIT --> KILL --> GIVE UP
       +--> the user interrupts --------------------> INTERRUPT ...
 
 Each stage is for ranks that have not answered yet, and has its deadline: say where you are; KeyboardInterrupt in
 users' code; connections to other ranks broken, for those that wait in a collective. A rank that is busy in C code
-answers when that returns. It is never killed unless the user asks for it: its variables would be lost.
+answers when that returns. In a cell it is never killed unless the user asks for it: its variables would be lost. New
+ranks have none, and are killed instead of interrupted.
 
 All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import logging
 import signal
 import threading
 import time
@@ -30,12 +33,14 @@ from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
 from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from nb_accelerate.pool.member import Member
     from nb_accelerate.protocol.messages import Result
 
     Answer = tuple[Result | Failure, tuple[int, ...]]
+
+logger = logging.getLogger(__name__)
 
 _NEVER = float("inf")
 
@@ -48,6 +53,7 @@ class Stage(enum.IntEnum):
     CUT = 2
     WAIT = 3
     KILL = 4
+    GIVE_UP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +64,15 @@ class Patience:
         ask: for stacks, and for failures that other ranks are about to report; the earliest is the cause.
         interrupt: for users' code to react to KeyboardInterrupt.
         cut: for a collective to fail after its connections were broken.
+        wait: for C code to return; then the rank is killed.
+        kill: for a killed process to end; then it counts as lost, whatever keeps it.
     """
 
     ask: float = 0.2
     interrupt: float = 0.4
     cut: float = 2.0
+    wait: float = _NEVER
+    kill: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +80,11 @@ class Trouble:
     """Something that ends a turn. A failure is rebuilt as an exception later, in the thread that asked.
 
     Attributes:
-        kind: ``failed``, ``died``, ``late`` or ``interrupted``.
+        kind: ``failed``, ``died``, ``unasked``, ``late`` or ``interrupted``.
         when: `time.monotonic`.
         member: whose, or None.
         failure: what it answered, and the descriptors of it.
+        error: why it could not be asked.
         tail: its last output.
         late: who had not answered in time.
     """
@@ -82,6 +93,7 @@ class Trouble:
     when: float
     member: Member | None = None
     failure: tuple[Failure, tuple[int, ...]] | None = None
+    error: BaseException | None = None
     tail: str = ""
     late: tuple[int, ...] = ()
 
@@ -96,13 +108,15 @@ class Turn:
         fellows: process ids of all ranks, to break their connections.
         meeting: number of the meeting in which they made them, or are about to.
         world_size: number of all ranks.
+        what: it is, for an error about its time.
         timeout: seconds, or None.
-        expendable: ranks that do not answer are killed at once: they are new, and have nothing to lose.
+        expendable: numbers of ranks that are killed if they do not answer: they are new, and have nothing to lose.
         sent: names that went along, by rank.
         say: takes a line for the user.
         answers: by rank.
         ends: of cells, by rank.
         troubles: what went wrong, as it came.
+        failure: why it is done although not everybody has answered: the pool itself has ended.
         was_cut: connections were broken, so the process group is of no use any more.
         callbacks: called in the pool's thread just before it is done.
         attended: somebody waits for it, and can be asked.
@@ -116,14 +130,16 @@ class Turn:
     fellows: Sequence[int] = ()
     meeting: int = 0
     world_size: int = 1
+    what: str = "the cell"
     timeout: float | None = None
-    expendable: bool = False
+    expendable: Collection[int] = ()
     sent: dict[int, tuple[str, ...]] = field(default_factory=dict)
     say: Callable[[str], None] = lambda _: None
     patience: Patience = field(default_factory=Patience)
     answers: dict[int, Answer] = field(default_factory=dict)
     ends: dict[int, CellEnd] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
+    failure: BaseException | None = None
     was_cut: bool = False
     callbacks: list[Callable[[], None]] = field(default_factory=list)
     attended: bool = True
@@ -134,13 +150,15 @@ class Turn:
     _stage_ends: float = _NEVER
     _again_at: float = _NEVER
     _late_at: float = _NEVER
+    _unasked: set[int] = field(default_factory=set)
     _unaided: set[int] = field(default_factory=set)
     """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
 
     @property
     def waiting(self) -> list[Member]:
-        """Who has neither answered nor ended."""
-        return [one for one in self.members if one.rank not in self.answers and not one.handle.ended]
+        """Who was asked, and has neither answered nor ended."""
+        done = self.answers.keys() | self._unasked
+        return [one for one in self.members if one.rank not in done and not one.is_gone]
 
     @property
     def due(self) -> float:
@@ -167,9 +185,13 @@ class Turn:
         """Ask everybody."""
         for member in self.members:
             member.stacks.clear()
-            self.send(member)
+            try:
+                self.send(member)
+            except Exception as error:
+                self._unasked.add(member.rank)
+                self._trouble(Trouble(kind="unasked", when=time.monotonic(), member=member, error=error))
         for member in self.members:
-            if member.handle.ended:  # since it was chosen; nobody will tell of it any more
+            if member.is_gone:  # since it was chosen; nobody will tell of it any more
                 self.ended(member)
         if self.timeout is not None:
             self._late_at = time.monotonic() + self.timeout
@@ -198,13 +220,18 @@ class Turn:
     def ended(self, member: Member) -> None:
         """A rank's process has ended."""
         self.questions.gone(member.rank)
-        if member.rank not in self.answers and self.stage is not Stage.KILL:
+        if member.rank not in self.answers and (self.stage is None or self.stage < Stage.KILL):
             self._trouble(Trouble(kind="died", when=time.monotonic(), member=member, tail=member.output.tail))
 
     def finish(self) -> None:
-        """Everybody has answered, or the pool has failed: let go of who waits."""
+        """Everybody has answered: let go of who waits."""
         self.done.set()
         self.questions.close()
+
+    def fail(self, error: BaseException) -> None:
+        """The pool has ended: nobody will answer any more."""
+        self.failure = error
+        self.finish()
 
     def interrupt(self) -> None:
         """The user does not want to wait any longer; a second time, not for those that cannot be interrupted."""
@@ -226,11 +253,12 @@ class Turn:
         elif now >= self._again_at:
             self._again_at = _NEVER if self.stage is Stage.ASK else now + NUDGE_AFTER
             for member in self.waiting:
-                if self.stage is Stage.ASK:  # by now it is where it waits, and not on the way there
-                    member.stacks.clear()
-                    member.handle.signal(DUMP_SIGNAL)
-                else:
-                    member.handle.signal(NUDGE)
+                with contextlib.suppress(Exception):  # it has been tried before
+                    if self.stage is Stage.ASK:  # by now it is where it waits, and not on the way there
+                        member.stacks.clear()
+                        member.handle.signal(DUMP_SIGNAL)
+                    else:
+                        member.handle.signal(NUDGE)
 
     def _is_our_doing(self) -> bool:
         return self.stage is not None and self.stage >= Stage.INTERRUPT
@@ -241,35 +269,43 @@ class Turn:
             self._enter(Stage.ASK)
 
     def _enter(self, stage: Stage) -> None:
-        if self.expendable and stage is Stage.INTERRUPT:
-            stage = Stage.KILL
         self.stage = stage
         patience = {
             Stage.ASK: self.patience.ask,
             Stage.INTERRUPT: self.patience.interrupt,
             Stage.CUT: self.patience.cut,
+            Stage.WAIT: self.patience.wait,
+            Stage.KILL: self.patience.kill,
         }
         now = time.monotonic()
         self._stage_ends = now + patience.get(stage, _NEVER)
         again = {Stage.ASK: self.patience.ask / 2, Stage.INTERRUPT: NUDGE_AFTER}
         self._again_at = now + again.get(stage, _NEVER)
         waiting = self.waiting
+        self.was_cut = self.was_cut or (stage is Stage.CUT and bool(waiting))
         for member in waiting:
-            if stage is Stage.ASK:
-                member.handle.signal(DUMP_SIGNAL)
-            elif stage is Stage.INTERRUPT:
-                member.handle.announce_interrupt()
-                member.handle.signal(signal.SIGINT)
-            elif stage is Stage.CUT:
-                self.was_cut = True
-                pid = member.handle.pid
-                fellows = tuple(one for one in self.fellows if one != pid)
-                member.cut_off(CutOff(meeting=self.meeting, fellows=fellows))
-            elif stage is Stage.KILL:
-                member.handle.signal(signal.SIGKILL)
-        if stage is Stage.WAIT and waiting:
+            try:
+                self._urge(member, stage)
+            except Exception:  # what cannot be sent to one rank keeps nothing from those that follow
+                logger.warning("Rank %s could not be told to end.", member.rank, exc_info=True)
+        if stage is Stage.WAIT and waiting and self.patience.wait == _NEVER:
             ranks = ", ".join(str(member.rank) for member in waiting)
             self.say(
                 f"rank {ranks} is busy where it cannot be interrupted; this cell ends when that does. Interrupt once "
                 f"more to kill it: its variables are then lost"
             )
+
+    def _urge(self, member: Member, stage: Stage) -> None:
+        if stage is Stage.ASK:
+            member.handle.signal(DUMP_SIGNAL)
+        elif stage is Stage.KILL or (stage is Stage.INTERRUPT and member.rank in self.expendable):
+            member.handle.signal(signal.SIGKILL)
+        elif stage is Stage.INTERRUPT:
+            member.handle.announce_interrupt()
+            member.handle.signal(signal.SIGINT)
+        elif stage is Stage.CUT:
+            fellows = tuple(one for one in self.fellows if one != member.handle.pid)
+            member.cut_off(CutOff(meeting=self.meeting, fellows=fellows))
+        elif stage is Stage.GIVE_UP:
+            member.why_lost = member.why_lost or "its process did not end when it was killed"
+            self.ended(member)

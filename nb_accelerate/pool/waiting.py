@@ -7,10 +7,11 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import PoolError
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from typing_extensions import Self
 
     from nb_accelerate.pool.crew import Crew
     from nb_accelerate.pool.questions import Question
@@ -18,17 +19,11 @@ if TYPE_CHECKING:
 
 
 def wait_for(crew: Crew, turn: Turn) -> None:
-    """Wait until a turn is done; meanwhile put what debuggers on ranks ask to the user.
-
-    Raises:
-        PoolError: the thread that listens to the ranks has failed, which is a mistake of ours.
-    """
+    """Wait until a turn is done; meanwhile put what debuggers on ranks ask to the user."""
     with interrupts_go_to(crew, turn):
         while (question := turn.questions.get()) is not None:
             _put_to_user(crew, turn, question)
         turn.done.wait()
-    if crew.failure is not None:
-        raise PoolError("the thread that listens to the ranks has failed") from crew.failure
 
 
 def _put_to_user(crew: Crew, turn: Turn, question: Question) -> None:
@@ -70,3 +65,46 @@ def interrupts_go_to(crew: Crew, turn: Turn) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class Interrupts:
+    """SIGINT of the main thread while ranks are started or ended, which must not be left half done.
+
+    Inside, an interrupt is kept, and raised when this is left. What takes its time inside has it passed on, and ends
+    early. In other threads there are no interrupts.
+    """
+
+    def __init__(self) -> None:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._came = False
+        self._action: Callable[[], object] | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_main:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._is_main:
+            return
+        signal.signal(signal.SIGINT, self._previous)
+        if self._came and not isinstance(error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    @contextlib.contextmanager
+    def go_to(self, action: Callable[[], object]) -> Iterator[None]:
+        """Inside, `action` is called for an interrupt, and at once if one has come before."""
+        self._action = action
+        try:
+            if self._came:
+                action()
+            yield
+        finally:
+            self._action = None
+
+    def _on_signal(self, *_: object) -> None:
+        self._came = True
+        if self._action is not None:
+            self._action()
