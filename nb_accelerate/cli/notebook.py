@@ -327,7 +327,9 @@ class _Stop:
 
     async def settle(self) -> None:
         for action in self._actions:
-            with contextlib.suppress(RuntimeError):  # the kernel ended before it could be told to
+            # The kernel ended before it could be told to, or nbclient, which noticed its death, has cleaned up after it
+            # at the same time: jupyter_client then sets its own future twice.
+            with contextlib.suppress(RuntimeError, asyncio.InvalidStateError):
                 await action
 
     def _interrupt(self) -> None:
