@@ -16,6 +16,7 @@ from nb_accelerate.board import here
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
 from nb_accelerate.compat.here import Choices, inherited, remember
+from nb_accelerate.compat.shared import shared_training
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
@@ -24,7 +25,6 @@ from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
 from nb_accelerate.config.options import note_use
 from nb_accelerate.config.precision import resolve_precision
-from nb_accelerate.data import LoaderTracker
 from nb_accelerate.optim import AccumulationState
 from nb_accelerate.precision import select_precision
 from nb_accelerate.process.rng import resolve_rng_types
@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 
     from nb_accelerate.board import Board
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.compat.shared import SharedTraining
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
     from nb_accelerate.config.project import ProjectConfiguration
-    from nb_accelerate.data import DataLoaderShard
+    from nb_accelerate.data import DataLoaderShard, LoaderTracker
     from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.precision import Precision
     from nb_accelerate.process.context import ProcessContext
@@ -82,7 +83,7 @@ class Core:
         strategy: how models are trained on all ranks.
         precision: which numbers they compute with.
         accumulation: where in its window the loop is.
-        tracker: which loader is being iterated.
+        shared: what all `Accelerator` objects of this process have in common.
         loader: how loaders share out data.
         rng_types: which random numbers are in step over ranks.
         handlers: arguments for torch.
@@ -103,7 +104,7 @@ class Core:
     strategy: Strategy
     precision: Precision
     accumulation: AccumulationState
-    tracker: LoaderTracker
+    shared: SharedTraining
     loader: DataLoaderConfiguration
     rng_types: tuple[RNGType, ...]
     handlers: Handlers
@@ -132,6 +133,11 @@ class Core:
     def scheduler_steps(self) -> int:
         """How often a schedule that is prepared now advances for one optimizer step."""
         return self.collectives.world_size if self.scheduler_steps_per_process and not self.loader.split_batches else 1
+
+    @property
+    def tracker(self) -> LoaderTracker:
+        """Which loaders are being iterated in this process."""
+        return self.shared.tracker
 
     @property
     def device(self) -> torch.device:
@@ -187,14 +193,23 @@ def build_core(
 
     process = setup_process(cpu=cpu, options=handlers.process_group, environment=environment)
     strategy = select_strategy(process, ddp=handlers.ddp)
-    tracker = LoaderTracker()
+    shared = shared_training()
+    shared.window.join()
+    precision = select_precision(
+        chosen_precision,
+        process.kind,
+        autocast=handlers.autocast,
+        scaler=handlers.scaler,
+        scaler_before=shared.scaler,
+    )
+    shared.scaler = precision.scaler or shared.scaler
     core = Core(
         process=process,
         collectives=strategy.collectives,
         strategy=strategy,
-        precision=select_precision(chosen_precision, process.kind, autocast=handlers.autocast, scaler=handlers.scaler),
-        accumulation=AccumulationState(accumulation, tracker),
-        tracker=tracker,
+        precision=precision,
+        accumulation=AccumulationState(accumulation, shared.tracker, shared.window),
+        shared=shared,
         loader=loader,
         rng_types=in_step,
         handlers=handlers,

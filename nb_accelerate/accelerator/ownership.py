@@ -2,58 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, NotPreparedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     import torch
     from torch import nn
 
-logger = logging.getLogger("nb_accelerate")
 
+def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+    """Refuse an optimizer that trains nothing. Called before its first step, when all has been prepared that will be.
 
-def check_owned(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer that has nothing to do with any of the models.
+    A tensor of no model may be trained: a temperature, a soft prompt, an image. It has a gradient then.
 
     Raises:
-        ConfigError: none of its parameters is one of theirs.
+        ConfigError: none of its parameters is one of a prepared model, and none has a gradient.
     """
-    owned = {id(parameter) for model in models for parameter in model.parameters()}
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not mine or any(id(parameter) in owned for parameter in mine):
+    if not mine or any(parameter.grad is not None for parameter in mine):
         return
-    names = ", ".join(type(model).__name__ for model in models)
+    prepared = list(models)
+    owned = {id(parameter) for model in prepared for parameter in model.parameters()}
+    if not prepared or any(id(parameter) in owned for parameter in mine):
+        return
+    names = ", ".join(type(model).__name__ for model in prepared)
     raise ConfigError(
         f"None of the {len(mine)} parameters of this {type(optimizer).__name__} belongs to a prepared model ({names}), "
-        "so it would train something else. Make it from the parameters of the model that you prepare: "
+        "and none has a gradient, so it trains nothing. Make it from the parameters of the model that you prepare: "
         "optimizer = Optimizer(model.parameters()) after the last change that replaces them (a new model, resized "
         "embeddings), then model, optimizer = accelerator.prepare(model, optimizer)."
     )
 
 
-def check_first_step(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], *, world_size: int) -> None:
-    """Look at an optimizer before its first step, when all has been prepared that will be.
-
-    Raises:
-        ConfigError: none of its parameters belongs to a prepared model.
-        NotPreparedError: there are several ranks, and no model was prepared.
-    """
-    if models:
-        check_owned(optimizer, models)
-    elif world_size > 1:
-        raise forgotten_model("optimizer.step", world_size)
-
-
 def forgotten_model(call: str, world_size: int) -> NotPreparedError:
-    """Return the error for training on several ranks without a prepared model."""
+    """Return the error for training on several ranks when nothing was prepared."""
     return NotPreparedError(
-        f"{call} was called on {world_size} ranks, but no model went through prepare. Each rank would train a copy of "
-        "its own, on its part of the data. Write model, optimizer, loader = accelerator.prepare(model, optimizer, "
-        "loader). A model that you wrapped yourself may be handed to prepare too; it stays as it is."
+        f"{call} was called on {world_size} ranks, but no model and no optimizer went through prepare. Each rank "
+        "would train a copy of its own, on its part of the data. Write model, optimizer, loader = "
+        "accelerator.prepare(model, optimizer, loader). A model that you wrapped yourself may be handed to prepare "
+        "too; it stays as it is."
     )
 
 

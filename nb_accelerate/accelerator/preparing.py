@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader
 
 from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.core import Slice
-from nb_accelerate.accelerator.ownership import check_first_step, check_owned, verify_device_map
+from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
 from nb_accelerate.compat.state import GradientState
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
-from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
+from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
+from nb_accelerate.strategies.unwrapping import extract_model_from_parallel, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,8 @@ class PreparingSlice(Slice):
         """Make objects ready for the run. Any number, in any order; they come back in that order.
 
         Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows,
-        loaders yield this process's part. What was prepared before is returned as it is, and so is None.
+        loaders yield this process's part. What this `Accelerator` prepared before is returned as it is, and so is None;
+        what another one prepared belongs to this one from then on.
 
         Args:
             *args: models, optimizers, loaders and learning rate schedulers.
@@ -49,8 +50,7 @@ class PreparingSlice(Slice):
             The one object, or a tuple of all.
 
         Raises:
-            ConfigError: an object is of none of these kinds, ``device_placement`` has another length, or an optimizer
-                has no parameter of any prepared model.
+            ConfigError: an object is of none of these kinds, or ``device_placement`` has another length.
             CollectiveMismatchError: ranks prepare loaders of different lengths together with a model.
         """
         if device_placement is None:
@@ -69,14 +69,12 @@ class PreparingSlice(Slice):
         # All ranks are here for the sake of a model. One that prepares a loader by itself must not wait for others.
         if has_model or Environment().debug_mode:
             check_alike(self.core.collectives, [item for item in results if isinstance(item, DataLoaderShard)])
-        if has_model:
-            for item in results:
-                if isinstance(item, AcceleratedOptimizer):
-                    check_owned(item.optimizer, self.core.prepared.models)
         return results[0] if len(results) == 1 else tuple(results)
 
     def _prepare_one(self, item: Any, place: bool) -> Any:
         if self._is_scheduler(item):
+            return self.prepare_scheduler(item)
+        if isinstance(item, AcceleratedScheduler):
             return self.prepare_scheduler(item)
         if isinstance(item, nn.Module):
             return self.prepare_model(item, device_placement=place)
@@ -84,7 +82,7 @@ class PreparingSlice(Slice):
             return self.prepare_optimizer(item)
         if isinstance(item, DataLoader):
             return self.prepare_data_loader(item, device_placement=place)
-        if item is None or isinstance(item, AcceleratedScheduler):
+        if item is None:
             return item
         raise ConfigError(
             f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
@@ -124,12 +122,12 @@ class PreparingSlice(Slice):
                 "train it on all ranks, or start one process."
             )
         place = core.device_placement if device_placement is None else device_placement
-        prepared = core.strategy.prepare_model(
-            core.precision.prepare_model(model), place=place and not spread, training=not evaluation_mode
-        )
+        core.precision.prepare_model(innermost(model))
+        prepared = core.strategy.prepare_model(model, place=place and not spread, training=not evaluation_mode)
         prepared = compiled(prepared, core.dynamo)
         note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         core.prepared.models.append(prepared)
+        core.shared.models.add(prepared)
         return prepared
 
     def prepare_optimizer(
@@ -143,22 +141,27 @@ class PreparingSlice(Slice):
                 `Accelerator` says.
         """
         core = self.core
-        if isinstance(optimizer, AcceleratedOptimizer):
-            if not any(known is optimizer for known in core.prepared.optimizers):
-                core.prepared.optimizers.append(optimizer)
-            return optimizer
-        place = core.device_placement if device_placement is None else device_placement
-        prepared = AcceleratedOptimizer(
-            optimizer,
-            place,
-            core.precision.scaler,
-            accumulation=core.accumulation,
-            step=core.precision.bind(optimizer),
-            before_first_step=partial(
-                check_first_step, models=core.prepared.models, world_size=core.collectives.world_size
-            ),
-        )
+        if any(known is optimizer for known in core.prepared.optimizers):
+            return optimizer  # type: ignore[return-value]  # so it is a prepared one
+        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.is_lent_scaler:
+            prepared = optimizer
+        else:
+            training = OptimizerTraining(
+                accumulation=core.accumulation,
+                step=core.precision.bind(inner),
+                scaler=core.precision.scaler,
+                before_first_step=partial(check_owned, models=core.shared.models),
+                complete_gradients=core.strategy.complete_gradients(inner, core.shared.models),
+            )
+            if isinstance(optimizer, AcceleratedOptimizer):
+                prepared = optimizer
+                prepared.join(training)
+            else:
+                place = core.device_placement if device_placement is None else device_placement
+                prepared = AcceleratedOptimizer(optimizer, place, training=training)
         core.prepared.optimizers.append(prepared)
+        core.shared.add_optimizer(prepared)
         return prepared
 
     def prepare_data_loader(
@@ -192,21 +195,25 @@ class PreparingSlice(Slice):
         )
         if prepared is not data_loader:
             note_use(core.loader, "the loader that was prepared", advice="Set it before accelerator.prepare(loader).")
+        prepared.track(core.tracker)
         if not any(known is prepared for known in core.prepared.loaders):
             core.prepared.loaders.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Make a scheduler step when its optimizer does.
 
         Args:
             scheduler: of an optimizer, prepared or not.
         """
-        if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
         core = self.core
+        if isinstance(scheduler, AcceleratedScheduler):
+            if not any(known is scheduler for known in core.prepared.schedulers):
+                scheduler.join(core.accumulation)
+                core.prepared.schedulers.append(scheduler)
+            return scheduler
         own = scheduler.optimizer
-        matching = [one for one in core.prepared.optimizers if one is own or one.optimizer is own]
+        matching = [one for one in core.shared.optimizers if one is own or one.optimizer is own]
         prepared = AcceleratedScheduler(
             scheduler,
             matching or core.prepared.optimizers,
@@ -271,8 +278,8 @@ class PreparingSlice(Slice):
         """
         count = len(objects)
         del objects
+        self.core.tracker.forget(self.core.prepared.loaders)
         self.core.prepared.clear()
-        self.core.tracker.clear()
         self.core.accumulation.step = 0
         gc.collect()
         self.core.process.kind.empty_cache()

@@ -33,14 +33,17 @@ class AccumulateBlock:
         self._inner: contextlib.AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        if not self._core.accumulation.advance():
-            self._inner = self._core.strategy.no_sync(self._models)
+        accumulation = self._core.accumulation
+        if not accumulation.advance():
+            self._inner = self._core.strategy.accumulate(self._models)
             if self._inner is not None:
                 self._inner.__enter__()
+        accumulation.window.num_open += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._core.accumulation.window.num_open -= 1
         if self._inner is not None:
             self._inner.__exit__(kind, error, trace)
             self._inner = None
@@ -120,13 +123,13 @@ class TrainingSlice(Slice):
             **kwargs: those of `torch.Tensor.backward`.
 
         Raises:
-            NotPreparedError: there are several processes, and no model was prepared; or the `Accelerator` was made in
+            NotPreparedError: there are several processes, and nothing was prepared; or the `Accelerator` was made in
                 another process than this one.
         """
         core = self.core
         if not core.process.is_here:
             raise foreign_accelerator("accelerator.backward")
-        if not core.prepared.models and core.collectives.world_size > 1:
+        if core.collectives.world_size > 1 and not core.shared.models and not core.shared.optimizers:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)
         steps = core.accumulation.num_steps
         enter = core.board.enter
@@ -137,7 +140,9 @@ class TrainingSlice(Slice):
         core.losses.report(loss)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
-        """Divide fp16 gradients by the loss scale, at most once per step. Clipping does it by itself.
+        """Divide fp16 gradients by the loss scale. Clipping does it by itself.
+
+        Called again it divides what came since; gradients that are added to divided ones are divided on their way.
 
         Args:
             optimizer: whose gradients; those of all prepared optimizers by default.
@@ -146,7 +151,7 @@ class TrainingSlice(Slice):
             NotPreparedError: one of them did not go through ``prepare``.
         """
         if optimizer is None:
-            chosen: list[Any] = list(self.core.prepared.optimizers)
+            chosen: list[Any] = list(self.core.prepared.optimizers) or self.core.shared.optimizers
         else:
             chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         for one in chosen:
@@ -155,7 +160,7 @@ class TrainingSlice(Slice):
                     f"unscale_gradients was given a {type(one).__name__} that did not go through prepare, so its "
                     "gradients were never scaled. Write optimizer = accelerator.prepare(optimizer) first."
                 )
-            one.accelerated_step.unscale()
+            one.complete_gradients()
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.
@@ -173,7 +178,7 @@ class TrainingSlice(Slice):
             parameters,
             max_norm,
             norm_type,
-            optimizers=core.prepared.optimizers,
+            optimizers=core.shared.optimizers,
             accumulation=core.accumulation,
             precision=core.precision,
         )
@@ -185,8 +190,13 @@ class TrainingSlice(Slice):
             parameters: usually ``model.parameters()``.
             clip_value: the greatest absolute value allowed.
         """
+        core = self.core
         clip_grad_value(
-            parameters, clip_value, optimizers=self.core.prepared.optimizers, accumulation=self.core.accumulation
+            parameters,
+            clip_value,
+            optimizers=core.shared.optimizers,
+            accumulation=core.accumulation,
+            precision=core.precision,
         )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nb_accelerate.compat.shared import shared_training
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.precision import resolve_precision
-from nb_accelerate.data.tracker import LoaderTracker
 from nb_accelerate.optim.accumulation import AccumulationState
 from nb_accelerate.process import context
 from nb_accelerate.process.setup import setup_process
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
+    from nb_accelerate.data.tracker import LoaderTracker
     from nb_accelerate.process.context import ProcessContext
 
 
@@ -45,12 +46,12 @@ class Choices:
     def make(cls, mixed_precision: str | None = None, plugin: GradientAccumulationPlugin | None = None) -> Choices:
         """Return the choices of a process in which nothing is trained yet."""
         environment = Environment()
-        tracker = LoaderTracker()
+        shared = shared_training()
         return cls(
             mixed_precision=str(resolve_precision(mixed_precision, environment)),
             dynamo=resolve_dynamo(None, None, environment),
-            accumulation=AccumulationState(plugin or GradientAccumulationPlugin(), tracker),
-            tracker=tracker,
+            accumulation=AccumulationState(plugin or GradientAccumulationPlugin(), shared.tracker, shared.window),
+            tracker=shared.tracker,
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nb_accelerate.nested import to_float32
-from nb_accelerate.precision.autocast import Float32Forward
+from nb_accelerate.precision.forward import Float32Forward
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:

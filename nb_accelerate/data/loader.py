@@ -163,6 +163,10 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         self.reset()
         self._tracker.begin(self)
 
+    def track(self, tracker: LoaderTracker) -> None:
+        """Tell this tracker, from now on, when an epoch begins and ends. Called by ``prepare``."""
+        self._tracker = tracker
+
     @override
     def _tracked_by(self) -> LoaderTracker:
         return self._tracker
@@ -289,5 +293,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             self.batch_remainder = share.real_rows(rows)
             self.rows_on_rank = rows
             self.rows_of_ranks = getattr(share, "last_rows_of_ranks", None)
+        else:
+            self.rows_on_rank = count_rows(batch)
         self.remainder = self.batch_remainder or 0
         return batch

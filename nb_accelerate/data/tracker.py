@@ -1,12 +1,15 @@
 """Which prepared loader is being iterated right now, and whether it is at its end.
 
-An `Accelerator` has one tracker, and its loaders report to it. Loaders nest: evaluation inside a training loop puts
+A process has one tracker, and prepared loaders report to it. Loaders nest: evaluation inside a training loop puts
 its loader on top until it ends.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Tracked(Protocol):
@@ -24,7 +27,7 @@ class Tracked(Protocol):
 
     @property
     def rows_on_rank(self) -> int | None:
-        """Rows of the current batch on each rank, where ``batch_remainder`` is not None; None if not known."""
+        """Rows of the last batch on each rank, where ``batch_remainder`` is not None or there is one rank; or None."""
         ...
 
     @property
@@ -70,10 +73,13 @@ class LoaderTracker:
                 break
         self.active = self._loaders[-1] if self._loaders else None
 
-    def clear(self) -> None:
-        """Forget all loaders."""
-        self._loaders.clear()
-        self.active = None
+    def forget(self, loaders: Iterable[Tracked]) -> None:
+        """Forget some loaders, and those that leave out the beginning of one of them."""
+        gone = {id(loader) for loader in loaders}
+        self._loaders = [
+            one for one in self._loaders if id(one) not in gone and id(getattr(one, "_source_loader", one)) not in gone
+        ]
+        self.active = self._loaders[-1] if self._loaders else None
 
     @property
     def loaders(self) -> tuple[Tracked, ...]:

@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from nb_accelerate.precision import Precision
 
 
-def unscale(optimizers: Sequence[AcceleratedOptimizer], parameters: Sequence[Tensor]) -> None:
-    """Unscale the gradients of the optimizers that own any of ``parameters``."""
-    if len(optimizers) == 1:
-        optimizers[0].accelerated_step.unscale()
-        return
+def unscale(parameters: Sequence[Tensor], optimizers: Sequence[AcceleratedOptimizer], precision: Precision) -> None:
+    """Make the gradients of ``parameters`` complete: of all ranks, and not multiplied with a loss scale."""
     wanted = {id(parameter) for parameter in parameters}
     for optimizer in optimizers:
         if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
-            optimizer.accelerated_step.unscale()
+            optimizer.complete_gradients()
+    precision.unscale(parameters)  # of optimizers that another Accelerator prepared
 
 
 def clip_grad_norm(
@@ -55,8 +53,8 @@ def clip_grad_norm(
     items = _as_list(parameters)
     if not accumulation.sync_gradients:
         gradients = [item.grad for item in items if item.grad is not None]
-        return precision.without_scale(nn.utils.get_total_norm(gradients, norm_type))
-    unscale(optimizers, items)
+        return precision.without_scale(nn.utils.get_total_norm(gradients, norm_type), items)
+    unscale(items, optimizers, precision)
     return nn.utils.clip_grad_norm_(items, max_norm, norm_type)
 
 
@@ -66,6 +64,7 @@ def clip_grad_value(
     *,
     optimizers: Sequence[AcceleratedOptimizer],
     accumulation: AccumulationState,
+    precision: Precision,
 ) -> None:
     """Limit every element of the gradients to between ``-clip_value`` and ``clip_value``.
 
@@ -76,11 +75,12 @@ def clip_grad_value(
         clip_value: the greatest absolute value allowed.
         optimizers: those that may own the parameters.
         accumulation: knows whether the window closes.
+        precision: knows what gradients are multiplied with before they are unscaled.
     """
     if not accumulation.sync_gradients:
         return
     items = _as_list(parameters)
-    unscale(optimizers, items)
+    unscale(items, optimizers, precision)
     nn.utils.clip_grad_value_(items, clip_value)
 
 

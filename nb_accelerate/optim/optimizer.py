@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nb_accelerate.board import Phase, here
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim.accumulation import newest_accumulation
 from nb_accelerate.precision import GivenScalerStep, OptimizerStep
 
@@ -14,6 +17,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.optim.accumulation import AccumulationState
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraining:
+    """What an `Accelerator` lends to an optimizer.
+
+    Attributes:
+        accumulation: knows whether the window closes.
+        step: how the precision takes a step.
+        scaler: what multiplies losses, if something has to.
+        before_first_step: called once with the optimizer inside, when all has been prepared that will be.
+        complete_gradients: makes gradients those of all ranks; None if backward did.
+    """
+
+    accumulation: AccumulationState
+    step: OptimizerStep
+    scaler: torch.amp.GradScaler | None = None
+    before_first_step: Callable[[torch.optim.Optimizer], None] | None = None
+    complete_gradients: Callable[[], None] | None = None
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -26,9 +48,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: the user's.
         device_placement: move the state it may have to where its parameters are.
         scaler: scales the loss, for a loop that calls ``scaler.scale(loss).backward()`` itself.
-        accumulation: knows whether the window closes.
-        step: how the precision takes a step.
-        before_first_step: called once with this, when all has been prepared that will be.
+        training: what an `Accelerator` lends it; by default the newest one is followed.
 
     Attributes:
         optimizer: the one inside.
@@ -44,21 +64,33 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
         *,
-        accumulation: AccumulationState | None = None,
-        step: OptimizerStep | None = None,
-        before_first_step: Callable[[torch.optim.Optimizer], None] | None = None,
+        training: OptimizerTraining | None = None,
     ) -> None:
         # Optimizer.__init__ would make parameter groups of our own; ours are those of the optimizer inside.
         self.optimizer = optimizer
         self.device_placement = device_placement
-        self.scaler = scaler
-        if step is None:
+        self._takes_set_to_none = _takes_set_to_none(optimizer)
+        if training is None:
             step = OptimizerStep(optimizer) if scaler is None else GivenScalerStep(optimizer, scaler)
-        self.accelerated_step = step
-        self._accumulation = accumulation or newest_accumulation("AcceleratedOptimizer")
-        self._before_first_step = before_first_step
+            training = OptimizerTraining(
+                accumulation=newest_accumulation("AcceleratedOptimizer"), step=step, scaler=scaler
+            )
+        self.join(training)
         if device_placement and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # which moves it to where the parameters are
+
+    def join(self, training: OptimizerTraining) -> None:
+        """Belong to an `Accelerator` from now on. Called by ``prepare``."""
+        self.scaler = training.scaler
+        self.accelerated_step = training.step
+        self._accumulation = training.accumulation
+        self._before_first_step = training.before_first_step
+        self._complete_gradients = training.complete_gradients
+
+    @property
+    def is_lent_scaler(self) -> bool:
+        """Whether the user scales the loss, with a scaler given to this object when it was made by hand."""
+        return isinstance(self.accelerated_step, GivenScalerStep)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step if the accumulation window closes.
@@ -67,7 +99,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure: recomputes the loss, for optimizers that want it.
 
         Raises:
-            ConfigError: a closure was given with fp16.
+            ConfigError: a closure was given with fp16; or the optimizer trains nothing that was prepared or has
+                gradients.
+            NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
         """
         if self._accumulation.sync_gradients:
             if self._before_first_step is not None:
@@ -77,16 +111,42 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             board.trains()
             enter = board.enter
             enter(Phase.STEP)
+            if self._complete_gradients is not None:
+                if closure is None:
+                    self._complete_gradients()
+                else:
+                    closure = _completed(closure, self._complete_gradients)
             taken = self.accelerated_step(closure)
             enter(Phase.RUNNING)
             return taken
         return None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients if the accumulation window closes."""
+    def complete_gradients(self) -> None:
+        """Make gradients those of all ranks, without a loss scale. Called before they are clipped."""
+        if self._complete_gradients is not None:
+            self._complete_gradients()
+        self.accelerated_step.unscale()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients if the accumulation window closes.
+
+        Args:
+            set_to_none: keep no zeros, as torch does by default.
+
+        Raises:
+            ConfigError: the optimizer inside does not let one choose.
+        """
         if self._accumulation.sync_gradients:
+            if self._takes_set_to_none:
+                self.optimizer.zero_grad(set_to_none=set_to_none is not False)
+            elif set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                raise ConfigError(
+                    f"zero_grad was given set_to_none={set_to_none}, which the zero_grad of "
+                    f"{type(self.optimizer).__name__} does not take. Write optimizer.zero_grad()."
+                )
             self.accelerated_step.discard()
-            self.optimizer.zero_grad(set_to_none)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -148,13 +208,34 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_before_first_step": None}
+        # What an Accelerator lends belongs to this process.
+        given = self.scaler if self.is_lent_scaler else None
+        return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        AcceleratedOptimizer.__init__(self, state["optimizer"], state["device_placement"], state["scaler"])
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        inspect.signature(optimizer.zero_grad).bind(set_to_none=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _completed(closure: Callable[[], float], complete_gradients: Callable[[], None]) -> Callable[[], float]:
+    """Return a closure whose gradients are those of all ranks."""
+
+    def completed() -> float:
+        loss = closure()
+        complete_gradients()
+        return loss
+
+    return completed
 
 
 def _nothing() -> None:

@@ -58,6 +58,10 @@ class AcceleratedScheduler:
         # OneCycleLR raises when it is stepped past its end, which rounding up to whole steps of n does.
         self._last: int | None = getattr(scheduler, "total_steps", None)
 
+    def join(self, accumulation: AccumulationState) -> None:
+        """Belong to an `Accelerator` from now on. Called by ``prepare``."""
+        self._accumulation = accumulation
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if an optimizer step was taken.
 
@@ -70,7 +74,7 @@ class AcceleratedScheduler:
             scheduler.step(*args, **kwargs)
             return
         if not self._accumulation.sync_gradients:
-            if self._accumulation.adjust_scheduler:
+            if self._accumulation.adjust_scheduler and hasattr(scheduler, "_step_count"):  # not of ReduceLROnPlateau
                 scheduler._step_count += 1  # noqa: SLF001 - torch keeps the count of calls nowhere else
             return
         for optimizer in self.optimizers:

@@ -5,36 +5,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.precision.forward import without_autocast
+from nb_accelerate.precision.step import OptimizerStep
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     import torch
     from torch import Tensor, nn
 
     from nb_accelerate.config.kwargs import AutocastKwargs
-
-
-class OptimizerStep:
-    """How one optimizer takes a step. Made by `Precision.bind`, once per prepared optimizer.
-
-    Attributes:
-        skipped: whether the last step was not taken because gradients were infinite.
-    """
-
-    skipped = False
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __call__(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take a step. Called by the prepared optimizer when an accumulation window closes."""
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-
-    def unscale(self) -> None:
-        """Divide gradients by what the loss was multiplied with, at most once per step. Called before clipping."""
-
-    def discard(self) -> None:
-        """Forget gradients that were unscaled but never used. Called when gradients are set to zero."""
+    from nb_accelerate.precision.scaler import LossScaler
 
 
 class Precision:
@@ -46,11 +27,11 @@ class Precision:
     """
 
     name = "no"
-    scaler: torch.amp.GradScaler | None = None
+    scaler: LossScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""
-        return model
+        """Make the forward of the user's model compute in this precision. ``prepare`` calls it before it wraps."""
+        return without_autocast(model)
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Return a block that computes in this precision. Called by users around a loss function."""
@@ -60,7 +41,10 @@ class Precision:
         """Compute gradients of a loss. Called once per batch."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    def without_scale(self, norm: Tensor) -> Tensor:
+    def unscale(self, parameters: Sequence[Tensor]) -> None:
+        """Divide the gradients of parameters by what the loss was multiplied with. Called before clipping."""
+
+    def without_scale(self, norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
         """Return the norm that gradients would have if the loss had not been multiplied. Waits for no device."""
         return norm
 

@@ -12,13 +12,26 @@ from nb_accelerate.precision.precision import Precision
 
 if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
+    from nb_accelerate.precision.scaler import LossScaler
     from nb_accelerate.process.devices import DeviceKind
 
 
 def select_precision(
-    chosen: PrecisionType, kind: DeviceKind, *, autocast: AutocastKwargs, scaler: GradScalerKwargs
+    chosen: PrecisionType,
+    kind: DeviceKind,
+    *,
+    autocast: AutocastKwargs,
+    scaler: GradScalerKwargs,
+    scaler_before: LossScaler | None = None,
 ) -> Precision:
     """Return the precision with a name, for a kind of device.
+
+    Args:
+        chosen: which.
+        kind: of device.
+        autocast: arguments of autocast.
+        scaler: arguments of the loss scaler of fp16.
+        scaler_before: the one of this process, if there is one already.
 
     Raises:
         ConfigError: the device cannot compute in it.
@@ -31,5 +44,5 @@ def select_precision(
             )
         return BF16Precision(kind.name, autocast)
     if chosen is PrecisionType.FP16:
-        return FP16Precision(kind.name, autocast, scaler)
+        return FP16Precision(kind.name, autocast, scaler, scaler_before)
     return Precision()

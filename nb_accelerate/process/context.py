@@ -1,7 +1,8 @@
-"""What this process is, once: the only module-level variable of the package.
+"""What is known once per process: the only module-level state of the package.
 
-Every `Accelerator` in a process shares one `ProcessContext`. It is made by `nb_accelerate.process.setup`, and
-forgotten by `reset`.
+Every `Accelerator` in a process shares one `ProcessContext`: what the process is. It is made by
+`nb_accelerate.process.setup`, and forgotten when the process leaves its group. What is trained outlives that: prepared
+objects stay prepared, so `training` is a slot of its own. `reset` forgets both.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ class ProcessContext:
 
 _context: ProcessContext | None = None
 
+training = Slot()
+"""What every `Accelerator` of this process shares about training: a ``SharedTraining``, or None."""
+
 _pid = os.getpid()
 """Of this process. Every backward compares it, and a system call costs more than the rest of what we add there."""
 
@@ -81,6 +85,7 @@ _pid = os.getpid()
 def _forked() -> None:
     global _pid  # noqa: PLW0603 - a fork changes it, and nothing else does
     _pid = os.getpid()
+    training.value = None  # what is trained in the other process
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -110,10 +115,16 @@ def install(context: ProcessContext) -> ProcessContext:
     return context
 
 
-def reset() -> None:
+def leave() -> None:
     """Forget what this process is; the next `Accelerator` looks again. The process group stays."""
     global _context  # noqa: PLW0603 - as above
     _context = None
+
+
+def reset() -> None:
+    """Forget what this process is and what is trained in it. The process group stays."""
+    leave()
+    training.value = None
 
 
 def default_group() -> dist.ProcessGroup | None:

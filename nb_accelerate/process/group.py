@@ -104,7 +104,7 @@ def close() -> None:
     Called by a rank when it ends. Never raises, and does nothing where there is no group.
     """
     atexit.unregister(close)
-    context.reset()
+    context.leave()
     if dist.is_available() and dist.is_initialized():
         # A thread of gloo's may be about to let go of the last collective, and waits for the interpreter to do so,
         # because there is a Python object in it. If the interpreter ends before, torch aborts the process.
@@ -121,4 +121,4 @@ def close_owned() -> None:
     if known is not None and known.owns_group:
         close()
     else:
-        context.reset()
+        context.leave()

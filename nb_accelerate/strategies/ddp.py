@@ -6,22 +6,81 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import parallel
 from typing_extensions import override
 
 from nb_accelerate.config.options import note_use
-from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch's wrapper, with errors that say what to write.
+
+    Attributes:
+        first_batch_travels: whether torch still has to see a backward that sends gradients, to learn a static graph.
+    """
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self.first_batch_travels = bool(kwargs.get("static_graph"))
+        # A layer that is made trainable later sends nothing; who said to leave a parameter alone means it.
+        self._averaged = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad or name in self.parameters_to_ignore
+        ]
+
+    def averaged(self) -> Iterable[Tensor]:
+        """Return the parameters whose gradients it averages."""
+        return self._averaged
+
+    def check_averaged(self) -> None:
+        """Refuse gradients that it could not average.
+
+        Raises:
+            ConfigError: parameters got no gradient, and it was not told to expect that.
+        """
+        self.first_batch_travels = False
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]  # what the next forward would find out, one step too late
+        except RuntimeError as error:
+            unused = [name for name, one in self.module.named_parameters() if one.requires_grad and one.grad is None]
+            named = f": {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}" if unused else ""
+            raise ConfigError(
+                f"{len(unused) or 'Some'} parameters of {type(self.module).__name__} got no gradient in this backward"
+                f"{named}. Ranks wait for all gradients before they average any. If they are not meant to be used in "
+                "every step, write Accelerator(kwargs_handlers=["
+                "DistributedDataParallelKwargs(find_unused_parameters=True)]); if never, set requires_grad=False "
+                "before prepare."
+            ) from error
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("__") or not hasattr(module, name):
+                raise
+            raise AttributeError(
+                f"The prepared model has no attribute {name!r}: on several ranks it is a wrapper around your "
+                f"{type(module).__name__}. Write accelerator.unwrap_model(model).{name}.",
+                name=name,
+                obj=self,
+            ) from None
 
 
 class DDPStrategy(Strategy):
@@ -60,7 +119,11 @@ class DDPStrategy(Strategy):
 
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
-        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+        wrapped = _wrapped(model)
+        if wrapped is not None and _is_alive(wrapped.process_group):
+            return model
+        model = model if wrapped is None else wrapped.module  # its group ended, and there is another one
+        if not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without anything to train
         wrapped = DistributedDataParallel(
             model,
@@ -97,20 +160,58 @@ class DDPStrategy(Strategy):
     @override
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
+        for wrapped in self._wrappers(models):
+            if getattr(wrapped, "first_batch_travels", False):
+                raise ConfigError(
+                    "DistributedDataParallelKwargs(static_graph=True) needs a first backward that sends gradients, and "
+                    "no_sync keeps them on their rank. Leave static_graph out, or run one batch before."
+                )
+            block.enter_context(wrapped.no_sync())
+        return block
+
+    @override
+    def accumulate(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+        block = contextlib.ExitStack()
+        for wrapped in self._wrappers(models):
+            if getattr(wrapped, "first_batch_travels", False):
+                vars(wrapped)["first_batch_travels"] = False  # parts of the sum may be averaged before
+            else:
+                block.enter_context(wrapped.no_sync())
+        return block
+
+    @override
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
+        def wrappers() -> list[DistributedDataParallel]:
+            found = [_wrapped(model) for model in models]
+            return [one for one in found if isinstance(one, DistributedDataParallel)]
+
+        return GradientAverage(optimizer, self.collectives, wrappers)
+
+    def _wrappers(self, models: Iterable[nn.Module]) -> list[parallel.DistributedDataParallel]:
+        found = []
         for model in models:
             wrapped = _wrapped(model)
             if wrapped is not None:
-                block.enter_context(wrapped.no_sync())
+                found.append(wrapped)
             elif getattr(model, "_orig_mod", model) not in self._as_they_were:
                 raise NotPreparedError(
                     f"accumulate or no_sync was given a {type(model).__name__} that did not come out of prepare, so "
                     "its gradients cannot be kept from travelling. Give it what prepare returned: "
                     "model = accelerator.prepare(model)."
                 )
-        return block
+        return found
 
 
-def _wrapped(model: nn.Module) -> DistributedDataParallel | None:
+def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:
     """Return the wrapper of a prepared model, also of one that was compiled afterwards; None if it has none."""
     model = getattr(model, "_orig_mod", model)
-    return model if isinstance(model, DistributedDataParallel) else None
+    return model if isinstance(model, parallel.DistributedDataParallel) else None
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):  # torch does not know it any more
+        return False

@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
     from torch import nn
@@ -47,11 +47,26 @@ class Strategy:
         """Wrap models with other options from now on, where they are wrapped in DistributedDataParallel."""
 
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
-        """Return a block in which gradients stay on their rank, or None if they never travel.
-
-        Called once per batch that does not close an accumulation window.
-        """
+        """Return a block in which gradients stay on their rank, or None if they never travel."""
         del models
+        return None
+
+    def accumulate(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
+        """Return a block for a batch that does not close an accumulation window; None if there is nothing to do."""
+        return self.no_sync(models)
+
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
+        """Return what makes the gradients of an optimizer those of all ranks; None if backward did all of it.
+
+        Called by ``prepare``; what it returns is called before each step of the optimizer, and before clipping.
+
+        Args:
+            optimizer: the user's.
+            models: those that were prepared; looked at when the first step comes.
+        """
+        del optimizer, models
         return None
 
     def sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002

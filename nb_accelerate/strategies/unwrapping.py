@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nb_accelerate.precision.autocast import restore_forward
+from nb_accelerate.precision.forward import restore_forward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,3 +44,11 @@ def extract_model_from_parallel(
         return outside  # type: ignore[no-any-return]
     again = getattr(outside, "dynamo_ctx", None)  # where regions were compiled there is none
     return inner if again is None else again(inner)  # type: ignore[no-any-return]
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the user's model inside of all that was put around it; the model stays as it is."""
+    inner: Any = model
+    while isinstance(inner, _WRAPPERS) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, _WRAPPERS) else inner._orig_mod  # noqa: SLF001 - torch.compile's name
+    return inner  # type: ignore[no-any-return]

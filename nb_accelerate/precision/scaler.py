@@ -1,0 +1,319 @@
+"""The loss scale of a process, and what it knows about gradients.
+
+There is one scaler for all `Accelerator` objects of a process: gradients do not say which of them they came from. What
+is known of the gradients of an optimizer follows from what happened to them, not from which calls were made::
+
+                   scale(loss), backward                unscale                       step
+    none or unknown --------------------> scaled ----------------------> true ------------------> used
+                                           |  ^                           |                        |
+                 dropped: none <-----------+  | scale: no gradient left ? |    scale: the next     |
+                                              +---------------------------+----- loss is scaled ---+
+
+A loss that is scaled while an optimizer holds true gradients adds true ones to them: they are divided on their way.
+
+The scale changes when a loss is scaled, by what was found in gradients since the loss before, so that several
+optimizers which share a loss see the same scale. Scaled gradients that are still there get the new scale too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.precision.step import OptimizerStep, refuse_closure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
+
+    State = dict[str, Any]
+
+
+class ScaledStep(OptimizerStep):
+    """The steps of one optimizer on scaled gradients. Made by `LossScaler.bind`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
+        super().__init__(optimizer)
+        self.unscaled = False
+        self._scaler = scaler
+        self._checked = True  # whether the gradients were searched for infinite ones since they last changed
+        self._hooks: list[RemovableHandle] = []
+        # How many losses had been scaled when the gradients that are there now were used or dropped.
+        self._used_at = -1 if self.gradients() else scaler.num_scaled
+
+    @property
+    def holds_scaled(self) -> bool:
+        """Whether there may be gradients of a scaled loss that were neither unscaled nor used."""
+        return not self.unscaled and self._used_at < self._scaler.num_scaled
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield what the optimizer trains."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that are there."""
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
+    @override
+    def __call__(self, closure: Callable[[], float] | None = None) -> Any:
+        refuse_closure(closure)
+        if not self._scaler.is_enabled() or not self.gradients():
+            self.skipped = False
+            return self.optimizer.step()
+        if not self.unscaled and not self.holds_scaled:
+            raise NotPreparedError(
+                f"{type(self.optimizer).__name__}.step found gradients, but accelerator.backward was not called since "
+                "its last step. With mixed_precision='fp16' the loss has to be scaled: write "
+                "accelerator.backward(loss) instead of loss.backward()."
+            )
+        self.unscale()
+        # The sum that GradScaler.step looks at, read here because step does not say what it decided. Optimizers that
+        # decide on the device (fused Adam) do not show it otherwise.
+        found = self._scaler._found_inf_per_device(self.optimizer)  # noqa: SLF001
+        self.skipped = any(bool(value.item()) for value in found.values())
+        result = self._scaler.step(self.optimizer)
+        self._forget()
+        return result
+
+    @override
+    def unscale(self) -> None:
+        if not self._scaler.is_enabled() or not self.gradients():
+            return
+        if self.holds_scaled:
+            self._scaler.unscale_(self.optimizer)
+            self.unscaled = self._checked = True
+        elif not self._checked:
+            self._release()
+            self._scaler._check_inf_per_device(self.optimizer)  # noqa: SLF001 - of all that came since
+            self._checked = True
+
+    @override
+    def discard(self) -> None:
+        self._forget()
+
+    def look(self) -> None:
+        """Notice that true gradients are not there any more: who dropped them need not have asked the optimizer to."""
+        if self.unscaled and not any(bool(_values(gradient).any()) for gradient in self.gradients()):
+            self._forget()
+
+    def divide_by(self, inverse: Tensor) -> None:
+        """Add true gradients to true ones: divide what the next backward brings. Called when a loss is scaled."""
+        self._release()
+        self._checked = False
+        self._hooks = [
+            parameter.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: gradient * inverse.to(gradient.device)
+            )
+            for parameter in self.parameters()
+            if parameter.requires_grad
+        ]
+
+    def _forget(self) -> None:
+        """The gradients were used or dropped."""
+        self._release()
+        self.unscaled, self._checked = False, True
+        self._used_at = self._scaler.num_scaled
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+class LossScaler(torch.amp.GradScaler):
+    """torch's scaler, which prepared optimizers of all `Accelerator` objects of this process share.
+
+    Args:
+        device: torch's name for the type of device.
+        **options: those of `torch.amp.GradScaler`.
+
+    Attributes:
+        device_type: the type of device.
+        num_scaled: losses scaled so far.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        self.device_type = device
+        self._begin(**options)
+        self.num_scaled = 0
+        self._steps: weakref.WeakValueDictionary[int, ScaledStep] = weakref.WeakValueDictionary()
+        self._gone = count(-1, -1)
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unowned: list[Tensor] = []
+        self._unowned_of: tuple[int, ...] = ()
+        self._scaled_unowned: dict[int, weakref.ref[Tensor]] = {}
+        own = weakref.ref(self)
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            scaler = own()
+            if scaler is not None:
+                scaler._look_at(optimizer)  # noqa: SLF001 - this class
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> ScaledStep:
+        """Return how an optimizer takes its steps; what is known of its gradients stays known."""
+        step = self._steps.get(id(optimizer))
+        if step is None:
+            if id(optimizer) in self._per_optimizer_states:  # of one that is gone, and had the same id
+                self._per_optimizer_states[next(self._gone)] = self._per_optimizer_states.pop(id(optimizer))
+            step = self._steps[id(optimizer)] = ScaledStep(optimizer, self)
+        return step
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer was bound before."""
+        return id(optimizer) in self._steps
+
+    def steps(self) -> list[ScaledStep]:
+        """Return the steps of all optimizers that are still there."""
+        return list(self._steps.values())
+
+    def restart(self, **options: Any) -> None:
+        """Begin with a new scale, for a new training."""
+        with self._changing_scale():
+            self._begin(**options)
+            if self._enabled:
+                self._lazy_init_scale_growth_tracker(torch.device(self.device_type))
+
+    def _begin(self, **options: Any) -> None:
+        self._scale = None
+        self._per_optimizer_states: dict[int, State] = {}  # torch's scaler has none of these where it is not enabled
+        super().__init__(self.device_type, **options)
+
+    @override
+    def scale(self, outputs: Any) -> Any:
+        if self.is_enabled():
+            if self._finds():
+                self.update()
+            self.num_scaled += 1
+            held = [step for step in self.steps() if step.unscaled]
+            if held:
+                assert self._scale is not None
+                inverse = self._scale.double().reciprocal().float()  # as GradScaler.unscale_ computes it
+                for step in held:
+                    step.divide_by(inverse)
+        return super().scale(outputs)
+
+    @override
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if self.is_enabled():
+            with self._changing_scale():
+                super().update(new_scale)
+
+    @override
+    def get_scale(self) -> float:
+        return self._settled().get_scale() if self._finds() else super().get_scale()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._settled().state_dict() if self._finds() else super().state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self._changing_scale():
+            super().load_state_dict(state_dict)
+            self._per_optimizer_states.clear()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("The loss scaler of an Accelerator cannot be copied or pickled. Save its state_dict().")
+
+    def adopt(self, model: nn.Module) -> None:
+        """Note that a model computes losses which are scaled. Called when it is prepared."""
+        self._models.add(model)
+
+    def note_unowned(self) -> None:
+        """Note which scaled gradients belong to no prepared optimizer. Called after each backward."""
+        shape = (
+            len(self._models),
+            *(len(group["params"]) for step in self.steps() for group in step.optimizer.param_groups),
+        )
+        if shape != self._unowned_of:
+            self._unowned_of = shape
+            owned = {id(parameter) for step in self.steps() for parameter in step.parameters()}
+            parameters = [parameter for model in self._models for parameter in model.parameters()]
+            self._unowned = [parameter for parameter in parameters if id(parameter) not in owned]
+            self._scaled_unowned.clear()
+        for parameter in self._unowned:
+            if parameter.grad is not None:
+                self._scaled_unowned[id(parameter)] = weakref.ref(parameter.grad)
+
+    def scaled_unowned(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those that have scaled gradients which no prepared optimizer will unscale."""
+        noted = self._scaled_unowned
+        return [
+            parameter
+            for parameter in parameters
+            if id(parameter) in noted and parameter.grad is not None and noted[id(parameter)]() is parameter.grad
+        ]
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step of an optimizer that was not prepared, on scaled gradients. Called before every step."""
+        if not self._scaled_unowned or id(optimizer) in self._steps:
+            return
+        if self.scaled_unowned(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            raise NotPreparedError(
+                f"{type(optimizer).__name__}.step was called on gradients that are multiplied with the loss scale of "
+                f"mixed_precision='fp16' ({self._scale and self._scale.item():g}), because this optimizer did not go "
+                "through prepare. Write optimizer = accelerator.prepare(optimizer)."
+            )
+
+    def _finds(self) -> bool:
+        """Whether something was found in gradients that were used or dropped, and the scale does not know it yet."""
+        for step in self.steps():
+            step.look()
+        return any(state["found_inf_per_device"] for state in self._used_states().values())
+
+    def _used_states(self) -> dict[int, State]:
+        """Return what was found in gradients that were used or dropped."""
+        held = {key for key, step in self._steps.items() if step.unscaled}
+        return {key: state for key, state in self._per_optimizer_states.items() if key not in held}
+
+    @contextlib.contextmanager
+    def _changing_scale(self) -> Iterator[None]:
+        """Run a block that changes the scale; gradients that are there go along, found or unscaled as they are."""
+        known = self._per_optimizer_states
+        held = {key: known.pop(key) for key, step in self._steps.items() if step.unscaled and key in known}
+        scaled = [step for step in self.steps() if step.holds_scaled]
+        before = None if self._scale is None else self._scale.clone()
+        try:
+            yield
+        finally:
+            self._per_optimizer_states.update(held)
+        if before is None:
+            return
+        after = self._scale if self._enabled and self._scale is not None else torch.ones_like(before)
+        for step in scaled:
+            for gradient in step.gradients():
+                gradient.mul_((after / before).to(gradient.device))
+
+    def _settled(self) -> torch.amp.GradScaler:
+        """Return a scaler with the scale that the next loss will get."""
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        copy = torch.amp.GradScaler(
+            self.device_type,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+        )
+        copy._scale, copy._growth_tracker = self._scale.clone(), self._growth_tracker.clone()  # noqa: SLF001
+        for key, state in self._used_states().items():
+            found = {device: value.clone() for device, value in state["found_inf_per_device"].items()}
+            copy._per_optimizer_states[key]["found_inf_per_device"] = found  # noqa: SLF001
+        copy.update()
+        return copy
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - a sparse one has no any()
