@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.comm import operations
 from nb_accelerate.data.plan import real_rows_of_padded
-from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.nested import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ class CommunicationSlice(Slice):
         """Return what all processes computed for a batch, in the order of the data and without copies of rows.
 
         Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch.
-        At the end of the data, rows that were repeated to give all processes equal batches are left out. Where
-        batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are kept.
+        At the end of the data, rows that were repeated to give all processes equal batches are left out. In one
+        process, what has an entry for each row of a full batch (``loss.repeat(batch_size)``) is cut to the rows of the
+        last one. Where batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are
+        kept. Outside a loop everything is gathered: there is no last batch then.
 
         Args:
             input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
@@ -61,22 +63,22 @@ class CommunicationSlice(Slice):
             use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
 
         Raises:
-            NotPreparedError: no prepared loader is being iterated, so copies cannot be told from rows.
             ValueError: at the end of the data, ``input_data`` does not have one entry for each row of the batch, or
                 processes have different numbers of rows.
         """
         collectives = self.core.collectives
-        if collectives.world_size == 1:
-            return input_data
         loader = self.core.tracker.active
-        if loader is None:
-            raise NotPreparedError(
-                "gather_for_metrics was called outside a loop over a prepared loader, so it cannot know which rows are "
-                "copies. Call it inside the loop, on loader = accelerator.prepare(loader); or use gather, which keeps "
-                "everything."
-            )
+        if collectives.world_size == 1:
+            return input_data if loader is None else _real_rows(input_data, loader)
         as_objects = use_gather_object or not _only_tensors(input_data)
-        if loader.batch_remainder is None:
+        if loader is None and collectives.rank == 0:
+            warnings.warn(
+                "gather_for_metrics was called outside a loop over a prepared loader. It returns what all processes "
+                "gave, and cannot tell which rows are copies. Call it inside the loop, over loader = "
+                "accelerator.prepare(loader): there it leaves them out.",
+                stacklevel=2,
+            )
+        if loader is None or loader.batch_remainder is None:
             return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
         _check_rows(input_data, loader, as_objects=as_objects)
         real = loader.batch_remainder
@@ -85,6 +87,26 @@ class CommunicationSlice(Slice):
         if loader.rows_of_ranks is not None:  # tensors of different sizes are gathered padded, or refused by gather
             real = real_rows_of_padded(loader.rows_of_ranks, real)
         return map_tensors(lambda tensor: tensor[:real], self.gather(input_data))
+
+
+def _real_rows(data: Any, loader: Tracked) -> Any:
+    """Leave out what a single process made for a full batch although the last one is smaller."""
+    full = _rows_of_full_batch(loader)
+    real = loader.batch_remainder or loader.rows_on_rank
+    if not loader.end_of_dataloader or full is None or not real or real >= full:
+        return data
+    if isinstance(data, (list, tuple)) and not _only_tensors(data):
+        return data[:real] if len(data) == full else data
+    if not _only_tensors(data):
+        return data
+    return map_tensors(lambda tensor: tensor[:real] if _rows(tensor) == full else tensor, data)
+
+
+def _rows_of_full_batch(loader: Tracked) -> int | None:
+    try:
+        return getattr(loader, "total_batch_size", None)
+    except TypeError:  # batches have no fixed size
+        return None
 
 
 def _only_tensors(data: Any) -> bool:

@@ -77,12 +77,17 @@ class RecordingSlice(Slice):
             ConfigError: ``init_kwargs`` names a tracker that is not in ``log_with``.
         """
         opened = make_trackers(self.log_with, project_name, logging_dir=self.logging_dir, init_kwargs=init_kwargs or {})
-        for tracker in opened:
+        for tracker in self._recording(opened):
             tracker.start()
         self.trackers[:] = opened
         if config is not None:
-            for tracker in opened:
+            for tracker in self._recording(opened):
                 tracker.store_init_configuration(config)
+
+    def _recording(self, trackers: list[GeneralTracker]) -> list[GeneralTracker]:
+        """Return those that record on this process; a user's own need not ask where they are."""
+        is_main = self.core.process.topology.is_main
+        return [tracker for tracker in trackers if is_main or not tracker.main_process_only]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return an open tracker. On other processes than the main one it is one that does nothing.
@@ -122,12 +127,12 @@ class RecordingSlice(Slice):
             log_kwargs: arguments for the library of a tracker, by its name.
         """
         self.core.board.log(values)
-        for tracker in self.trackers:
+        for tracker in self._recording(self.trackers):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
         """Close the trackers, and leave the process group if an `Accelerator` made it. The end of a script."""
-        for tracker in self.trackers:
+        for tracker in self._recording(self.trackers):
             tracker.finish()
         self.trackers.clear()
         group.close_owned()
