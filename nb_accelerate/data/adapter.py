@@ -103,8 +103,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         Args:
             batches: how many of this rank's batches to leave out.
         """
+        return self._later(batches * self._read_per_batch(), self.skip_batches + batches)
+
+    def _later(self, reads: int, skip: int) -> Self:
+        """Return a loader that leaves out more batches of its sampler, ``skip`` of its own in all."""
         changed: dict[str, Any] = dict(self._arguments)
-        skip = self.skip_batches + batches
         if isinstance(self.dataset, IterableDataset):
             return type(self)(**(changed | {"skip_batches": skip}))
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
@@ -112,7 +115,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         for one in ("shuffle",) if self.batch_sampler is None else ("shuffle", "batch_size", "drop_last"):
             changed.pop(one, None)  # what torch made the sampler of
         reread = self._to_reread()
-        changed[name] = skipping(sampler, batches * self._read_per_batch(), reread=reread)
+        changed[name] = skipping(sampler, reads, reread=reread)
         if reread:
             changed["reread"] = changed[name].reread
         if changed.get("share") is sampler:

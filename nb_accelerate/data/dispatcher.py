@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from nb_accelerate.comm import SingleCollectives
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from typing_extensions import Self
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.data.counted import Counted
@@ -135,7 +137,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             return False
         if size is None:
             return 0 < self._read_length() % self._per_group <= rank
-        rows: int = len(self.get_sampler() if self.batch_sampler is not None else self.dataset)  # type: ignore[arg-type]
+        rows: int = len(self.dataset if isinstance(self.dataset, IterableDataset) else self.get_sampler())  # type: ignore[arg-type]
         real = rows % (size * self._per_group)
         first, end = dealt(real, self._ranks, even=False)[rank]
         return real > 0 and first == end
@@ -147,6 +149,16 @@ class DataLoaderDispatcher(DataLoaderShard):
     @override
     def _read_per_batch(self) -> int:
         return self._per_group
+
+    def without_reads(self, batches: int) -> Self:
+        """Return a loader that leaves out batches of the user's loader, which need not be whole steps of this one.
+
+        For a dataset that is read by number.
+
+        Args:
+            batches: how many, at the beginning of every epoch.
+        """
+        return self._later(batches, self.skip_batches)
 
     @override
     def _to_reread(self) -> int:

@@ -105,6 +105,8 @@ class DataLoaderNativeShard(DataLoaderShard):
         dataset: this rank's shards.
         collectives: compares what ranks have.
         even_batches: give all ranks equally many batches; otherwise each ends with its own shards.
+        drop_last_group: leave out the incomplete last group of all ranks. ``drop_last`` would leave out the last rows
+            of each.
         drop_reads: batches of this rank's shards to read and leave out at the beginning of every epoch.
         **kwargs: those of `DataLoaderShard`.
     """
@@ -115,17 +117,24 @@ class DataLoaderNativeShard(DataLoaderShard):
         *,
         collectives: Collectives | None = None,
         even_batches: bool = True,
+        drop_last_group: bool = False,
         drop_reads: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
+        self._drop_last_group = drop_last_group
         self._collectives = collectives or SingleCollectives()
         self._even = even_batches
         self._drop_reads = drop_reads
         self._pool: list[Counted] = []  # what all ranks have read and not dealt out yet, the same on all
         self._before_pool: Any = None  # where reading was before there was anything in it
         self._since_pool = 0  # batches handed out since then
-        self._arguments |= {"collectives": self._collectives, "even_batches": even_batches, "drop_reads": drop_reads}
+        self._arguments |= {
+            "collectives": self._collectives,
+            "even_batches": even_batches,
+            "drop_last_group": drop_last_group,
+            "drop_reads": drop_reads,
+        }
 
     @property
     @override
@@ -149,7 +158,7 @@ class DataLoaderNativeShard(DataLoaderShard):
             own = self._read()
         except Exception as error:
             own = failing(error)  # the others have to be told
-        source = self._in_step(map(counted, own)) if self._even else (counted(batch).batch for batch in own)
+        source = self._in_step(map(counted, own)) if self._even else self._apart(map(counted, own))
         for _ in range(self._dropped + repeat):
             next(source, None)
         return source
@@ -167,6 +176,9 @@ class DataLoaderNativeShard(DataLoaderShard):
     @override
     def _to_repeat(self) -> int:
         return self._since_pool if self._pool else 0
+
+    def _apart(self, own: Iterator[Counted]) -> Iterator[Any]:
+        return (batch.batch for batch in own if not self._drop_last_group or batch.rows == self.batch_size)
 
     def _in_step(self, own: Iterator[Counted]) -> Iterator[Any]:
         """Yield what this rank gets in each step. All ranks read together."""
@@ -214,7 +226,7 @@ class DataLoaderNativeShard(DataLoaderShard):
                 first += size * ranks
                 self._pool = [_part(whole, first, rows)] if first < rows else []
                 yield _part(whole, begin, begin + size).batch
-        if last and self._pool and not (size is not None and self.drop_last):
+        if last and self._pool and not self._drop_last_group:
             deal = deal_whole if size is None else deal_rows
             parts, end = deal(self._pool, self._pool, ranks, even=True)
             self._pool = []

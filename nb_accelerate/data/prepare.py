@@ -153,6 +153,8 @@ def _made(
     )
     if isinstance(loader, DataLoaderShard) and loader.iteration:
         made.set_epoch(loader.iteration)
+    if isinstance(made, DataLoaderDispatcher) and maker.reads_later:
+        made = made.without_reads(maker.reads_later)
     return made.skipping(maker.later) if maker.later else made
 
 
@@ -216,6 +218,7 @@ class _Maker:
 
     Attributes:
         later: batches of the new loader to leave out, where the old one does so.
+        reads_later: batches that rank 0 is not to read for the same reason, if these are no whole steps.
     """
 
     def __init__(
@@ -234,7 +237,7 @@ class _Maker:
         self.collectives = collectives
         self.config = config
         self.rng_types = rng_types
-        self.later = 0
+        self.later = self.reads_later = 0
 
     def _skipped(self, batches: int) -> int:
         """Leave out batches of the old loader: whole steps of the new one if they are some; return what remains."""
@@ -259,7 +262,9 @@ class _Maker:
         inner = getattr(outer, "sampler", None) if batches else outer
         self._refuse_sharded(inner if inner is not None else outer)
         outer = self._own(outer, inner, batches=batches)
-        if skipped:
+        if self.reading is _Reading.RANK_0:
+            self.reads_later = skipped
+        elif skipped:
             outer = skipping(outer, skipped)
         parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._global_sync()}
         if self.ranks > 1:
@@ -304,6 +309,7 @@ class _Maker:
             parts["batch_size"] = rows_per_rank(size, self.ranks, split_batches=split)
         if self.reading is _Reading.OWN_PART:
             parts["dataset"] = shard_of(loader.dataset, self.rank, self.ranks)
+            parts["drop_last_group"] = parts.pop("drop_last", False)
             return parts | {"drop_reads": max(-(-(skipped - self.rank) // self.ranks), 0)}
         parts["dataset"] = parts["share"] = MarkingShard(
             cast("Iterable[Any]", loader.dataset),

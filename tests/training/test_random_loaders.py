@@ -1,0 +1,507 @@
+"""Loaders put together at random: the rows of each rank against an oracle, and trainings against accelerate.
+
+Every case is made from a number, which is printed when something differs: ``Case.of(number)`` is that case again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.data import skip_first_batches
+
+WORLD = 2
+KINDS = (
+    *("in order", "shuffled", "loader generator", "sampler generator", "weighted", "seedable", "own sampler"),
+    *("stream", "stream", "sized stream", "sharded", "sharded", "datasets", "items", "varying"),
+)
+
+
+class Rows(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(range(self.rows))
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.rows
+
+
+class Sharded(IterableDataset):
+    def __init__(self, files):
+        self.files = files
+        self.num_shards = len(files)
+
+    def shard(self, num_shards, index):
+        return Sharded(self.files[index::num_shards])
+
+    def __iter__(self):
+        return itertools.chain(*self.files)
+
+
+class Varying:
+    """A batch sampler whose batches have no fixed size."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        rows = iter(range(sum(self.sizes)))
+        return (list(itertools.islice(rows, size)) for size in self.sizes)
+
+
+class OwnBatchSampler(BatchSampler):
+    """Nothing that could be planned ahead."""
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int
+    kind: str
+    rows: int
+    size: int
+    drop_last: bool
+    split: bool
+    even: bool
+    dispatch: bool | None
+    workers: int
+    skip: int
+    skip_before: int
+    again: str
+    files: tuple[int, ...]
+    stateful: bool
+
+    @classmethod
+    def of(cls, number: int) -> Case:
+        draw = random.Random(number)
+        size = draw.randint(1, 6)
+        again = draw.choice(["", "", "", "same", "other", "state"])
+        return cls(
+            number=number,
+            kind=draw.choice(KINDS),
+            rows=draw.choice([draw.randint(1, 8), draw.randint(1, 40)]),
+            size=size,
+            drop_last=draw.random() < 0.25,
+            split=size % WORLD == 0 and draw.random() < 0.4,
+            even=draw.random() < 0.8 or again == "state",  # all ranks have to know together whether there is a state
+            dispatch=draw.choice([None, None, True, False]),
+            workers=int(draw.random() < 0.02),
+            skip=draw.choice([0, 0, 0, 1, 2, 5]),
+            skip_before=draw.choice([0, 0, 0, 0, 1, 2, 3]),
+            again=again,
+            files=tuple(draw.randint(1, 12) for _ in range(draw.randint(2, 5))),
+            stateful=draw.random() < 0.1,
+        )
+
+    @property
+    def dispatched(self) -> bool:
+        streams = self.kind in ("stream", "sized stream")
+        return self.dispatch is True or (self.dispatch is None and streams)
+
+    @property
+    def native(self) -> bool:
+        return self.kind in ("sharded", "datasets") and self.dispatch is not True
+
+    def loader(self) -> DataLoader[Any]:
+        batches = {"batch_size": self.size, "drop_last": self.drop_last, "num_workers": self.workers}
+        generator = torch.Generator().manual_seed(self.number)
+        data = Rows(self.rows)
+        if self.kind in ("shuffled", "seedable"):
+            return DataLoader(data, shuffle=True, **batches)
+        if self.kind == "loader generator":
+            return DataLoader(data, shuffle=True, generator=generator, **batches)
+        if self.kind == "sampler generator":
+            return DataLoader(data, sampler=RandomSampler(data, generator=generator), **batches)
+        if self.kind == "weighted":
+            return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 9, self.rows, generator=generator), **batches)
+        if self.kind == "own sampler":
+            sampler = OwnBatchSampler(RandomSampler(data, generator=generator), self.size, self.drop_last)
+            return DataLoader(data, batch_sampler=sampler, num_workers=self.workers)
+        if self.kind == "stream":
+            return DataLoader(Stream(self.rows), **batches)
+        if self.kind == "sized stream":
+            return DataLoader(Sized(self.rows), **batches)
+        if self.kind == "datasets" and importlib.util.find_spec("datasets"):
+            import datasets
+
+            table = datasets.Dataset.from_dict({"row": list(range(self.shard_rows))})
+            data = table.to_iterable_dataset(num_shards=len(self.files))
+            return DataLoader(data, collate_fn=lambda rows: torch.tensor([one["row"] for one in rows]), **batches)
+        if self.kind in ("sharded", "datasets"):
+            rows = iter(range(self.shard_rows))
+            return DataLoader(Sharded([list(itertools.islice(rows, size)) for size in self.files]), **batches)
+        if self.kind == "items":
+            return DataLoader(torch.arange(self.rows)[:, None], batch_size=None, sampler=range(self.rows))
+        if self.kind == "varying":
+            return DataLoader(Rows(99), batch_sampler=Varying([1 + row % 4 for row in range(self.rows % 9 + 1)]))
+        return DataLoader(data, **batches)
+
+    @property
+    def unseeded(self) -> bool:
+        """Whether the order depends on all numbers that were drawn before."""
+        return self.kind == "shuffled"
+
+    @property
+    def gathers(self) -> bool:
+        return self.even and self.again != "other" and self.kind != "varying"
+
+    @property
+    def shard_rows(self) -> int:
+        return sum(self.files)
+
+    @staticmethod
+    def at(epoch: int, reader: Any) -> Any:
+        """Tell a dataset which epoch comes, as prepared loaders do; those of Hugging Face reorder their shards."""
+        dataset = getattr(reader, "dataset", reader)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        return reader
+
+    def seed(self, rank: int) -> None:
+        torch.manual_seed(self.number + 1000 * rank)
+
+    def orders(self, epochs: int) -> list[list[Any]]:
+        """What plain PyTorch reads in one process: rows, or whole batches where these have no fixed size."""
+        self.seed(0)
+        loader = self.loader()
+        if self.kind in ("items", "varying"):
+            return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+        if self.kind == "datasets":
+            return [[row for batch in self.at(epoch, loader) for row in batch.tolist()] for epoch in range(epochs)]
+        if self.kind == "seedable":
+            found = []
+            for epoch in range(epochs):
+                generator = torch.Generator().manual_seed(self.number + epoch)
+                found.append(list(RandomSampler(range(self.rows), generator=generator)))
+            return [rows[: len(rows) // self.size * self.size] if self.drop_last else rows for rows in found]
+        return [[row for batch in loader for row in batch.tolist()] for _ in range(epochs)]
+
+
+def cycle(rows, length):
+    return list(itertools.islice(itertools.cycle(rows), length)) if rows else []
+
+
+def oracle(case: Case, order: list[Any]) -> list[list[list[int]]]:
+    """The batches of each rank in an epoch."""
+    whole = case.kind in ("items", "varying")  # batches stay whole: each is a row here
+    local = 1 if whole else case.size // WORLD if case.split else case.size
+    group = local * WORLD
+    ranks: list[list[Any]] = [[] for _ in range(WORLD)]
+    full = len(order) // group * group
+    for first in range(0, full, group):
+        for rank in range(WORLD):
+            ranks[rank].append(order[first + rank * local :][:local])
+    rest = order[full:]
+    if rest and (whole or not case.drop_last):
+        each = math.ceil(len(rest) / WORLD) if case.dispatched else local
+        filled = cycle([*rest, *cycle(order, each * WORLD - len(rest))], each * WORLD) if case.even else rest
+        for rank in range(WORLD):
+            if part := filled[rank * each :][:each]:
+                ranks[rank].append(part)
+    return [[batch[0] for batch in batches] for batches in ranks] if whole else ranks
+
+
+def oracle_of_shards(case: Case, epoch: int) -> list[list[list[int]]]:
+    """The same where each rank reads shards of its own."""
+    local = case.size // WORLD if case.split else case.size
+    own = []
+    for rank in range(WORLD):
+        part = case.at(epoch, case.loader().dataset.shard(num_shards=WORLD, index=rank))
+        rows = [row if isinstance(row, int) else row["row"] for row in part]
+        own.append([rows[first : first + local] for first in range(0, len(rows), local)])
+        if case.drop_last and not case.even and own[rank] and len(own[rank][-1]) < local:
+            own[rank].pop()
+    if not case.even:
+        return own
+    dealt: list[list[list[int]]] = [[] for _ in range(WORLD)]
+    pool: list[int] = []
+    while any(own):
+        heads = [part.pop(0) if part else [] for part in own]
+        if pool or any(len(head) < local for head in heads):
+            pool += itertools.chain(*heads)
+        else:
+            for rank, head in enumerate(heads):
+                dealt[rank].append(head)
+        while len(pool) >= local * WORLD or (pool and not any(own) and not case.drop_last):
+            each = min(local, math.ceil(len(pool) / WORLD))
+            taken, pool = cycle(pool, each * WORLD), pool[each * WORLD :]
+            for rank in range(WORLD):
+                dealt[rank].append(taken[rank * each :][:each])
+    return dealt
+
+
+@dataclass
+class Epoch:
+    """What a rank saw of an epoch: its batches without those skipped, what was gathered, what came after a position."""
+
+    skip: int
+    mine: list[Any]
+    everything: list[Any]
+    rest: list[Any] | None
+
+
+def read(case: Case) -> list[Epoch]:
+    """Read two epochs. Compares nothing, so that all ranks go on together whatever they find."""
+    config = DataLoaderConfiguration(
+        split_batches=case.split and case.kind not in ("items", "varying"),
+        dispatch_batches=case.dispatch,
+        even_batches=case.even,
+        use_seedable_sampler=case.kind == "seedable",
+        data_seed=case.number,
+        use_stateful_dataloader=case.stateful,
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    case.seed(accelerator.process_index)
+    loader = case.loader()
+    if case.skip_before:
+        loader = skip_first_batches(loader, case.skip_before)
+    loader = accelerator.prepare(loader)
+    if case.again == "same":
+        loader = accelerator.prepare(loader)
+    elif case.again == "other":
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    found = []
+    for epoch in range(2):
+        reading, state = loader, None
+        skip = 0 if epoch == 0 or case.unseeded else case.skip
+        if skip:
+            reading = accelerator.skip_first_batches(loader, skip)
+        mine, everything, rest = [], [], None
+        for number, batch in enumerate(reading):
+            mine.append(batch.tolist())
+            if case.gathers:
+                everything += accelerator.gather_for_metrics(batch).tolist()
+            if case.again == "state" and epoch == 0 and number == 1:
+                state = reading.state_dict()
+        if state is not None and len(mine) > 2:
+            reading.load_state_dict(state)
+            rest = [batch.tolist() for batch in reading]
+        found.append(Epoch(skip, mine, everything, rest))
+    return found
+
+
+def difference(case: Case, rank: int, epochs: list[Epoch]) -> str | None:
+    """Return what a rank should not have seen."""
+    whole = case.kind in ("items", "varying")
+    generated = case.kind in ("shuffled", "loader generator", "sampler generator", "weighted", "own sampler")
+    orders = case.orders(len(epochs))
+    for number, epoch in enumerate(epochs):
+        order, everything = orders[number], epoch.everything
+        if case.skip_before:  # what an incomplete last group is filled up with is not compared, as it may begin later
+            expected = None
+            order = order[case.skip_before * (1 if whole else case.size) :]
+        elif case.native:
+            expected, order = oracle_of_shards(case, number)[rank], range(case.shard_rows)
+        else:
+            expected = oracle(case, order)[rank]
+        if expected is not None and epoch.mine != expected[epoch.skip :]:
+            return f"epoch {number}, rank {rank}: {epoch.mine}, not {expected[epoch.skip :]}"
+        if case.gathers and not (epoch.skip or whole or (case.skip_before and (case.native or case.unseeded))):
+            group = case.size * (1 if case.split else WORLD)
+            kept = len(order) - len(order) % group if case.drop_last else len(order)
+            wrong = set(everything) - set(order) if case.native else everything != order[:kept]
+            if len(everything) != kept or wrong:
+                return f"epoch {number}, gathered: {everything}, not {order}"
+        if epoch.rest is not None:
+            if generated:
+                return None  # its numbers have gone on
+            if epoch.rest != epoch.mine[2:]:
+                return f"epoch {number}, taken up: {epoch.rest}, not {epoch.mine[2:]}"
+    return None
+
+
+def check_all(numbers) -> list[str]:
+    torch.set_num_threads(1)
+    rank = Accelerator(cpu=True).process_index
+    wrong = []
+    for number in numbers:
+        case = Case.of(number)
+        found = difference(case, rank, read(case))
+        if found:
+            wrong.append(f"{case}: {found}")
+    return wrong
+
+
+class Samples(Dataset):
+    """Rows of a regression."""
+
+    def __init__(self, rows):
+        generator = torch.Generator().manual_seed(rows)
+        self.x = torch.randn(rows, 3, generator=generator)
+        self.y = torch.randn(rows, 1, generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class SampleStream(IterableDataset):
+    def __init__(self, rows):
+        self.samples = Samples(rows)
+
+    def __iter__(self):
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+@dataclass(frozen=True)
+class Training:
+    number: int
+    kind: str
+    rows: int
+    size: int
+    drop_last: bool
+    split: bool
+    dispatch: bool | None
+    accumulation: int
+    optimizer: str
+    schedule: str
+    clip: float | None
+    precision: str
+    dropout: bool
+    twice: bool
+
+    @classmethod
+    def of(cls, number: int) -> Training:
+        draw = random.Random(number)
+        size = draw.randint(1, 5)
+        kind = draw.choice(["in order", "seedable", "loader generator", "sampler generator", "stream"])
+        dispatch = draw.choice([None, None, True])
+        return cls(
+            number=number,
+            kind=kind,
+            rows=draw.randint(size * WORLD, 24),  # accelerate cannot dispatch nothing
+            size=size,
+            drop_last=draw.random() < 0.3,
+            split=size % WORLD == 0 and draw.random() < 0.4,
+            # accelerate forgets the generator of a loader that it dispatches.
+            dispatch=None if kind == "loader generator" else dispatch,
+            accumulation=draw.choice([1, 2, 3]),
+            optimizer=draw.choice(["sgd", "adamw"]),
+            schedule=draw.choice(["", "step", "cosine"]),
+            clip=draw.choice([None, 0.1]),
+            precision=draw.choice(["no", "no", "bf16"]),
+            dropout=draw.random() < 0.4,
+            twice=draw.random() < 0.2,
+        )
+
+    def run(self, accelerator: Any) -> dict[str, Any]:
+        """Train, with an `Accelerator` of ours or of accelerate."""
+        torch.manual_seed(self.number)
+        model: Any = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Dropout(0.5 if self.dropout else 0.0), torch.nn.Linear(4, 1)
+        )
+        kinds = {"sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, 0.05)}
+        optimizer: Any = kinds[self.optimizer](model.parameters())
+        scheduler: Any = None
+        if self.schedule == "step":
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        elif self.schedule == "cosine":
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        data: Any = SampleStream(self.rows) if self.kind == "stream" else Samples(self.rows)
+        options: dict[str, Any] = {"batch_size": self.size, "drop_last": self.drop_last}
+        generator = torch.Generator().manual_seed(self.number)
+        if self.kind == "seedable":
+            options["shuffle"] = True
+        elif self.kind == "loader generator":
+            options |= {"shuffle": True, "generator": generator}
+        elif self.kind == "sampler generator":
+            options["sampler"] = RandomSampler(data, generator=generator)
+        loader: Any = DataLoader(data, **options)
+        torch.manual_seed(self.number)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if scheduler is not None:
+            scheduler = accelerator.prepare(scheduler)
+        if self.twice:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses, rates = [], []
+        for _ in range(2):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    loss = torch.nn.functional.mse_loss(model(x).float(), y)
+                    accelerator.backward(loss)
+                    if self.clip is not None and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), self.clip)
+                    optimizer.step()
+                    if scheduler is not None:
+                        scheduler.step()
+                    optimizer.zero_grad()
+                losses += accelerator.gather(loss.detach()).tolist()
+                rates.append(optimizer.param_groups[0]["lr"])
+        weights = {name: one.tolist() for name, one in accelerator.unwrap_model(model).state_dict().items()}
+        return {"losses": losses, "rates": rates, "weights": weights}
+
+
+def compare_with_accelerate(numbers) -> list[str]:
+    from accelerate import Accelerator as Theirs
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DataLoaderConfiguration as TheirConfiguration
+
+    torch.set_num_threads(1)
+    wrong = []
+    for number in numbers:
+        case = Training.of(number)
+        config = {
+            "split_batches": case.split,
+            "dispatch_batches": case.dispatch,
+            "use_seedable_sampler": case.kind == "seedable",
+            "data_seed": case.number,
+        }
+        common = {"mixed_precision": case.precision, "gradient_accumulation_steps": case.accumulation, "cpu": True}
+        ours = case.run(Accelerator(dataloader_config=DataLoaderConfiguration(**config), **common))
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        theirs = case.run(Theirs(dataloader_config=TheirConfiguration(**config), **common))
+        wrong += [f"{case}: {key} {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key]]
+    return wrong
+
+
+def test_random_loaders_share_out_rows_like_the_oracle_and_train_like_accelerate(run_ranks):
+    def check():
+        return check_all(range(50)) + compare_with_accelerate(range(12))
+
+    for wrong in run_ranks(check, deadline=55):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(180)
+def test_rows_of_a_thousand_random_loaders_are_those_of_the_oracle(run_ranks):
+    for wrong in run_ranks(check_all, range(1000, 2000), deadline=170):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(180)
+def test_a_hundred_random_trainings_are_those_of_accelerate(run_ranks):
+    pytest.importorskip("accelerate")
+    for wrong in run_ranks(compare_with_accelerate, range(1000, 1120), deadline=170):
+        assert not wrong, "\n".join(wrong)
