@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
-import tempfile
 import time
 import uuid
 from collections import deque
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from nb_accelerate.launch.logs import new_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _TAIL_LINES = 20
 _TAIL_WIDTH = 1000
@@ -18,9 +19,6 @@ _TAIL_WIDTH = 1000
 
 _REDRAW_AFTER = 0.5
 """Seconds between two drawings of the tail."""
-
-_KEPT_DAYS = 7
-"""For so long, logs of earlier launches stay."""
 
 
 class Overflow:
@@ -42,10 +40,8 @@ class Overflow:
         self._file: IO[str] | None = None
         self._problem = ""
         try:
-            self._path = _log_folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}.log"
-            self._file = self._path.open("x", encoding="utf-8", errors="backslashreplace")
+            self._path, self._file = new_log()
         except OSError as error:
-            self._path = None
             self._problem = f"no log can be written ({error})"
 
     def write(self, text: str) -> None:
@@ -101,31 +97,3 @@ class Overflow:
         self._problem = f"the log {self._path} ends where it could not be written any more ({error.strerror})"
         self.close()
         self._file = None
-
-
-def _log_folder() -> Path:
-    """A folder of this user's that nobody else can write to or read.
-
-    Raises:
-        OSError: there is none, and none can be made.
-    """
-    folder = Path(tempfile.gettempdir()) / f"nb_accelerate-logs-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if not _is_private(folder):  # somebody else was there first, or it is a link to somewhere
-        return Path(tempfile.mkdtemp(prefix="nb_accelerate-logs-"))
-    _remove_old_logs(folder)
-    return folder
-
-
-def _is_private(folder: Path) -> bool:
-    info = folder.lstat()
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
-
-
-def _remove_old_logs(folder: Path) -> None:
-    oldest = time.time() - _KEPT_DAYS * 24 * 3600
-    for path in folder.glob("*.log"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < oldest:
-                path.unlink()

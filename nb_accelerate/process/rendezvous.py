@@ -214,9 +214,9 @@ class _PollingStore(Store):
         self._waiting = waiting
         self._clones: list[Store] = []  # see `Rendezvous`
 
-    @override
     def clone(self) -> Store:
-        clone = _PollingStore(self._store.clone(), self._waiting)
+        store: Any = self._store  # torch's stub does not know that it can be cloned
+        clone = _PollingStore(store.clone(), self._waiting)
         clone.set_timeout(self.timeout)  # type: ignore[attr-defined] # no stub
         self._clones.append(clone)
         return clone
