@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 import threading
 import time
@@ -401,6 +402,9 @@ class Crew:
                     self._turn.questions.goes_on(member.rank)
             elif self._turn is not None:
                 self._turn.answered(member, message, fds)
+            else:  # of one that was given up
+                for fd in fds:
+                    os.close(fd)
 
     def _asked(self, question: Question) -> None:
         """A debugger wants a line. What was printed before is to be seen first."""

@@ -155,10 +155,13 @@ class RankGroup:
         with interrupts.go_to(lambda: self.crew.interrupt(turn)):
             self.crew.begin(turn)
             wait_for(self.crew, turn)
-        error = error_of(turn)
-        if error is not None:
-            raise error
-        return values_of(turn)
+        try:
+            error = error_of(turn)
+            if error is not None:
+                raise error
+            return values_of(turn)
+        finally:
+            turn.close()
 
     def bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and have all of them meet. If that goes wrong, those that are new are ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,10 @@ class Member:
 
     def close(self) -> None:
         """Let go of it."""
+        for _, fds in self.inbox:
+            for fd in fds:
+                os.close(fd)
+        self.inbox.clear()
         self._alarm.close()
         if self._alarm_end is not None:
             self._alarm_end.close()

@@ -23,8 +23,8 @@ def values_of(turn: Turn) -> list[Any]:
     Raises whatever unpickling one of them raises.
     """
     return [
-        unpack(answer.parcel, fds)
-        for _, (answer, fds) in sorted(turn.answers.items())
+        unpack(answer.parcel, turn.take(rank)[1])
+        for rank, (answer, _) in sorted(turn.answers.items())
         if isinstance(answer, Result) and (answer.parcel.pickled or answer.parcel.sizes)
     ]
 
@@ -43,6 +43,7 @@ def error_of(turn: Turn) -> BaseException | None:
 def _incident(trouble: Trouble, turn: Turn) -> Incident:
     if trouble.failure is not None and trouble.member is not None:
         failure, fds = trouble.failure
+        turn.take(trouble.member.rank)
         return failed(trouble.member.handle, failure, fds, trouble.tail)
     if trouble.error is not None:
         return Incident(error=trouble.error, when=trouble.when, rank=trouble.member.rank if trouble.member else None)

@@ -310,10 +310,13 @@ class Pool:
         if self._group is not None:
             wait_for(self._group.crew, turn)
         self._settle(turn)
-        error = error_of(turn)
-        if error is not None:
-            raise error
-        return values_of(turn)
+        try:
+            error = error_of(turn)
+            if error is not None:
+                raise error
+            return values_of(turn)
+        finally:
+            turn.close()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no cell runs, one in the background say. True if none does."""

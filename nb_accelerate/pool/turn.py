@@ -12,7 +12,7 @@ users' code; connections to other ranks broken, for those that wait in a collect
 answers when that returns. In a cell it is never killed unless the user asks for it: its variables would be lost. New
 ranks have none, and are killed instead of interrupted.
 
-All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked.
+All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked and then closes the turn.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import signal
 import threading
 import time
@@ -150,6 +151,7 @@ class Turn:
     _stage_ends: float = _NEVER
     _again_at: float = _NEVER
     _late_at: float = _NEVER
+    _taken: set[int] = field(default_factory=set)
     _unasked: set[int] = field(default_factory=set)
     _unaided: set[int] = field(default_factory=set)
     """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
@@ -227,6 +229,17 @@ class Turn:
         """Everybody has answered: let go of who waits."""
         self.done.set()
         self.questions.close()
+
+    def take(self, rank: int) -> Answer:
+        """What a rank answered; its descriptors are then the caller's."""
+        self._taken.add(rank)
+        return self.answers[rank]
+
+    def close(self) -> None:
+        """Close descriptors of answers that nobody took."""
+        for rank in self.answers.keys() - self._taken:
+            for fd in self.take(rank)[1]:
+                os.close(fd)
 
     def fail(self, error: BaseException) -> None:
         """The pool has ended: nobody will answer any more."""

@@ -1,0 +1,204 @@
+"""Ranks that fail while they are started, and interrupts while they are started or ended: nothing hangs or is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nb_accelerate.errors import ConfigError, DeadlineError, PoolError, RankDiedError
+from nb_accelerate.launch import servers
+from nb_accelerate.launch.handle import RankHandle
+from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, read_cell, starting
+from nb_accelerate.pool import group as groups
+from nb_accelerate.pool.crew import Crew
+from nb_accelerate.pool.lifecycle import State
+from nb_accelerate.pool.turn import Patience
+
+LEAVES_SLOWLY = "import atexit, time\natexit.register(time.sleep, 600)"
+
+
+def run(pool: Pool, code: str, **options: Any) -> list[Any]:
+    return pool.run(read_cell(code), CellOptions(wants_values=True, progress="off", **options), variables={})
+
+
+def before(patch: pytest.MonkeyPatch, place: type, name: str, act: Callable[..., object], *, times: int = 1) -> None:
+    """Do something before a method is called, so many times."""
+    original, done = place.__dict__[name], []
+
+    def act_first(*given: Any, **options: Any) -> Any:
+        if len(done) < times:
+            done.append(1)
+            act()
+        return original(*given, **options)
+
+    patch.setattr(place, name, act_first)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    one = Pool()
+    yield one
+    one.stop()
+
+
+class TestInterrupts:
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_stopping_is_quick_then_and_leaves_nothing(self, pool: Pool, monkeypatch: pytest.MonkeyPatch, times: int):
+        pool.start(PoolOptions(num_processes=2))
+        run(pool, LEAVES_SLOWLY)
+        before(monkeypatch, Crew, "wait_for_end", interrupt, times=times)
+        monkeypatch.setattr(groups, "_QUIT", 50.0)
+        with pytest.raises(KeyboardInterrupt):
+            pool.stop()
+        assert (pool.state, pool.is_running) == (State.STOPPED, False)
+        pool.stop()
+
+    def test_restarting_ends_the_ranks_and_can_be_repeated_as_a_start(
+        self, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    ):
+        pool.start(PoolOptions(num_processes=2))
+        before(monkeypatch, Crew, "wait_for_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.restart()
+        with pytest.raises(PoolError, match="%distributed start"):
+            pool.restart()
+        pool.start(PoolOptions(num_processes=2))
+        assert run(pool, "rank") == [0, 1]
+
+    @pytest.mark.parametrize(("place", "name"), [(Crew, "add"), (Crew, "begin"), (RankHandle, "born")])
+    def test_ranks_that_are_being_started_are_ended(
+        self, pool: Pool, monkeypatch: pytest.MonkeyPatch, place: type, name: str
+    ):
+        before(monkeypatch, place, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.start(PoolOptions(num_processes=2))
+        assert pool.state is State.STOPPED
+
+    def test_replacing_a_rank_leaves_one_that_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
+        pool.start(PoolOptions(num_processes=2))
+        run(pool, "kept = rank")
+        before(monkeypatch, Crew, "add", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.restart(1)
+        assert list(pool.lost) == [1]
+        assert pool.restart(1) == [1]
+        assert run(pool, "kept", ranks=(0,)) == [0]
+
+    def test_a_stop_that_was_broken_off_can_be_repeated(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
+        class Alarm(Exception):
+            """As a user's own signal handler raises it, anywhere."""
+
+        def ring() -> None:
+            raise Alarm
+
+        pool.start(PoolOptions(num_processes=2))
+        before(monkeypatch, Crew, "close", ring)
+        with pytest.raises(Alarm):
+            pool.stop()
+        assert pool.is_running
+        pool.stop()
+        assert not pool.is_running
+
+
+def fail_to_set_up(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """One rank raises when it makes itself a process of the group."""
+    original = starting.rank_environ
+
+    def broken(plan: Any, meeting: Any, local_rank: int, **given: Any) -> dict[str, str]:
+        environ = original(plan, meeting, local_rank, **given)
+        return {**environ, "WORLD_SIZE": "device is broken"} if local_rank == rank else environ
+
+    patch.setattr(starting, "rank_environ", broken)
+
+
+def when_asked_to_join(patch: pytest.MonkeyPatch, rank: int, act: Callable[[Any], object]) -> None:
+    original = groups.send_join
+
+    def send(member: Any, *given: Any) -> None:
+        if member.rank == rank:
+            act(member)
+        original(member, *given)
+
+    patch.setattr(groups, "send_join", send)
+
+
+def kill(member: Any) -> None:
+    os.kill(member.handle.pid, signal.SIGKILL)
+
+
+@pytest.mark.limit(30)
+class TestRanksThatMeet:
+    @pytest.mark.parametrize("rank", [0, 2])
+    def test_the_failure_of_one_is_raised_and_ends_the_others(
+        self, pool: Pool, monkeypatch: pytest.MonkeyPatch, rank: int
+    ):
+        with monkeypatch.context() as patch:
+            fail_to_set_up(patch, rank)
+            with pytest.raises(ConfigError, match="device is broken"):
+                pool.start(PoolOptions(num_processes=3))
+        assert pool.state is State.STOPPED
+        with monkeypatch.context() as patch:
+            when_asked_to_join(patch, rank, kill)
+            with pytest.raises(RankDiedError, match=f"rank {rank} was ended by SIGKILL .* while it was being started"):
+                pool.start(PoolOptions(num_processes=3))
+        assert pool.state is State.STOPPED
+        pool.start(PoolOptions(num_processes=3))
+        assert run(pool, "rank") == [0, 1, 2]
+
+    def test_a_new_rank_that_fails_is_told_of_and_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(groups, "_PATIENCE", Patience(cut=0.1, wait=0.1))
+        pool.start(PoolOptions(num_processes=2))
+        with monkeypatch.context() as patch:
+            fail_to_set_up(patch, 1)
+            with pytest.raises(ConfigError, match="device is broken"):
+                pool.restart(1)
+        assert 1 in pool.lost
+        with monkeypatch.context() as patch:
+            when_asked_to_join(patch, 1, kill)
+            with pytest.raises(RankDiedError, match="rank 1 was ended by SIGKILL"):
+                pool.restart(1)
+        assert 1 in pool.restart(1)
+        assert run(pool, "rank") == [0, 1]
+
+    def test_one_that_does_not_come_is_named_when_its_time_is_up(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
+        def stop(member: Any) -> None:
+            os.kill(member.handle.pid, signal.SIGSTOP)
+            assert pool._group is not None
+            assert pool._group.crew._turn is not None
+            pool._group.crew._turn.timeout = 0.0  # seconds from when all were asked
+
+        when_asked_to_join(monkeypatch, 1, stop)
+        with pytest.raises(DeadlineError, match=r"the meeting of the ranks took longer than .* rank.*1 had not come"):
+            pool.start(PoolOptions(num_processes=2))
+        assert pool.state is State.STOPPED
+
+
+@pytest.mark.slow  # another server imports torch
+def test_after_the_death_of_the_server_ranks_can_be_replaced(pool: Pool):
+    pool.start(PoolOptions(num_processes=2))
+    server = servers.warm_server().pid
+    os.kill(server, signal.SIGKILL)
+    while len(pool.lost) < 2:
+        time.sleep(0.01)  # the pool's thread is told
+    with pytest.raises(PoolError, match="the process it was forked from has ended") as caught:
+        run(pool, "rank")
+    assert "%distributed restart 0" in str(caught.value)
+    assert pool.restart(0) == [0, 1]
+    assert run(pool, "rank") == [0, 1]
+    assert servers.warm_server().pid != server
+
+
+def test_a_pool_is_idle_when_its_cell_in_the_background_has_ended(pool: Pool):
+    pool.start(PoolOptions(num_processes=1))
+    handle = CellHandle(pool, pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}))
+    assert handle.wait(30)
+    assert (pool.state, pool.is_idle) == (State.IDLE, True)
