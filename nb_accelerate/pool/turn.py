@@ -12,7 +12,7 @@ users' code; connections to other ranks broken, for those that wait in a collect
 answers when that returns. In a cell it is never killed unless the user asks for it: its variables would be lost. New
 ranks have none, and are killed instead of interrupted.
 
-All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked and then closes the turn.
+All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked and closes the turn.
 """
 
 from __future__ import annotations
