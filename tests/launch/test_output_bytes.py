@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from jupyter_client.session import json_packer
 
 from nb_accelerate.launch import sinks
 from nb_accelerate.launch.output import RankOutput
-from nb_accelerate.launch.overflow import Overflow
 from nb_accelerate.launch.sinks import CellSink, Sink
 from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.output import CellOutput
@@ -209,37 +207,6 @@ class TestCellSink:
         assert "ends where it could not be written any more (File too large)" in text
         assert text.endswith("line 19999")
         Path(text.split()[6]).unlink()
-
-    @pytest.mark.may_leave("files")
-    def test_a_log_folder_that_is_not_private_is_not_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        folder = tmp_path / f"nb_accelerate-logs-{os.getuid()}"
-        for prepare in (
-            lambda: folder.symlink_to(elsewhere),
-            lambda: (folder.unlink(), folder.mkdir(), folder.chmod(0o777)),
-        ):
-            prepare()
-            overflow = Overflow()
-            overflow.write("secret\n")
-            overflow.close()
-            assert overflow._path is not None
-            assert overflow._path.parent not in (folder, elsewhere)
-            assert overflow._path.parent.stat().st_mode & 0o077 == 0
-            assert overflow._path.read_text() == "secret\n"
-            assert list(elsewhere.iterdir()) == []
-
-    @pytest.mark.may_leave("files")
-    def test_logs_are_removed_after_a_week(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        old, new = Overflow(), Overflow()
-        for one in (old, new):
-            one.close()
-        os.utime(old._path, (0, 0))
-        last = Overflow()
-        last.close()
-        assert {path.name for path in old._path.parent.iterdir()} == {new._path.name, last._path.name}
 
     def test_nothing_is_raised_where_the_kernel_is_gone(self):
         kernel = Kernel()
