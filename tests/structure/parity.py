@@ -121,6 +121,10 @@ DIFFERENCES = {
     "test_prepare_refuses_what_it_does_not_know": (
         "`prepare` refuses what is no model, optimizer, loader or scheduler; accelerate hands it back."
     ),
+    "test_an_optimizer_that_trains_nothing_is_refused": (
+        "An optimizer that would train nothing, since all its parameters are those of a model that was not "
+        "prepared and is not used, is refused; accelerate steps it."
+    ),
     "test_backward_on_several_processes_needs_a_prepared_model": (
         "With several processes `backward` is refused until a model was prepared: each would train a copy of its own."
     ),
