@@ -231,17 +231,26 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         """Return rows of the dataset and batches of this rank, if they have to be alike on all ranks; else None."""
         if not self.even or self._rows is None:
             return None
-        try:
-            return self._rows, len(self)
-        except (TypeError, NotImplementedError):
-            return None
+        batches = self._known_length()
+        return None if batches is None else (self._rows, batches)
 
     def _total_steps(self) -> int | None:
         """Return how many batches an epoch has, those left out at its beginning included; None if not known."""
+        batches = self._known_length()
+        return None if batches is None else batches + self.skip_batches
+
+    def _known_length(self) -> int | None:
+        """Return the length of this loader if it has one.
+
+        torch takes a length that was asked for as a promise, and warns for each batch beyond it: here nobody asked.
+        """
+        asked = self._IterableDataset_len_called
         try:
-            return len(self) + self.skip_batches
-        except (TypeError, NotImplementedError):
+            return len(self)
+        except Exception:  # a dataset's own, as when the loader was prepared
             return None
+        finally:
+            self._IterableDataset_len_called = asked
 
     def _placement(self, first: Any) -> Callable[[Any], Any] | None:
         """Return what moves batches to the device; None if the first is there already and so nothing has to move.

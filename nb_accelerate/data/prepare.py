@@ -393,5 +393,5 @@ def _copied(sampler: Any) -> Any:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except Exception:  # a dataset's own: a stream need not know its length, and says so as it likes
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -181,6 +183,22 @@ def test_a_loss_that_was_not_scaled_is_noticed_at_the_step():
     spread(model).backward()
     with pytest.raises(NotPreparedError, match="not called since"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+def test_a_prepared_optimizer_is_copied_without_what_an_accelerator_lends_it(copied):
+    accelerator = fp16()
+    model, optimizer = one(accelerator)
+    accelerator.backward(spread(model))
+    optimizer.step()
+    again = copied(optimizer)
+    assert again.param_groups[0]["lr"] == 0.5
+    assert again.scaler is None
+    (weight,) = again.param_groups[0]["params"]
+    again = accelerator.prepare(again)
+    accelerator.backward((weight * torch.tensor([[1.0, 2.0]])).sum())
+    again.step()
+    assert weight.grad.tolist() == [[1.0, 2.0]]
 
 
 def test_a_loss_may_be_scaled_by_hand():
