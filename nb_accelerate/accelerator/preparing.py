@@ -75,7 +75,7 @@ class PreparingSlice(Slice):
         if self._is_scheduler(item):
             return self.prepare_scheduler(item)
         if isinstance(item, AcceleratedScheduler):
-            return self.prepare_scheduler(item)
+            return self.prepare_scheduler(item)  # type: ignore[arg-type]  # one that another Accelerator prepared
         if isinstance(item, nn.Module):
             return self.prepare_model(item, device_placement=place)
         if isinstance(item, torch.optim.Optimizer):
@@ -200,7 +200,7 @@ class PreparingSlice(Slice):
             core.prepared.loaders.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Make a scheduler step when its optimizer does.
 
         Args:

@@ -78,7 +78,7 @@ class TrainingSlice(Slice):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was not taken, because fp16 gradients were infinite."""
-        return any(optimizer.step_was_skipped for optimizer in self.core.prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._own_or_all_optimizers())
 
     def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a block for one batch of an accumulation window.
@@ -151,7 +151,7 @@ class TrainingSlice(Slice):
             NotPreparedError: one of them did not go through ``prepare``.
         """
         if optimizer is None:
-            chosen: list[Any] = list(self.core.prepared.optimizers) or self.core.shared.optimizers
+            chosen: list[Any] = self._own_or_all_optimizers()
         else:
             chosen = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         for one in chosen:
@@ -161,6 +161,10 @@ class TrainingSlice(Slice):
                     "gradients were never scaled. Write optimizer = accelerator.prepare(optimizer) first."
                 )
             one.complete_gradients()
+
+    def _own_or_all_optimizers(self) -> list[AcceleratedOptimizer]:
+        """Return those that this `Accelerator` prepared; where it prepared none, those of the others."""
+        return list(self.core.prepared.optimizers) or self.core.shared.optimizers
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.

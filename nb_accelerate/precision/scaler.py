@@ -149,7 +149,7 @@ class LossScaler(torch.amp.GradScaler):
         self._steps: weakref.WeakValueDictionary[int, ScaledStep] = weakref.WeakValueDictionary()
         self._gone = count(-1, -1)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unowned: list[Tensor] = []
+        self._unowned: list[weakref.ref[Tensor]] = []
         self._unowned_of: tuple[int, ...] = ()
         self._scaled_unowned: dict[int, weakref.ref[Tensor]] = {}
         own = weakref.ref(self)
@@ -242,10 +242,11 @@ class LossScaler(torch.amp.GradScaler):
             self._unowned_of = shape
             owned = {id(parameter) for step in self.steps() for parameter in step.parameters()}
             parameters = [parameter for model in self._models for parameter in model.parameters()]
-            self._unowned = [parameter for parameter in parameters if id(parameter) not in owned]
+            self._unowned = [weakref.ref(parameter) for parameter in parameters if id(parameter) not in owned]
             self._scaled_unowned.clear()
-        for parameter in self._unowned:
-            if parameter.grad is not None:
+        for one in self._unowned:
+            parameter = one()
+            if parameter is not None and parameter.grad is not None:
                 self._scaled_unowned[id(parameter)] = weakref.ref(parameter.grad)
 
     def scaled_unowned(self, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -65,9 +65,9 @@ class GradientAverage:
         Raises:
             ConfigError: parameters of a model got no gradient, and it was not told to expect that.
         """
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        if len(parameters) != len(self._known):
-            self._find_out(parameters)
+        groups = self._optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self._known):
+            self._find_out([parameter for group in groups for parameter in group["params"]])
         for wrapper in self._own:
             wrapper.check_averaged()
         alone = [parameter for parameter in self._alone if parameter.requires_grad]

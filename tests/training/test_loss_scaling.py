@@ -116,13 +116,14 @@ def test_free_memory_frees_the_memory_of_optimizers():
     accelerator = fp16()
     for _ in range(2):
         model, optimizer = one(accelerator)
-        accelerator.backward(spread(model))
+        frozen = accelerator.prepare(nn.Linear(2, 1))  # with gradients that nobody uses
+        accelerator.backward(spread(model) + spread(frozen))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        gone = [weakref.ref(optimizer.optimizer), weakref.ref(model.weight)]
-        model, optimizer = accelerator.free_memory(model, optimizer)
+        gone = [weakref.ref(thing) for thing in (optimizer.optimizer, model.weight, frozen.weight)]
+        model, optimizer, frozen = accelerator.free_memory(model, optimizer, frozen)
         gc.collect()
-        assert [ref() for ref in gone] == [None, None]
+        assert [ref() for ref in gone] == [None] * 3
 
 
 def test_the_saved_scale_is_that_of_the_next_step(tmp_path):
