@@ -158,8 +158,9 @@ class CheckpointSlice(Slice):
         folder = self._next_folder() if automatic else _given(output_dir, "output_dir")
         with self._shown_as_saving():
             collectives = core.collectives if automatic else self._who_saves(folder)
+            has_published = False
             if collectives is not None:
-                state.save_state(
+                has_published = state.save_state(
                     folder,
                     collectives=collectives,
                     place=self._place(),
@@ -172,7 +173,7 @@ class CheckpointSlice(Slice):
                 )
             if automatic and project.total_limit is not None:
                 limit = project.total_limit
-                together(core.collectives, lambda: keep_newest(folder, limit) if self.should_save_model else None)
+                together(core.collectives, lambda: keep_newest(folder, limit) if has_published else None)
         project.iteration += 1
         return folder
 
@@ -192,7 +193,7 @@ class CheckpointSlice(Slice):
         `skip_first_batches`.
 
         Everything is read and checked on all processes before anything is changed. What somebody else has put into the
-        folder is not looked at, and no code of it runs.
+        folder is not looked at, and no code of it runs unless ``load_kwargs`` allows it.
 
         Args:
             input_dir: the folder; with ``automatic_checkpoint_naming`` the newest of which nothing is missing or
@@ -216,9 +217,9 @@ class CheckpointSlice(Slice):
         automatic = input_dir is None and project.automatic_checkpoint_naming
         if automatic:
             parent = together(collectives, self._numbered_folders)
-            folder = newest_whole(parent, collectives=collectives, place=place)
+            folder, next_number = newest_whole(parent, collectives=collectives, place=place)
         else:
-            folder = together(collectives, lambda: _there(input_dir))
+            folder, next_number = together(collectives, lambda: _there(input_dir)), project.iteration
             damaged = loading.damage_on_all_ranks(folder, collectives=collectives, place=place)
             if damaged:
                 raise CheckpointError("\n".join(damaged))
@@ -253,8 +254,7 @@ class CheckpointSlice(Slice):
         )
         if states.step is not None:
             core.accumulation.step = states.step
-        if automatic:
-            project.iteration = int(folder.name.rpartition("_")[2]) + 1
+        project.iteration = next_number
 
     @contextlib.contextmanager
     def _shown_as_saving(self) -> Iterator[None]:

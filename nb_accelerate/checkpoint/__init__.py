@@ -6,5 +6,6 @@ Files have the names and formats of Hugging Face accelerate, so that either pack
     (or pytorch_model.bin)     scheduler.bin     custom_checkpoint_<n>.pkl
     checkpoint.json, ours      scaler.pt         dl_state_dict.bin
 
-The second of a kind is ``optimizer_1.bin``. A model that `save_model` splits has an index beside its parts.
+``checkpoint.json`` is the manifest: all files with their sizes and checksums, and what is known about the run. The
+second of a kind is ``optimizer_1.bin``. A model that `save_model` splits has an index beside its parts.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
 import struct
@@ -20,6 +21,8 @@ from nb_accelerate.config.checks import check_whole
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 # What torch.load raises over bytes that are not what torch.save writes, besides UnpicklingError.
@@ -32,13 +35,15 @@ _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
-def write(obj: Any, file: Any, *, safe_serialization: bool) -> None:
+def write(obj: Any, file: Any, *, safe_serialization: bool, with_checksums: bool = True) -> None:
     """Write an object.
 
     Args:
         obj: what to save; with ``safe_serialization`` a dict of tensors.
         file: its path, or else something that is open for writing.
         safe_serialization: write safetensors, with tensors that share memory written once.
+        with_checksums: have torch put checksums into the file, which takes as long as all the rest. Not needed where
+            there is one of the whole file.
 
     Raises:
         CheckpointError: it could not be written, or is nothing that safetensors can hold.
@@ -51,7 +56,7 @@ def write(obj: Any, file: Any, *, safe_serialization: bool) -> None:
             save_file(clean_state_dict_for_safetensors(obj), file, metadata={"format": "pt"})
         elif isinstance(file, (str, os.PathLike)):
             # torch would tell nothing of what the disk says.
-            with Path(file).open("wb") as opened:
+            with Path(file).open("wb") as opened, _checksums_of_torch(with_checksums):
                 torch.save(obj, opened)
         else:
             torch.save(obj, file)
@@ -63,6 +68,16 @@ def write(obj: Any, file: Any, *, safe_serialization: bool) -> None:
         if cause is None or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file} could not be written: {cause}") from error
+
+
+@contextlib.contextmanager
+def _checksums_of_torch(wanted: bool) -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(before and wanted)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -120,7 +135,8 @@ def _needs_pickle(file: str | os.PathLike[str]) -> list[str]:
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                if archive.testzip() is not None:
+                has_checksums = any(one.CRC for one in archive.infolist())
+                if has_checksums and archive.testzip() is not None:
                     return []
         with torch.serialization.safe_globals(_NUMPY):
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))

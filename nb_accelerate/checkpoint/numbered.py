@@ -33,10 +33,13 @@ def numbered(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def newest_whole(parent: Path, *, collectives: Collectives, place: Place) -> Path:
+def newest_whole(parent: Path, *, collectives: Collectives, place: Place) -> tuple[Path, int]:
     """Return the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
 
     A line says which were passed over, and why.
+
+    Returns:
+        Its folder, and the number of the next checkpoint, which none that was passed over has either.
 
     Raises:
         CheckpointError: there are some, and none is whole.
@@ -55,7 +58,7 @@ def newest_whole(parent: Path, *, collectives: Collectives, place: Place) -> Pat
                 logger.warning(
                     "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
                 )
-            return folder
+            return folder, max(map(max, everywhere)) + 1
         passed_over.append(f"{folder.name}: {' '.join(found)}")
     raise CheckpointError(f"No checkpoint in {parent} is whole:\n" + "\n".join(passed_over))
 

@@ -101,7 +101,7 @@ def save_state(
     loaders: Sequence[Any],
     step: int,
     safe_serialization: bool,
-) -> None:
+) -> bool:
     """Write a checkpoint, in place of the one that is there.
 
     Args:
@@ -115,6 +115,9 @@ def save_state(
         step: batches in the current accumulation window.
         safe_serialization: write weights as safetensors.
 
+    Returns:
+        Whether it was this rank that published it: rank 0, and one of each machine with a disk of its own.
+
     Raises:
         CheckpointError: it could not be written, on this rank or another. What was there is there still.
     """
@@ -125,12 +128,17 @@ def save_state(
         if shared.staging is not None:
             for number, state in enumerate(states):
                 name = name_of(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME, number)
-                write(state, shared.own / name, safe_serialization=safe_serialization)
+                write(state, shared.own / name, safe_serialization=safe_serialization, with_checksums=False)
         for part in parts:
             if part.on_every_rank or shared.staging is not None:
-                write(part.thing.state_dict(), shared.own / part.name_on(place.rank), safe_serialization=False)
+                write(
+                    part.thing.state_dict(),
+                    shared.own / part.name_on(place.rank),
+                    safe_serialization=False,
+                    with_checksums=False,
+                )
         numbers = {"step": step, SAVED_BY: "nb_accelerate", **rng.capture(place.kind)}
-        write(numbers, shared.own / RANDOM_NUMBERS.format(place.rank), safe_serialization=False)
+        write(numbers, shared.own / RANDOM_NUMBERS.format(place.rank), safe_serialization=False, with_checksums=False)
         return place.rank, record_all(shared.own)
 
     def publish(written: Mapping[int, dict[str, FileRecord]]) -> None:
@@ -155,6 +163,7 @@ def save_state(
     try:
         written = dict(gathered(collectives, write_own))
         together(collectives, lambda: publish(written))
+        return shared.staging is not None
     except BaseException:
         shared.discard()
         raise

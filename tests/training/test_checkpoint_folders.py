@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures.ranks import RunRanks
 from torch import nn
 
 from nb_accelerate.accelerator import Accelerator
@@ -277,7 +279,7 @@ _NAMES = (
 _JSON = (
     "", "{", "[]", "null", "0", "[" * 9999, '{"format": 2}', '{"format": 2, "crc32": 0}', "9" * 6000,
     '{"format": 1, "files": {"../../precious": {"size": 4, "crc32": [1]}}}', '["/precious", "../../precious"]',
-    '{"format": 1, "step": -1, "num_processes": 1, "epochs": [], "seeds": []}', '{"format": 1, "step": 1e400}', "\ufeff",
+    '{"format": 1, "step": -1, "num_processes": 1, "epochs": [], "seeds": []}', '{"format": 1, "step": 1e400}',
     '{"format": 1, "step": 0, "num_processes": 1e3, "epochs": [0], "seeds": [0]}', '{"format": [], "files": []}',
     '{"format": 1, "step": 0, "num_processes": 1, "epochs": [[]], "seeds": {}}', '{"format": true, "step": 0}',
 )  # fmt: skip
@@ -410,7 +412,8 @@ def test_the_newest_whole_checkpoint_is_loaded_and_the_others_are_named(
     for line in ("checkpoint_4/model.safetensors is missing", "checkpoint_3/optimizer.bin is not as it was saved",
                  "checkpoint_2/checkpoint.json is missing"):  # fmt: skip
         assert line in told
-    assert accelerator.project_configuration.iteration == 2
+    assert accelerator.save_state().name == "checkpoint_5"  # not the number of one that was passed over
+    shutil.rmtree(folder / "checkpoint_5")
     for path in (folder / "checkpoint_1", folder / "checkpoint_0"):
         (path / "model.safetensors").write_text("")
     model.weight.data.fill_(7)
@@ -442,3 +445,40 @@ def test_a_limit_never_removes_what_was_saved_last_nor_the_only_whole_one(tmp_pa
     handle.remove()
     assert sorted(os.listdir(folder)) == ["checkpoint_0", "checkpoint_3"]
     accelerator.load_state()
+
+
+def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(root: str) -> Any:
+        import dataclasses
+
+        from training.test_checkpoint_folders import _numbering
+
+        from nb_accelerate.checkpoint import sharing
+        from nb_accelerate.errors import CheckpointError
+
+        rank = int(os.environ["RANK"])
+        own = Path(root) / f"disk {rank}"
+        accelerator, model = _numbering(own)
+        # As on two machines with a rank each: what is on the disk of one does not exist on the other.
+        place = dataclasses.replace(accelerator._place(), node_rank=rank, local_rank=0, local_world_size=1)
+        accelerator._place = lambda: place  # type: ignore[method-assign]
+        whole = sharing.folder_of
+        sharing.folder_of = lambda path, rank: whole(path if path.is_relative_to(own) else Path("/nowhere"), rank)
+        try:
+            accelerator.save_state()
+        except CheckpointError as error:
+            refused = str(error), sorted(str(path) for path in own.rglob("*") if path.name.startswith("."))
+        accelerator.project_configuration.save_on_each_node = True
+        folder = accelerator.save_state()
+        with torch.no_grad():
+            model.module.weight.fill_(5)
+        accelerator.load_state()
+        manifest = json.loads((folder / "checkpoint.json").read_text())
+        files = sorted(path.name for path in folder.iterdir())
+        return refused, model.module.weight.sum().item(), manifest["ranks"], files
+
+    files = ["checkpoint.json", "model.safetensors", "optimizer.bin"]
+    for rank, (refused, *loaded) in enumerate(run_ranks(save_and_load, str(tmp_path))):
+        assert "rank 1 does not see: their machines do not share this disk" in refused[0]
+        assert refused[1] == []
+        assert loaded == [4.0, [rank], [*files, f"random_states_{rank}.pkl"]]
