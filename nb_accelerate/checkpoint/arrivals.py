@@ -57,7 +57,7 @@ class Arrivals:
         before = board.wait_in(Collective.barrier)
         about = json.dumps([folder, list(whereabouts)])
         try:
-            return self._wait_for_others(about) if self._rank == 0 else self._come(about)
+            return self._wait_for_others(about) if self._rank == 0 else self._wait_for_main_process(about)
         finally:
             board.enter(before)
 
@@ -80,7 +80,7 @@ class Arrivals:
         self._someone_came |= bool(came)
         return complete
 
-    def _come(self, about: str) -> bool:
+    def _wait_for_main_process(self, about: str) -> bool:
         while True:
             number, self._next = self._next, self._next + 1
             key = _key(number, self._rank)

@@ -24,7 +24,10 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
+import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
     Kind = Literal["state", "model"]
 
 _OURS = {"state": OF_A_STATE, "model": OF_A_MODEL}
-_STAGED = re.compile(r"(\..+)?\.nb_accelerate-[0-9a-f]{16}")
+_STAGED = re.compile(r"(\..+)?\.nb_accelerate-([0-9a-f]{4})[0-9a-f]{12}")
+_A_DAY = 86400.0
 _COMMITTED = re.compile(r"\.nb_accelerate-(state|model)-(\d{1,9})")
 
 
@@ -74,7 +78,7 @@ class Staging:
         target = Path(os.path.realpath(Path(folder).expanduser()))
         if target.exists() and not target.is_dir():
             raise ConfigError(f"{folder} is a file. Give the name of a folder for the checkpoint.")
-        name = f".nb_accelerate-{secrets.token_hex(8)}"
+        name = _new_name()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             for place in (target.parent, target):
@@ -137,7 +141,7 @@ class Staging:
             self.path.parent != self.target.parent
             or old.st_dev != new.st_dev
             or (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid)
-            or self.target.samefile(Path.cwd())
+            or _is_here(self.target)
             or not all(self._replaces(entry) for entry in list(os.scandir(self.target)))
         ):
             return False
@@ -162,7 +166,7 @@ class Staging:
             raise IsADirectoryError(f"{self.target / in_the_way[0]} is a folder, and a file is to be saved there")
         before = [number for number, _ in _committed(self.target, self._kind)]
         committed = self.target / f".nb_accelerate-{self._kind}-{max(before, default=0) + 1}"
-        trash = self.target / f".nb_accelerate-{secrets.token_hex(8)}"
+        trash = self.target / _new_name()
         trash.mkdir()
         try:
             self.path.rename(committed)
@@ -191,9 +195,15 @@ def published(folder: Path, kind: Kind) -> Path:
 
 
 def remove_leftovers(place: Path) -> None:
-    """Remove what saves of this user have left in a folder, if their processes are gone."""
+    """Remove what saves of this user have left in a folder, if their processes are gone.
+
+    Those of another machine, whose locks are not seen here on some network disks, have to be a day old.
+    """
     for entry in _entries(place):
-        if not _STAGED.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+        match = _STAGED.fullmatch(entry.name)
+        if match is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        if match[2] != _of_this_machine() and time.time() - entry.stat(follow_symlinks=False).st_mtime < _A_DAY:
             continue
         try:
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -214,7 +224,7 @@ def remove(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         folder.unlink(missing_ok=True)
         return
-    trash = folder.parent / f".{folder.name}.nb_accelerate-{secrets.token_hex(8)}"
+    trash = folder.parent / f".{folder.name}{_new_name()}"
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
@@ -274,6 +284,22 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
         with Path(target).open("rb") as file:
             os.fsync(file.fileno())
+
+
+def _is_here(folder: Path) -> bool:
+    """Whether the process works in a folder: it would be left in the old one if that was replaced."""
+    try:
+        return folder.samefile(Path.cwd())
+    except OSError:  # it works in one that was removed
+        return False
+
+
+def _new_name() -> str:
+    return f".nb_accelerate-{_of_this_machine()}{secrets.token_hex(6)}"
+
+
+def _of_this_machine() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()) & 0xFFFF:04x}"
 
 
 def _sync(path: Path) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ def test_a_folder_is_new_or_takes_the_place_of_another_or_is_put_into_one_with_o
     _publish(target, model__safetensors="5")
     assert _texts(target) == {"model.safetensors": "5"}
 
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    _publish(target, model__safetensors="5")
     monkeypatch.chdir(target)
     _publish(Path(), model__safetensors="6")
     assert Path.cwd() == target
@@ -180,15 +185,21 @@ def _let_go(staging: Staging) -> None:
 
 
 def test_a_save_that_another_process_is_at_is_left_alone(tmp_path: Path):
-    (tmp_path / ".other.nb_accelerate-0123456789abcdef").mkdir()
-    (tmp_path / ".dead.nb_accelerate-0123456789abcdef").mkdir()
-    descriptor = os.open(tmp_path / ".other.nb_accelerate-0123456789abcdef", os.O_RDONLY)
+    live = f".live{publishing._new_name()}"
+    (tmp_path / live).mkdir()
+    name = publishing._new_name()
+    (tmp_path / f".dead{name}").mkdir()
+    elsewhere = f"{int(name[-16:-12], 16) ^ 1:04x}0123456789ab"
+    for age in (0, 100_000):  # seconds: of another machine, whose locks are perhaps not seen
+        (tmp_path / f".{age}.nb_accelerate-{elsewhere}").mkdir()
+        os.utime(tmp_path / f".{age}.nb_accelerate-{elsewhere}", (time.time() - age,) * 2)
+    descriptor = os.open(tmp_path / live, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         _publish(tmp_path / "model", model__safetensors="1")
     finally:
         os.close(descriptor)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.nb_accelerate-0123456789abcdef", "model"]
+    assert {path.name for path in tmp_path.iterdir()} == {live, f".0.nb_accelerate-{elsewhere}", "model"}
 
 
 def test_what_is_in_the_way_is_said_and_kept(tmp_path: Path):
