@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from typing_extensions import override
 
-from nb_accelerate.display import text
+from nb_accelerate.display import console, text
 from nb_accelerate.display.panel import Drawing
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class Block(Drawing):
         self._lines = []
         if view.is_worth_keeping:
             end_of_line = "\n" if self._is_hidden else ""
-            self._stream.write(f"{end_of_line}{text.table(view)}\n")
-        self._stream.flush()
+            console.write(self._stream, f"{end_of_line}{text.table(view)}\n")
+        console.flush(self._stream)
 
     def hide(self) -> None:
         """Wipe it, so that something can be printed where it was."""
@@ -77,11 +77,11 @@ class Block(Drawing):
 
     def _wipe(self) -> None:
         if self._height:
-            self._stream.write(f"\x1b[{self._height}F\x1b[J")
+            console.write(self._stream, f"\x1b[{self._height}F\x1b[J")
             self._height = 0
 
     def _paint(self) -> None:
         if self._lines and not self._is_hidden:
-            self._stream.write("\n".join(self._lines) + "\n")
+            console.write(self._stream, "\n".join(self._lines) + "\n")
             self._height = len(self._lines)
-        self._stream.flush()
+        console.flush(self._stream)

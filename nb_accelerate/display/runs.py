@@ -25,7 +25,7 @@ def take(data: bytes) -> str | None:
     """Note what a tracker in a rank sent. Returns the run's id; None if it makes no sense."""
     try:
         entry: dict[str, Any] = json.loads(data)
-        key = str(entry["run"])
+        key, config = str(entry["run"]), dict(entry.get("config", {}))
     except (ValueError, KeyError, TypeError):
         return None
     record = _records.get(key)
@@ -34,8 +34,8 @@ def take(data: bytes) -> str | None:
         number = 1 + sum(other == project for other in _projects.values())
         _projects[key] = project
         record = _records[key] = RunRecord(name=project if number == 1 else f"{project}-{number}")
-    record.config.update(entry.get("config", {}))
-    if "row" in entry:
+    record.config.update(config)
+    if isinstance(entry.get("row"), dict):
         record.rows.append(entry["row"])
     return key
 

@@ -136,7 +136,7 @@ class _Line:
     def add(self, piece: str) -> None:
         """More of it."""
         if "\r" in piece:
-            piece = _last_drawing(self.take() + piece)
+            piece = last_drawing(self.take() + piece)
         if piece:
             self._pieces.append(piece)
             self.size += len(piece)
@@ -150,10 +150,10 @@ class _Line:
 
 def _last_drawings(lines: str) -> str:
     """Whole lines, without what has been drawn over in each."""
-    return "\n".join(map(_last_drawing, lines.split("\n"))) if "\r" in lines else lines
+    return "\n".join(map(last_drawing, lines.split("\n"))) if "\r" in lines else lines
 
 
-def _last_drawing(line: str) -> str:
+def last_drawing(line: str) -> str:
     """A line without what was drawn over: the last drawing that shows something, behind a carriage return."""
     shown = line.rstrip("\r\t ")
     start = shown.rfind("\r")

@@ -13,6 +13,8 @@ from nb_accelerate.launch.logs import new_log
 if TYPE_CHECKING:
     from pathlib import Path
 
+from nb_accelerate.launch.output import last_drawing
+
 _TAIL_LINES = 20
 _TAIL_WIDTH = 1000
 """Characters of a line in the tail."""
@@ -35,7 +37,8 @@ class Overflow:
         self._id = uuid.uuid4().hex
         self._lines = 0
         self._size = 0
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._tail: deque[str] = deque([""], maxlen=_TAIL_LINES + 1)
+        """The last lines; what comes next goes on with the last one."""
         self._path: Path | None = None
         self._file: IO[str] | None = None
         self._problem = ""
@@ -49,7 +52,10 @@ class Overflow:
         self.has_news = True
         self._lines += text.count("\n")
         self._size += len(text)
-        self._tail.extend(text.splitlines(keepends=True)[-_TAIL_LINES:])
+        begun = self._tail.pop() if self._tail else ""
+        for line in (begun + text).split("\n")[-_TAIL_LINES - 1 :]:
+            shown = last_drawing(line)
+            self._tail.append(shown if len(shown) <= _TAIL_WIDTH else "... " + shown[-_TAIL_WIDTH:])
         if self._file is not None:
             try:
                 self._file.write(text)
@@ -74,7 +80,7 @@ class Overflow:
             head = f"... {self._lines - lines:,} more lines; " + self._whereabouts(f"all {self._lines:,} are")
         else:
             head = f"... {self._size - size:,} more characters; " + self._whereabouts(f"all {self._size:,} are")
-        tail = "".join(line if len(line) <= _TAIL_WIDTH else f"... {line[-_TAIL_WIDTH:]}" for line in self._tail)
+        tail = "\n".join(list(self._tail)[-_TAIL_LINES - (not self._tail[-1]) :]).lstrip("\r")
         return {
             "data": {"text/plain": f"{head}. The last ones:\n{tail}".rstrip("\n")},
             "metadata": {},

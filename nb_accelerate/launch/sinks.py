@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
+from nb_accelerate.display import console
 from nb_accelerate.launch.overflow import Overflow
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class StreamSink(Sink):
     def write(self, stream: StreamName, text: str) -> None:
         if self.block is not None:
             self.block.hide()
-        _print(sys.stdout if stream == "stdout" else sys.stderr, text)
+        console.write(sys.stdout if stream == "stdout" else sys.stderr, text)
         if self.block is not None and text.endswith("\n"):
             self.block.show()
 
@@ -89,7 +90,7 @@ class StreamSink(Sink):
     def display(self, kind: str, content: dict[str, Any]) -> None:
         text = content.get("data", {}).get("text/plain")
         if text is not None:
-            _print(sys.stdout, f"{text}\n")
+            console.write(sys.stdout, f"{text}\n")
 
     @override
     def flush(self) -> None:
@@ -97,7 +98,8 @@ class StreamSink(Sink):
 
     @override
     def close(self) -> None:
-        _flush_streams()
+        console.flush(sys.stdout)
+        console.flush(sys.stderr)
 
 
 class CellSink(Sink):
@@ -130,7 +132,7 @@ class CellSink(Sink):
         redirected = self._redirected[stream]
         if redirected is not None:
             self._begin()
-            _print(redirected, text)
+            console.write(redirected, text)
             return
         if self._overflow is not None:
             self._overflow.write(text)
@@ -196,7 +198,8 @@ class CellSink(Sink):
         """What the cell itself has printed comes before; a cell that prints nothing need not wait."""
         if self._is_first:
             self._is_first = False
-            _flush_streams()
+            console.flush(sys.stdout)
+            console.flush(sys.stderr)
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         self._begin()
@@ -210,15 +213,16 @@ class CellSink(Sink):
                 send(socket, "stream", {"name": "stderr", "text": text}, parent=self._parent)
 
     def _publish(self, kind: str, content: dict[str, Any]) -> None:
-        if kind == "clear_output":
-            self._publisher.clear_output(wait=bool(content.get("wait")))
-            return
-        self._publisher.publish(
-            data=content.get("data"),
-            metadata=content.get("metadata"),
-            transient=content.get("transient"),
-            update=kind == "update_display_data",
-        )
+        with contextlib.suppress(Exception):  # it is somebody else's class
+            if kind == "clear_output":
+                self._publisher.clear_output(wait=bool(content.get("wait")))
+                return
+            self._publisher.publish(
+                data=content.get("data"),
+                metadata=content.get("metadata"),
+                transient=content.get("transient"),
+                update=kind == "update_display_data",
+            )
 
 
 def _unless_kernels(stream: Any) -> Any:
@@ -234,25 +238,6 @@ def _capturing_publisher(kernel: Any) -> Any:
 
     publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
     return None if publisher is None or isinstance(publisher, ZMQDisplayPublisher) else publisher
-
-
-def _print(stream: IO[str] | None, text: str) -> None:
-    """Write, with escapes for letters that the stream has not; nothing if it is closed, or nobody reads it."""
-    if stream is None:
-        return
-    with contextlib.suppress(OSError, ValueError):
-        try:
-            stream.write(text)
-        except UnicodeEncodeError:
-            encoding = getattr(stream, "encoding", None) or "ascii"
-            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
 
 
 def _sendable(content: Any) -> Any:

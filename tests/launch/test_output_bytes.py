@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 from jupyter_client.session import json_packer
 
+from nb_accelerate.display.block import Block
 from nb_accelerate.launch import sinks
 from nb_accelerate.launch.output import RankOutput
-from nb_accelerate.launch.sinks import CellSink, Sink
+from nb_accelerate.launch.sinks import CellSink, Sink, StreamSink
 from nb_accelerate.pool.display_ids import DisplayIds
 from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.protocol.messages import Display
@@ -208,6 +211,17 @@ class TestCellSink:
         assert text.endswith("line 19999")
         Path(text.split()[6]).unlink()
 
+    @pytest.mark.may_leave("files")
+    def test_a_bar_that_goes_on_for_long_is_one_line_of_the_tail(self):
+        kernel = Kernel()
+        sink = CellSink(kernel, size_limit=100)
+        for number in range(1000):
+            sink.write("stderr", f"\r{number:4} of 1000")
+        sink.close()
+        text = kernel.sent[-1][1]["data"]["text/plain"]
+        assert text.endswith("The last ones:\n 999 of 1000")
+        Path(re.search(r"in (\S+)\. The last", text)[1]).unlink()
+
     def test_nothing_is_raised_where_the_kernel_is_gone(self):
         kernel = Kernel()
         sink = CellSink(kernel)
@@ -227,13 +241,48 @@ class TestCellSink:
         assert kernel.sent[0][1]["text"].startswith("<a message of a rank cannot be sent to the notebook: ")
 
 
+def test_a_panel_in_a_terminal_that_knows_no_such_letters_shows_escapes_and_none_in_one_that_is_closed():
+    raw = io.BytesIO()
+    terminal = io.TextIOWrapper(raw, encoding="ascii")
+    block = Block(terminal)
+    block.draw_lines(["\u2588 50%"])
+    assert raw.getvalue() == b"\\u2588 50%\n"
+    terminal.close()
+    block.hide()
+    block.show()
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise RuntimeError("a stream of the user's own")
+
+
+def test_a_stream_of_the_users_own_may_raise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", Broken())
+    sink = StreamSink()
+    sink.write("stdout", "text\n")
+    sink.display("display_data", {"data": {"text/plain": "text"}})
+    sink.close()
+
+
 SCRIPT = r"""
 from nb_accelerate import notebook_launcher
 notebook_launcher(lambda: print("gr\xfc\xdfe \ud800 \U0001f389"), (), 1, progress="text")
 """
 
 
-def test_a_console_that_knows_no_umlauts_shows_escapes():
+def test_a_stream_that_knows_no_umlauts_gets_escapes(monkeypatch: pytest.MonkeyPatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    sink = StreamSink()
+    sink.write("stdout", "gr\xfc\xdfe \ud800\n")
+    sink.display("display_data", {"data": {"text/plain": "\U0001f389"}})
+    sink.close()
+    assert raw.getvalue() == b"gr\\xfc\\xdfe \\ud800\n\\U0001f389\n"
+
+
+@pytest.mark.slow
+def test_a_launch_in_a_console_that_knows_no_umlauts_shows_escapes():
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
