@@ -65,7 +65,7 @@ def _whole_text_of(error: BaseException) -> str:
 
 
 def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
-    seen = seen | {id(error)}
+    seen.add(id(error))  # each is told of once: causes may go in circles, and groups share members
     # Read past what a class may have put in the place of these.
     explicit: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
     context: BaseException | None = vars(BaseException)["__context__"].__get__(error)
@@ -73,7 +73,7 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
     cause = explicit if explicit is not None else None if suppressed else context
     tells_cause = cause is not None and depth > 1 and id(cause) not in seen
     message = text_of(error)
-    group = [one for one in _group(error) if id(one) not in seen] if depth > 1 else []
+    group = _group(error)
     return ErrorReport(
         type_name=_type_name(error),
         message=message,
@@ -82,7 +82,7 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
         cause=_report(cause, depth - 1, seen) if cause is not None and tells_cause else None,
         explicit_cause=explicit is not None,
         last_lines=_last_lines(error, message),
-        group=tuple(_report(one, depth - 1, seen) for one in group[:_MAX_GROUP]),
+        group=tuple(_report(one, depth - 1, seen) for one in group[:_MAX_GROUP] if depth > 1 and id(one) not in seen),
         group_size=len(group),
     )
 

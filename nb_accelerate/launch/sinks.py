@@ -11,6 +11,7 @@ as can be: it never ends what watches over the ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -241,7 +242,7 @@ def _capturing_publisher(kernel: Any) -> Any:
 
 
 def _sendable(content: Any) -> Any:
-    """The same with escapes for halves of letters (lone surrogates), which no message can carry."""
+    """The same without what no message can carry: halves of letters (lone surrogates), and what is no number."""
     if isinstance(content, str):
         try:
             content.encode()
@@ -252,6 +253,8 @@ def _sendable(content: Any) -> Any:
         return {_sendable(key): _sendable(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
         return [_sendable(part) for part in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return repr(content)
     return content
 
 

@@ -267,7 +267,10 @@ class _Bars:
 
 def _as_message(display: Display) -> dict[str, Any]:
     """The content, with all that a Jupyter message has, whatever the rank was asked to show."""
-    content = json.loads(display.content)
+    try:
+        content = json.loads(display.content)
+    except RecursionError:
+        content = {"data": {"text/plain": "<what a rank shows is nested too deeply>"}}
     content = content if isinstance(content, dict) else {}
     parts = {name: content.get(name) for name in ("data", "metadata", "transient")}
     found: dict[str, Any] = {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
