@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.machine import VISIBLE
@@ -75,3 +76,11 @@ def rank_environ(
     if plan.visible_devices is not None:  # chosen among those that were asked for
         environ[VISIBLE] = plan.visible_devices
     return environ
+
+
+def working_directory() -> str:
+    """Of this process, for its ranks; "" if somebody has deleted it, which a rank then says."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return ""

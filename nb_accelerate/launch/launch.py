@@ -10,11 +10,10 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, StartError
-from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.environ import rank_environ, working_directory
 from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.incidents import summary
@@ -316,7 +315,7 @@ class Launch:
                         attempt=attempt,
                         max_restarts=options.max_restarts,
                     ),
-                    cwd=str(Path.cwd()),
+                    cwd=working_directory(),
                     sys_path=tuple(sys.path),
                     argv=tuple(sys.argv),
                     num_threads=plan.num_threads,

@@ -145,13 +145,16 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         keeper.bind((_LOOPBACK, port))
+        # Sends nothing, and fails where the interface is down, which has the address all the same.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((_LOOPBACK, 9))
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.ENETUNREACH):
             raise ConfigError(_why_not_bound(_LOOPBACK, port, error)) from error
         if not alone:
             raise StartError(
-                f"this machine has no {_LOOPBACK}: its loopback network interface is down, and ranks exchange tensors "
-                f"through it. Bring it up (ip link set lo up), or run one rank: num_processes=1"
+                f"the loopback network interface of this machine is down, and ranks exchange tensors through it "
+                f"({_LOOPBACK}). Bring it up (ip link set lo up), or run one rank: num_processes=1"
             ) from None
         return port or _DEFAULT_PORT
     return int(keeper.getsockname()[1])

@@ -29,6 +29,7 @@ import psutil
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
+from nb_accelerate.launch.environ import working_directory
 from nb_accelerate.launch.owner import Owner
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
@@ -125,6 +126,7 @@ class _ExecutedServer(RankServer):
                 stderr=subprocess.STDOUT,
                 pass_fds=(there.fileno(),),
                 env=safe_environ(),
+                cwd=None if working_directory() else "/",  # in one that was deleted, torch cannot be imported
             )
         there.close()
         self.owner = Owner(self._process.pid, self._channel)

@@ -6,11 +6,10 @@ import contextlib
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, PoolError
-from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.environ import rank_environ, working_directory
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.launch import notebook_sources
 from nb_accelerate.launch.machine import look
@@ -89,7 +88,7 @@ def send_setup(members: Iterable[Member], options: LaunchOptions, plan: LaunchPl
             setup = Setup(
                 rank=member.rank,
                 environ=rank_environ(plan, meeting, member.rank, base=dict(os.environ), extra=options.env),
-                cwd=str(Path.cwd()),
+                cwd=working_directory(),
                 sys_path=tuple(sys.path),
                 argv=tuple(sys.argv),
                 num_threads=plan.num_threads,

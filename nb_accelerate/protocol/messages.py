@@ -67,7 +67,7 @@ class Setup:
     Attributes:
         rank: its number among all ranks.
         environ: its whole environment, not a difference.
-        cwd: working directory.
+        cwd: working directory; "" if that of the kernel has been deleted.
         sys_path: the module search path of the kernel as it is now.
         argv: `sys.argv`.
         num_threads: intra-op threads of torch.

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.board import install
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
+from nb_accelerate.errors import StartError
 from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.protocol.messages import Answer, Call, Quit, Ready
+from nb_accelerate.protocol.messages import Answer, Call, CellEnd, Failure, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
@@ -79,6 +80,7 @@ def run_rank(
     sys.path[:] = own_path = list(own_path or sys.path)
     store: object = None
     is_usable = False
+    rank = os.getpid()
     persistent: PersistentRank | None = None
     try:
         setup, fds = channel.recv()
@@ -101,7 +103,9 @@ def run_rank(
             if isinstance(message, Call):
                 if not is_usable:  # which has been answered; this was on its way
                     continue
-                _send(channel, *answer(functools.partial(_load, message.parcel, fds, inherited), gate))
+                answered, packed = answer(functools.partial(_load, message.parcel, fds, inherited), gate)
+                _end_if_forked(rank, answered)
+                _send(channel, answered, packed)
                 continue
             if persistent is None:
                 # Only now: IPython is nothing that a launched function needs.
@@ -110,7 +114,9 @@ def run_rank(
 
                     importlib.import_module(SETUP_PROCESS.partition(":")[0])
                 persistent = PersistentRank(channel, gate, mark)
-            _send(channel, *persistent.answer(message, fds))
+            end, packed = persistent.answer(message, fds)
+            _end_if_forked(rank, end)
+            _send(channel, end, packed)
     except (EOFError, BrokenPipeError):
         os._exit(1)  # the kernel is gone; nobody is left to tell
     _leave()
@@ -138,7 +144,7 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     for name, value in setup.environ.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    os.chdir(setup.cwd)
+    _go_to(setup.cwd)
     sys.argv[:] = setup.argv
     spawn_by_value()
     bars_as_rows()
@@ -161,6 +167,37 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     store = None if setup.store is None else reach_store(setup.store, store_fd)
     sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
     return store
+
+
+def _go_to(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        why = f"{folder}: {error.strerror}" if folder else "it has been deleted"
+        raise StartError(
+            f"ranks cannot work in the working directory of this process ({why}). Change to another one first, with "
+            f"os.chdir('/path/of/a/folder') or %cd"
+        ) from None
+
+
+def _end_if_forked(rank: int, answer: object) -> None:
+    """End a process that users' code has forked from rank `rank`, if this is one: its code has come to its end.
+
+    It is not the rank, so it neither answers nor takes the next call or cell. Python would end it likewise at the end
+    of a script.
+    """
+    if os.getpid() == rank:
+        return
+    outcome = answer.answer if isinstance(answer, CellEnd) else answer
+    code = 0
+    if isinstance(outcome, Failure):
+        report, code = outcome.report, 1
+        if report.type_name != "SystemExit":
+            print(f"in a process forked from a rank: {report.type_name}: {report.message}", file=sys.stderr)  # noqa: T201
+        elif report.message.isascii() and report.message.isdigit():
+            code = int(report.message) & 0xFF
+    _flush()
+    os._exit(code)
 
 
 def _reseed_numpy() -> None:

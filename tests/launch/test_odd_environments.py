@@ -1,0 +1,100 @@
+"""Environments in which a launch cannot work say so in time; forks of a rank are not ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fixtures.ranks import RunRanks
+
+from nb_accelerate import notebook_launcher
+from nb_accelerate.errors import StartError
+
+
+def test_a_working_directory_that_was_deleted_is_named_and_another_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StartError, match=r"working directory of this process \(it has been deleted\).*os\.chdir"):
+        notebook_launcher(os.getcwd, (), 2, progress="off", timeout=45)
+    monkeypatch.chdir(tmp_path)
+    assert notebook_launcher(os.getcwd, (), 2, progress="off", timeout=45) == [str(tmp_path)] * 2
+
+
+IN_A_DELETED_FOLDER = """
+import os, sys
+from nb_accelerate import notebook_launcher
+from nb_accelerate.errors import StartError
+os.rmdir(os.getcwd())
+try:
+    notebook_launcher(print, (), 2, progress="off", timeout=40)
+except StartError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_is_started_in_a_folder_that_exists(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = [sys.executable, "-c", IN_A_DELETED_FOLDER]
+    ran = subprocess.run(command, cwd=gone, capture_output=True, text=True, timeout=50, check=True)
+    assert "it has been deleted" in ran.stdout
+
+
+WITHOUT_LOOPBACK = """
+from nb_accelerate import notebook_launcher
+from nb_accelerate.errors import StartError
+def add():
+    import torch
+    from nb_accelerate import Accelerator
+    return Accelerator(cpu=True).reduce(torch.ones(1)).item()
+try:
+    notebook_launcher(add, (), 2, progress="off", timeout=40)
+except StartError as error:
+    print(error)
+print(notebook_launcher(add, (), 1, progress="off", timeout=40))
+"""
+
+
+def can_unshare() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "-n", "true"], capture_output=True, timeout=20, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_without_the_loopback_interface_one_rank_works_and_several_say_what_is_missing() -> None:
+    if not can_unshare():
+        pytest.skip("needs a network of its own")
+    command = ["unshare", "-n", sys.executable, "-c", WITHOUT_LOOPBACK]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    said, values = ran.stdout.splitlines()
+    assert "loopback network interface of this machine is down" in said
+    assert "ip link set lo up" in said
+    assert values == "[1.0]"
+
+
+def test_a_process_that_a_function_forks_ends_with_it_and_answers_nothing(run_ranks: RunRanks) -> None:
+    def fork(end: str) -> tuple[int, int]:
+        rank = os.getpid()
+        child = os.fork()
+        if child == 0 and end == "raises":
+            raise ValueError("in the child")
+        if child == 0 and end == "exits":
+            sys.exit(7)
+        if child == 0:
+            return 0, 0
+        _, status = os.waitpid(child, 0)
+        return os.getpid() - rank, os.waitstatus_to_exitcode(status)
+
+    assert run_ranks(fork, "returns") == [(0, 0)] * 2
+    assert run_ranks(fork, "raises") == [(0, 1)] * 2
+    assert run_ranks(fork, "exits") == [(0, 7)] * 2
