@@ -180,6 +180,8 @@ class RankHandle:
         self.ended = True
         if len(data) == EXIT_STATUS.size:
             (self.exitcode,) = EXIT_STATUS.unpack(data)
+        elif self.owner is not None and (written := self.owner.log()):
+            self.lost += f". It wrote:\n{written}\n"
 
     def close(self) -> None:
         """Close every descriptor. The rank, if it lives, sees the end of its channel."""

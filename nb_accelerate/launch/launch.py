@@ -25,6 +25,7 @@ from nb_accelerate.launch.supervisor import Supervisor
 from nb_accelerate.launch.values import keep_values, unpack_values
 from nb_accelerate.protocol.messages import Call, Setup
 from nb_accelerate.protocol.shipping import pack
+from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -216,8 +217,9 @@ class Launch:
     def _attempts(self) -> Values:
         options, plan = self._options, self._plan
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(STARTERS[plan.start_method](options))
-            call = None if server.inherits_call else stack.enter_context(self._packed_call())
+            with enough_room():
+                server = stack.enter_context(STARTERS[plan.start_method](options))
+                call = None if server.inherits_call else stack.enter_context(self._packed_call())
             attempt = 0
             while True:
                 try:
@@ -248,9 +250,13 @@ class Launch:
 
     def _attempt(self, server: RankServer, call: Packed | None, attempt: int) -> Values:
         options = self._options
-        with meet(options, self._plan) as meeting, self._started(server, meeting, call, attempt) as handles:
-            router = Router(handles, self._sink, template=options.log_line_prefix_template, fold=options.fold_output)
-            supervisor = Supervisor(handles, router, timeout=options.timeout, monitor_interval=options.monitor_interval)
+        with contextlib.ExitStack() as stack:
+            with enough_room():
+                meeting = stack.enter_context(meet(options, self._plan))
+                handles = stack.enter_context(self._started(server, meeting, call, attempt))
+                template, interval = options.log_line_prefix_template, options.monitor_interval
+                router = Router(handles, self._sink, template=template, fold=options.fold_output)
+                supervisor = Supervisor(handles, router, timeout=options.timeout, monitor_interval=interval)
             with self._lock:
                 self._handles, self._router, self._supervisor = handles, router, supervisor
             ranks = [handle.rank for handle in handles]

@@ -15,6 +15,7 @@ from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.launch.sinks import sink_here
+from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +138,8 @@ def notebook_launcher(
         by_value=tuple(by_value),
         fold_output=fold_output,
     )
-    plan = make_plan(options, look(options.env))
+    with enough_room():
+        plan = make_plan(options, look(options.env))
     sink = sink_here()
     front_end = choose_front_end(options.progress)
     place = ""

@@ -41,14 +41,16 @@ class Owner:
         pid: a child of this process that was not reaped yet.
         channel: this end of its control channel.
         serves: it has nothing to import first.
+        log: gives what it wrote, which is nothing unless something is wrong with it.
 
     Attributes:
-        pid: as given.
+        pid, log: as given.
         is_given_up: nobody is to start ranks with it any more.
     """
 
-    def __init__(self, pid: int, channel: Channel, *, serves: bool = False) -> None:
+    def __init__(self, pid: int, channel: Channel, *, serves: bool = False, log: Callable[[], str] = str) -> None:
         self.pid = pid
+        self.log = log
         self.is_given_up = False
         self._channel = channel
         self._serves = serves

@@ -36,6 +36,7 @@ from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.executed import LATER, StartRank
 from nb_accelerate.worker.forked import Birth, serve_forked
 from nb_accelerate.worker.interpreter import command, own_path, safe_environ
+from nb_accelerate.worker.limits import limits, why_no_room
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 from nb_accelerate.worker.server import SignalRank
 
@@ -116,21 +117,25 @@ class _ExecutedServer(RankServer):
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         super().__init__()
-        self._channel, there = Channel.pair()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        with _interrupts_later():
-            self._process = subprocess.Popen(
-                command(_ENTRY, [str(there.fileno()), str(os.getpid()), *preload], own_path()),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(there.fileno(),),
-                env=safe_environ(),
-                cwd=None if working_directory() else "/",  # in one that was deleted, torch cannot be imported
-            )
-        there.close()
-        self.owner = Owner(self._process.pid, self._channel)
+        with contextlib.ExitStack() as undo:
+            self._channel, there = Channel.pair()
+            undo.callback(self._channel.close)
+            with there:
+                self._log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+                with _interrupts_later():
+                    self._process = subprocess.Popen(
+                        command(_ENTRY, [str(there.fileno()), str(os.getpid()), *preload], own_path()),
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._log,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=(there.fileno(),),
+                        env=safe_environ(),
+                        cwd=None if working_directory() else "/",  # in one that was deleted, torch cannot be imported
+                    )
+                    undo.pop_all()
+        self.owner = Owner(self._process.pid, self._channel, log=self.log)
         self._handles: list[RankHandle] = []
+        self._limits = limits()
 
     @property
     def pid(self) -> int:
@@ -143,7 +148,8 @@ class _ExecutedServer(RankServer):
 
     def is_usable(self) -> bool:
         """Can ranks be started with it?"""
-        return self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
+        is_well = self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
+        return is_well and self._limits == limits()  # its ranks have those that it was born with
 
     def has_ranks(self) -> bool:
         """Does somebody still have ranks that it has started?"""
@@ -251,7 +257,8 @@ class ForkedServer(RankServer):
         try:
             pid = os.fork()
         except OSError as error:
-            raise StartError(f"this process cannot be forked: {error.strerror}") from error
+            why = why_no_room(error)
+            raise StartError(f"this process cannot be forked: {error.strerror}{why and ': '}{why}") from error
         if pid == 0:
             try:
                 self._channel.close()

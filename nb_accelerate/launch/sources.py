@@ -30,7 +30,11 @@ class Sources:
         self._on_bell = on_bell
         self._closed = False
         self._lock = threading.RLock()  # a signal handler may ring while this thread does
-        self._bell_read, self._bell_write = os.pipe()
+        try:
+            self._bell_read, self._bell_write = os.pipe()
+        except OSError:
+            self._selector.close()
+            raise
         for fd in (self._bell_read, self._bell_write):
             os.set_blocking(fd, False)
         self.add(self._bell_read, self._answer_bell)

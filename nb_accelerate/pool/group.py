@@ -25,6 +25,7 @@ from nb_accelerate.pool.starting import send_join, send_setup, start_rank
 from nb_accelerate.pool.turn import Patience, Turn
 from nb_accelerate.pool.waiting import Interrupts, wait_for
 from nb_accelerate.protocol.messages import Quit
+from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,7 @@ class RankGroup:
         crew: the ranks that were started.
     """
 
+    @enough_room()
     def __init__(self, options: LaunchOptions, plan: LaunchPlan, on_loss: Callable[[BaseException], None]) -> None:
         self.plan = plan
         self._options = options
@@ -163,6 +165,7 @@ class RankGroup:
         finally:
             turn.close()
 
+    @enough_room()
     def bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and have all of them meet. If that goes wrong, those that are new are ended.
 

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import override
 
+from nb_accelerate.errors import StartError
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.interpreter import command
+from nb_accelerate.worker.limits import enough_room
 from nb_accelerate.worker.lineage import die_with_parent, ending_with, join_group_of, set_name
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
-from nb_accelerate.worker.server import Server, Serves
+from nb_accelerate.worker.server import Server, Serves, refuse_rank
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -93,8 +95,11 @@ class _ExecutedServer(Server):
     def _import(self, modules: tuple[str, ...]) -> BaseException | None:
         if not modules:
             return None
-        with ending_with(self._parent):  # it takes seconds, and nobody else looks meanwhile
-            return _import_all(modules)
+        try:
+            with enough_room(), ending_with(self._parent):  # it takes seconds, and nobody else looks meanwhile
+                return _import_all(modules)
+        except StartError as error:
+            return error
 
     def _freeze(self) -> None:
         """What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank."""
@@ -112,7 +117,10 @@ class _ExecutedServer(Server):
     @override
     def _use_pause(self) -> None:
         if len(self._idle) < self._wanted:
-            self._fork_idle()
+            try:
+                self._fork_idle()
+            except OSError:  # no room for it; whoever asks for a rank is told
+                self._wanted = len(self._idle)
             return
         self._import_later()
         self._freeze()
@@ -127,10 +135,17 @@ class _ExecutedServer(Server):
 
     def _start(self, message: StartRank, fds: tuple[int, ...]) -> None:
         status_fd, *rank_fds = fds
-        if not self._idle:
-            self._fork_idle()
+        try:
+            if not self._idle:
+                self._fork_idle()
+            scratch = self._scratch.make(str(message.key))
+        except OSError as error:
+            refuse_rank(status_fd, rank_fds, error)
+            self._scratch.remove(str(message.key))
+            for fd in rank_fds:
+                os.close(fd)
+            return
         pid, channel = self._idle.popitem()
-        scratch = self._scratch.make(str(message.key))
         with contextlib.suppress(OSError):  # it has just been killed; its end is told like any other's
             channel.send((message, scratch), rank_fds)
         channel.close()
@@ -146,7 +161,13 @@ class _ExecutedServer(Server):
         server = os.getpid()
         # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            channel.close()
+            there.close()
+            raise
         if pid == 0:
             try:
                 channel.close()

@@ -14,14 +14,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nb_accelerate.errors import StartError
 from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.worker.call import fail
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
 from nb_accelerate.worker.lineage import adopt_orphans, set_name, step_back
 from nb_accelerate.worker.rank import run_rank
-from nb_accelerate.worker.server import EXIT_STATUS, Server
+from nb_accelerate.worker.server import Server, refuse_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +78,7 @@ def serve_forked(
             pid = os.fork()
         except OSError as error:
             for missing in births[len(pids) :]:
-                _tell_why_not(missing, error)
+                refuse_rank(missing.fds[0], missing.fds[1:], error)
                 scratch.remove(str(missing.key))
             break
         if pid == 0:
@@ -100,18 +98,6 @@ def serve_forked(
         owner.own(pid, birth.key, birth.fds[0])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
-
-
-def _tell_why_not(birth: Birth, error: OSError) -> None:
-    """Answer for a rank that could not be forked."""
-    status_fd, *ends = birth.fds
-    reason = StartError(f"a rank could not be forked: {error.strerror}")
-    failure, packed = fail(reason, result_of_call=False)
-    channel = Channel.from_fd(os.dup(RankEnds.from_tuple(tuple(ends)).control))
-    channel.send(failure, packed.fds if packed else ())
-    channel.close()
-    os.write(status_fd, EXIT_STATUS.pack(os.EX_OSERR))
-    os.close(status_fd)
 
 
 def _close_streams() -> None:

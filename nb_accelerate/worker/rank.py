@@ -34,6 +34,7 @@ from nb_accelerate.worker.call import answer, fail
 from nb_accelerate.worker.groups import close_groups, has_group, reach_store
 from nb_accelerate.worker.interpreter import imports_from
 from nb_accelerate.worker.interrupt import InterruptGate
+from nb_accelerate.worker.limits import enough_room
 from nb_accelerate.worker.lineage import die_with_parent, set_name
 from nb_accelerate.worker.loaders import spawn_by_value
 from nb_accelerate.worker.streams import replace_streams, send_record
@@ -88,7 +89,8 @@ def run_rank(
             set_name(f"nb-rank{setup.rank}")
             if broken is not None:
                 raise broken
-            store = _set_up(setup, unpack(setup.sources, fds), ends.store, is_fork=inherited is not None)
+            with enough_room():
+                store = _set_up(setup, unpack(setup.sources, fds), ends.store, is_fork=inherited is not None)
         except Exception as error:
             _send(channel, *fail(error, result_of_call=False))
         else:

@@ -38,14 +38,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate.errors import StartError
+from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
+from nb_accelerate.worker.call import fail
+from nb_accelerate.worker.ends import RankEnds
+from nb_accelerate.worker.limits import why_no_room
 from nb_accelerate.worker.lineage import adopt_orphans, children, is_tracker, kill, leave_group
 from nb_accelerate.worker.scratch import remove_abandoned
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
-    from nb_accelerate.protocol.channel import Channel
     from nb_accelerate.worker.scratch import Scratch
 
 EXIT_STATUS = struct.Struct("!q")
@@ -76,6 +80,23 @@ _GLANCE = 0.02
 class _Rank:
     key: int
     status_fd: int
+
+
+def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
+    """Answer for a rank that could not be forked.
+
+    Args:
+        status_fd: write end of its status pipe; closed.
+        fds: its `RankEnds`; whoever has them closes them.
+        error: why.
+    """
+    reason = StartError(f"a rank could not be forked: {': '.join(filter(None, (error.strerror, why_no_room(error))))}")
+    failure, packed = fail(reason, result_of_call=False)
+    channel = Channel.from_fd(os.dup(RankEnds.from_tuple(tuple(fds)).control))
+    channel.send(failure, packed.fds if packed else ())
+    channel.close()
+    os.write(status_fd, EXIT_STATUS.pack(os.EX_OSERR))
+    os.close(status_fd)
 
 
 class Server:

@@ -26,7 +26,8 @@ from nb_accelerate.launch import notebook_launcher, servers
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.servers import close_warm_server, warm_server
 
-METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
+METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
+ALL_METHODS = [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)]
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs process descriptors and a list of children")
 
 
@@ -92,6 +93,7 @@ def runs(pid: int) -> bool:
 
 
 @only_linux
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_an_interrupt_ends_ranks_whose_server_was_stopped(method: str, flags: Flags) -> None:
     launch, server = begin(method, flags)
     stop(server)
@@ -330,8 +332,6 @@ def has_ended(process: int, seconds: float = 30.0) -> bool:
 @only_linux
 @pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_hard_shutdown_of_a_kernel_leaves_nothing_of_its_ranks(method: str, is_stopped: bool, tmp_path: Path) -> None:
-    if is_stopped and method == "spawn":
-        pytest.skip("as forkserver")
     with contextlib.ExitStack() as stack:
         kernel, *others = stack.enter_context(family(method, tmp_path))
         server, rank, _ = others
