@@ -113,6 +113,10 @@ def close() -> None:
             dist.destroy_process_group()
         except Exception:  # on the way out there is nobody left to handle it
             logger.debug("a process group could not be destroyed", exc_info=True)
+    if dist.is_available() and not dist.is_initialized():
+        # Ranks meet under the number of the group. torch counts one that they did not meet in too, and a rank that was
+        # in that meeting would wait for new ones under another number than they for it.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - as destroy_process_group does
 
 
 def close_owned() -> None:

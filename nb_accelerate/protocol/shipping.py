@@ -74,6 +74,9 @@ class Packed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self.close()  # an interrupt may come before whoever made it has got it
+
 
 def pack(
     value: object,

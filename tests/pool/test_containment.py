@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +70,15 @@ def run(pool: Pool, code: str, page: Page | None = None, **options: Any) -> list
 
 
 @contextlib.contextmanager
-def fault(place: type, name: str, *, times: int = 10**9, error: BaseException | None = None) -> Iterator[list[int]]:
-    """Meanwhile, a method raises, so many times; gives how often it did."""
+def fault(
+    place: type,
+    name: str,
+    *,
+    times: int = 10**9,
+    error: BaseException | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> Iterator[list[int]]:
+    """Meanwhile, a method raises, so many times, and something else happens; gives how often it did."""
     original = place.__dict__[name]
     raised: list[int] = []
 
@@ -78,6 +86,7 @@ def fault(place: type, name: str, *, times: int = 10**9, error: BaseException | 
         if len(raised) >= times:
             return original(*given, **options)
         raised.append(1)
+        then()
         raise error or Fault(name)
 
     setattr(place, name, property(fail) if isinstance(original, property) else fail)
@@ -116,23 +125,33 @@ def goes_on(pool: Pool) -> Iterator[None]:
 
 
 SHOWING: list[tuple[type, str]] = [
-    *((CellOutput, name) for name in ("text", "display", "redrawing", "flush", "finish", "due")),
-    *((Merge, name) for name in ("add", "flush", "finish", "due")),
+    *((CellOutput, name) for name in ("text", "display", "redrawing", "finish", "due")),
+    *((Merge, name) for name in ("add", "finish", "due")),
     *((RankOutput, name) for name in ("feed", "finish")),
 ]
 
 
 @pytest.mark.parametrize(("place", "name"), SHOWING)
-def test_an_error_in_showing_output_costs_output_only(
-    pool: Pool, place: type, name: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("nb_accelerate.pool.output.HOLD", 0.0)
+def test_an_error_in_showing_output_costs_output_only(pool: Pool, place: type, name: str):
     page = Page()
     with goes_on(pool), fault(place, name) as raised:
         assert run(pool, CELL, page) == [0, 10]
     assert raised
     assert page.text.count("could not be shown") == 1
     assert page.text.count(f"(Fault: {name})") == 1
+
+
+@pytest.mark.parametrize("place", [CellOutput, Merge])
+def test_output_that_is_due_and_cannot_be_shown_is_not_tried_without_end(
+    pool: Pool, place: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("nb_accelerate.pool.output.HOLD", 0.0)
+    flag, page = tmp_path / "flag", Page()
+    cell = f"import os, time\nif rank == 0: print('due')\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)\n1"
+    with goes_on(pool), fault(place, "flush", then=flag.touch) as raised:
+        assert run(pool, cell, page) == [1, 1]
+    assert 1 <= len(raised) < 50
+    assert page.text.count("(Fault: flush)") == 1
 
 
 @pytest.mark.parametrize("broken", [{"write"}, {"display"}, {"flush"}, {"write", "display", "flush", "close"}])

@@ -182,6 +182,36 @@ class TestRanksThatMeet:
         assert pool.state is State.STOPPED
 
 
+FAILED_MEETING = """
+import datetime
+import torch
+import torch.distributed as dist
+dist.destroy_process_group()
+try:
+    store, patience = dist.HashStore(), datetime.timedelta(seconds=0.1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=patience)
+except Exception:
+    kept = "the other did not come"
+kept
+"""
+
+SUM = """
+import torch
+import torch.distributed as dist
+total = torch.ones(1)
+dist.all_reduce(total)
+int(total)
+"""
+
+
+def test_a_rank_that_was_in_a_meeting_that_failed_meets_new_ones(pool: Pool):
+    pool.start(PoolOptions(num_processes=2))
+    assert run(pool, FAILED_MEETING, ranks=(0,)) == ["the other did not come"]
+    assert pool.restart(1) == [1]
+    assert run(pool, SUM) == [2, 2]
+    assert run(pool, "kept", ranks=(0,)) == ["the other did not come"]
+
+
 @pytest.mark.slow  # another server imports torch
 def test_after_the_death_of_the_server_ranks_can_be_replaced(pool: Pool):
     pool.start(PoolOptions(num_processes=2))
