@@ -111,8 +111,8 @@ class Crew:
             raise
         try:
             self._do(lambda: self._add(member))
-        except BaseException:
-            member.close()
+        except BaseException:  # also one that broke off the wait for it
+            self._post(lambda: self._remove(member), lambda: self._let_go(member))
             raise
         return member
 
@@ -160,7 +160,7 @@ class Crew:
         ended = threading.Event()
 
         def look() -> None:
-            if all(member.handle.ended for member in members):
+            if self._has_ended or all(member.handle.ended for member in members):
                 ended.set()
 
         self._post(lambda: self._on_ends.append(look), ended.set)
@@ -288,6 +288,9 @@ class Crew:
 
     def _remove(self, member: Member) -> None:
         self._forget(member)
+        self._let_go(member)
+
+    def _let_go(self, member: Member) -> None:
         if self.members.get(member.rank) is member:
             del self.members[member.rank]
         member.close()
