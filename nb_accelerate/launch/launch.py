@@ -256,7 +256,13 @@ class Launch:
                 handles = stack.enter_context(self._started(server, meeting, call, attempt))
                 template, interval = options.log_line_prefix_template, options.monitor_interval
                 router = Router(handles, self._sink, template=template, fold=options.fold_output)
-                supervisor = Supervisor(handles, router, timeout=options.timeout, monitor_interval=interval)
+                supervisor = Supervisor(
+                    handles,
+                    router,
+                    world_size=self._plan.num_nodes * self._plan.num_processes,
+                    timeout=options.timeout,
+                    monitor_interval=interval,
+                )
             with self._lock:
                 self._handles, self._router, self._supervisor = handles, router, supervisor
             ranks = [handle.rank for handle in handles]

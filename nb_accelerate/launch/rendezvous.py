@@ -16,8 +16,9 @@ import errno
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -36,6 +37,9 @@ _LOOPBACK = "127.0.0.1"
 
 _DEFAULT_PORT = 29500
 """accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
+
+_LOOK_AGAIN = 0.5
+"""Seconds until a machine looks again whether the others have come back to meet."""
 
 _JOIN_TIMEOUT = 600
 """Seconds. As torchrun's."""
@@ -180,28 +184,9 @@ def _static(options: LaunchOptions) -> Iterator[Meeting]:
 @contextlib.contextmanager
 def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
     """Torch elastic decides which machine is number 0; that one then says where its socket is."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
     host, _ = _split(options.rdzv_endpoint, 29400)
     own = _own_address_towards(host)
-    # Said and not left to torch, which looks names up to find out.
-    is_host = own == host or interface_of(host) is not None
-    conf = {"join_timeout": _JOIN_TIMEOUT, "is_host": is_host, **(options.rdzv_conf or {})}
-    number = options.num_nodes
-    parameters = RendezvousParameters(
-        "c10d", options.rdzv_endpoint, options.rdzv_id, number, number, local_addr=own, **conf
-    )
-    handler = get_rendezvous_handler(parameters)
-    try:
-        info = handler.next_rendezvous()
-    except RendezvousTimeoutError:
-        handler.shutdown()
-        # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.
-        raise StartError(
-            f"not all of num_nodes={number} machines came to {options.rdzv_endpoint} within "
-            f"{conf['join_timeout']} s. Run the same cell on each, with the same rdzv_id={options.rdzv_id!r}"
-        ) from None
+    handler, info = _join(options, own, is_host=own == host or interface_of(host) is not None)
     with contextlib.ExitStack() as stack:
         stack.callback(handler.shutdown)
         listener = None
@@ -217,6 +202,48 @@ def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
             run_id=options.rdzv_id,
             listener=listener,
         )
+
+
+def _join(options: LaunchOptions, own: str, *, is_host: bool) -> tuple[Any, Any]:
+    """Wait for all machines; gives torch elastic's handler and what it found out.
+
+    Args:
+        options: of the launch.
+        own: address of this machine.
+        is_host: whether this one serves the store. Said and not left to torch, which looks names up to find out.
+    """
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousParameters,
+        RendezvousTimeoutError,
+    )
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    number = options.num_nodes
+    conf = {"is_host": is_host, **(options.rdzv_conf or {})}
+    seconds = float(conf.pop("join_timeout", _JOIN_TIMEOUT))
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        parameters = RendezvousParameters(
+            "c10d", options.rdzv_endpoint, options.rdzv_id, number, number, local_addr=own, join_timeout=left, **conf
+        )
+        handler = None
+        try:
+            handler = get_rendezvous_handler(parameters)
+            return handler, handler.next_rendezvous()
+        except (RendezvousClosedError, RendezvousConnectionError):
+            # After a failure one machine comes back while the other has still to leave the place of the last attempt.
+            time.sleep(min(_LOOK_AGAIN, left))
+        except RendezvousTimeoutError:
+            if handler is not None:
+                handler.shutdown()
+            break
+    # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.
+    raise StartError(
+        f"not all of num_nodes={number} machines came to {options.rdzv_endpoint} within {seconds:g} s. Start the same "
+        f"launch on each, with the same rdzv_id={options.rdzv_id!r}"
+    )
 
 
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:

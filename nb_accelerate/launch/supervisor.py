@@ -136,6 +136,7 @@ class Supervisor:
     Args:
         handles: the ranks.
         router: takes what they print.
+        world_size: number of ranks on all machines.
         timeout: seconds from the moment all are ready.
         monitor_interval: seconds between two looks for ranks that were stopped.
         patience: seconds that each step of an end may take.
@@ -146,11 +147,13 @@ class Supervisor:
         handles: Sequence[RankHandle],
         router: Router,
         *,
+        world_size: int,
         timeout: float | None = None,
         monitor_interval: float = 0.1,
         patience: Patience | None = None,
     ) -> None:
         self._patience = patience or Patience()
+        self._world_size = world_size
         self._timeout = timeout
         self._router = router
         self.panel: Panel | None = None
@@ -244,7 +247,7 @@ class Supervisor:
             self._read_rest(rank)
         self._router.finish()
         if self._incidents:
-            error = first_cause(self._incidents, len(self._ranks), self._whereabouts())
+            error = first_cause(self._incidents, self._world_size, self._whereabouts())
             add_note(error, self._servers.note())
             raise error
         return self.results()
