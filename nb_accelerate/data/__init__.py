@@ -5,7 +5,8 @@ from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.plan import ShardPlan
 from nb_accelerate.data.prepare import prepare_data_loader, skip_first_batches
-from nb_accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+from nb_accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler
+from nb_accelerate.data.skipping import SkipBatchSampler
 from nb_accelerate.data.tracker import LoaderTracker
 
 __all__ = [

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nb_accelerate.data.epochs import EpochCounter, numbers_kept
-from nb_accelerate.data.samplers import put_sampler, sampler_inside, skipping
+from nb_accelerate.data.samplers import put_sampler, sampler_inside
+from nb_accelerate.data.skipping import skipping
 from nb_accelerate.data.stateful import is_stateful, stateful
 from nb_accelerate.errors import CheckpointError, ConfigError
 

@@ -31,13 +31,8 @@ from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.native import DataLoaderNativeShard, shard_of, shards_itself, shuffled_without_seed
 from nb_accelerate.data.order import SharedNumbers, shared_order
 from nb_accelerate.data.plan import rows_per_rank
-from nb_accelerate.data.samplers import (
-    BatchSamplerShard,
-    SamplerShard,
-    SeedableRandomSampler,
-    left_out,
-    skipping,
-)
+from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.data.skipping import left_out, skipping
 from nb_accelerate.data.stateful import is_stateful, stateful
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import RNGType

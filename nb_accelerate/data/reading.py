@@ -1,7 +1,8 @@
-"""Read ahead where the others have to be told if reading fails."""
+"""Read on: where the others have to be told if that fails, and without the beginning."""
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -22,3 +23,8 @@ def next_of(items: Iterator[T]) -> tuple[T | None, Exception | None]:
         return next(items, None), None
     except Exception as error:
         return None, error
+
+
+def later(items: Iterator[T], start: int, reread: int) -> Iterator[T]:
+    """Return the first ``reread`` items, and those from ``start`` on. None is asked for before."""
+    return chain(islice(items, reread), islice(items, start - reread, None))

@@ -1,4 +1,4 @@
-"""Samplers that yield one rank's part, or leave out its beginning."""
+"""Samplers that yield one rank's part."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from nb_accelerate.data.order import listed_rows
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
+from nb_accelerate.data.reading import later
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _order_of(sampler: Any) -> Sequence[Any]:
 
 # These yield as many rows as they say they have, and take no decision while they do, so their whole order may be
 # asked for at once.
-_FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
+FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
 
 
 class BatchSamplerShard(BatchSampler):
@@ -148,7 +149,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _settle(self) -> None:
         """Choose how to go through the samplers inside, once they are known."""
-        self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in _FINITE
+        self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in FINITE
         self.on_start = self._in_step(self.batch_sampler, self.sampler) if self._in_step else None
 
     def use_sampler(self, sampler: Any) -> None:
@@ -188,7 +189,7 @@ class BatchSamplerShard(BatchSampler):
         if self.on_start is not None:
             self.on_start()
         # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
-        yield from self._planned() if self._plannable else _later(self._streamed(), self.start, self.reread)
+        yield from self._planned() if self._plannable else later(self._streamed(), self.start, self.reread)
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -323,51 +324,6 @@ class SamplerShard(Sampler[Any]):
             yield batch[0]
 
 
-class SkipBatchSampler(BatchSampler):
-    """A sampler of any kind without its first batches. Their rows are drawn, but not read.
-
-    Args:
-        batch_sampler: yields batches of row numbers, or row numbers.
-        skip_batches: how many to leave out at the beginning of every epoch.
-
-    Attributes:
-        reread: how many of those are yielded all the same, before the others.
-    """
-
-    def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
-        self.reread = 0
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # not all have one
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
-
-    def use_sampler(self, sampler: Any) -> None:
-        """Put another sampler in the place of that inside."""
-        put_sampler(self.batch_sampler, sampler)
-        self.sampler = sampler
-
-    @property
-    def total_length(self) -> int:
-        """Batches before any were left out."""
-        return len(self.batch_sampler)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return max(self.total_length - self.skip_batches, 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batch_sampler)
-        if self.reread or not hasattr(batches, "state_dict"):
-            return _later(batches, self.skip_batches, self.reread)  # draws nothing before the first is asked for
-        for _ in islice(batches, self.skip_batches):
-            pass
-        return batches  # as it is: it can save its position
-
-
-def _later(batches: Iterator[Any], start: int, reread: int) -> Iterator[Any]:
-    return chain(islice(batches, reread), islice(batches, start - reread, None))
-
-
 def sampler_inside(outer: Any) -> Any:
     """Return what says in which order rows are read, inside of all samplers around it; None where nothing does."""
     while getattr(outer, "batch_sampler", None) is not None:  # ours and others' wrap the user's
@@ -400,33 +356,3 @@ def _starting_at(shard: S, batch: int) -> S:
     later = copy.copy(shard)  # the samplers inside stay the same objects: an epoch of one is an epoch of the other
     later.start += batch
     return later
-
-
-def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
-    """Return any sampler or batch sampler without the first batches of each epoch, as cheaply as can be.
-
-    Args:
-        sampler: a rank's, or the user's own.
-        batches: how many to leave out.
-        reread: how many of those to yield all the same, before the others, if there are so many.
-    """
-    later: Any
-    inner, before = left_out(sampler)
-    if isinstance(sampler, (BatchSamplerShard, SamplerShard)):
-        later = sampler.starting_at(batches)
-    elif type(sampler) is BatchSampler and type(sampler.sampler) in _FINITE:
-        later = BatchSamplerShard(sampler, even_batches=False).starting_at(batches)
-    else:
-        later = SkipBatchSampler(inner, before + batches)
-    if reread:
-        later.reread = min(reread, before + batches)
-    return later
-
-
-def left_out(sampler: Any) -> tuple[Any, int]:
-    """Return the sampler that `skipping` was given, and how many of its batches it leaves out by now."""
-    if isinstance(sampler, SkipBatchSampler):
-        return sampler.batch_sampler, sampler.skip_batches
-    if isinstance(sampler, BatchSamplerShard) and sampler.num_processes == 1 and sampler.start:
-        return sampler.batch_sampler, sampler.start
-    return sampler, 0

@@ -157,7 +157,7 @@ def test_what_was_skipped_before_prepare_is_shared_out_like_all_else(run_ranks):
         return found
 
     order = [row for batch in kinds["shuffled"]() for row in batch.tolist()]
-    first, second = run_ranks(read, deadline=60)
+    first, second = run_ranks(read, deadline=55)
     assert first == second
     for (name, config, skip), rows in first.items():
         if name == "sharded" and "True" not in config:  # each rank leaves out its part of them
@@ -170,7 +170,7 @@ def test_each_rank_reads_its_own_shards_and_no_row_is_lost(run_ranks):
     cases = [
         {"sizes": sizes, "size": size, "drop": drop, "split": split, "workers": 0}
         for sizes, size, drop, split in itertools.product(
-            [(6, 6), (5, 12, 1, 9), (3, 0, 20), (1, 1), (0, 7), (0, 0)], (2, 4), (False, True), (False, True)
+            [(6, 6), (5, 12, 1, 9), (3, 0, 20), (0, 1), (0, 0)], (4,), (False, True), (False, True)
         )
     ]
     cases += [{"sizes": (9, 5, 8, 4), "size": 2, "drop": drop, "split": False, "workers": 2} for drop in (False, True)]
@@ -189,7 +189,7 @@ def test_each_rank_reads_its_own_shards_and_no_row_is_lost(run_ranks):
             found.append((type(loader).__name__, mine, sorted(all_rows), loader.dataset.reads))
         return found
 
-    for case, *ranks in zip(cases, *run_ranks(read, deadline=60), strict=True):
+    for case, *ranks in zip(cases, *run_ranks(read, deadline=55), strict=True):
         total = sum(case["sizes"])
         group = case["size"] if case["split"] else 2 * case["size"]
         assert ranks[0][1] == ranks[1][1], case  # equally many batches, equally large
@@ -269,7 +269,7 @@ def test_a_stream_that_shards_itself_goes_on_from_every_position(run_ranks):
         return {row for batch in epochs[0] for row in batch}
 
     for stateful in (False, True):
-        parts = run_ranks(resume, stateful, deadline=60)
+        parts = run_ranks(resume, stateful, deadline=55)
         assert set.union(*parts) == set(range(29))
 
 
@@ -325,7 +325,7 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
         with Accelerator(cpu=True).split_between_processes(rows, apply_padding=True) as part:
             return found | {"between": list(part["a"])}
 
-    for rank, found in enumerate(run_ranks(read, deadline=60)):
+    for rank, found in enumerate(run_ranks(read, deadline=55)):
         own, dealt = "NativeShard", "Dispatcher"
         assert {name: found[name] for name in ("plain", "seeded", "mapped", "split")} == dict.fromkeys(
             ("plain", "seeded", "mapped", "split"), own
@@ -334,3 +334,25 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
         assert "Leave split_dataset_by_node out" in found["other"]
         assert "shuffle(seed=42)" in found["no seed"]
         assert found["between"] == list(range(11 * rank, 11 * rank + 11))
+
+
+def test_a_checkpoint_says_for_each_rank_where_it_is_in_its_own_shards(run_ranks, tmp_path):
+    def resume(folder):
+        def make():
+            config = DataLoaderConfiguration(use_stateful_dataloader=True)
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            return accelerator, accelerator.prepare(DataLoader(Sharded(files(5, 14, 4, 6)), batch_size=3))
+
+        accelerator, loader = make()
+        rest = []
+        for number, batch in enumerate(loader):
+            if number > 3:  # rank 0 has read all its rows by now
+                rest.append(batch.tolist())
+            if number == 3:
+                accelerator.save_state(folder)
+        accelerator, loader = make()
+        accelerator.load_state(folder)
+        assert lists(loader) == rest
+        return len(rest)
+
+    assert run_ranks(resume, str(tmp_path)) == [1, 1]
