@@ -40,9 +40,12 @@ def shards_itself(dataset: Any, world_size: int) -> bool:
         dataset: the user's.
         world_size: how many ranks there are.
     """
-    if getattr(dataset, "_distributed", None) is not None:
-        return True
-    return 1 < world_size <= _shards(dataset)
+    return is_split(dataset) or 1 < world_size <= _shards(dataset)
+
+
+def is_split(dataset: Any) -> bool:
+    """Whether a dataset is one rank's part already, made by ``split_dataset_by_node``."""
+    return getattr(dataset, "_distributed", None) is not None
 
 
 def shard_of(dataset: Any, rank: int, world_size: int) -> Any:

@@ -28,7 +28,7 @@ from nb_accelerate.data.counted import CountingCollate
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.native import DataLoaderNativeShard, shard_of, shards_itself, shuffled_without_seed
+from nb_accelerate.data.native import DataLoaderNativeShard, is_split, shard_of, shards_itself, shuffled_without_seed
 from nb_accelerate.data.order import SharedNumbers, shared_order
 from nb_accelerate.data.plan import rows_per_rank
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
@@ -177,14 +177,14 @@ def _reading(dataset: Any, world_size: int, config: DataLoaderConfiguration) -> 
     if sharding and not shuffled_without_seed(dataset):
         return _Reading.OWN_PART
     # One that shuffles, or that is read from a socket, would yield other rows on each rank.
+    if sharding and (config.dispatch_batches is False or is_split(dataset)):
+        raise ConfigError(
+            "The dataset is shuffled without a seed, so each rank would take its shards out of another order. Write "
+            "dataset.shuffle(seed=42), or leave out dispatch_batches=False and split_dataset_by_node: then rank 0 "
+            "reads for all."
+        )
     if config.dispatch_batches is None:
         return _Reading.RANK_0
-    if sharding:
-        raise ConfigError(
-            "The dataset is shuffled without a seed, so each rank would take its shards out of another order, and "
-            "dispatch_batches=False says that each rank reads. Write dataset.shuffle(seed=42), or leave "
-            "dispatch_batches out: then rank 0 reads for all."
-        )
     return _Reading.EVERY_RANK
 
 

@@ -206,8 +206,8 @@ class BatchSamplerShard(BatchSampler):
         order = _order_of(self.sampler)
         plan = self._plan(len(order))
         self._note_last(plan.remainder)
-        later = plan.batches(order, self.process_index, start=self.start)
-        return chain(islice(plan.batches(order, self.process_index), self.reread), later) if self.reread else later
+        rest = plan.batches(order, self.process_index, start=self.start)
+        return chain(islice(plan.batches(order, self.process_index), self.reread), rest) if self.reread else rest
 
     def _streamed(self) -> Iterator[list[Any]]:
         """Go through all batches of a sampler whose order is its own affair."""

@@ -304,6 +304,7 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
         for name, wrong in {
             "other": split_dataset_by_node(stream, 0, 4),
             "no seed": stream.shuffle(buffer_size=5),
+            "split, no seed": split_dataset_by_node(stream.shuffle(buffer_size=5), rank, 2),
         }.items():
             try:
                 gathered(wrong, dispatch_batches=False)
@@ -333,6 +334,7 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
         assert {found[name] for name in ("unseeded", "one shard", "dispatched")} == {dealt}
         assert "Leave split_dataset_by_node out" in found["other"]
         assert "shuffle(seed=42)" in found["no seed"]
+        assert found["split, no seed"] == found["no seed"]
         assert found["between"] == list(range(11 * rank, 11 * rank + 11))
 
 
