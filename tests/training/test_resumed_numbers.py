@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -88,7 +89,8 @@ def test_workers_that_stay_do_not_change_the_numbers_of_a_resumed_run(stateful):
         return Accelerator(cpu=True, dataloader_config=config).prepare(loader)
 
     for by_hand in (True, False):
-        assert_resumed(make, [(0, 2), (1, 0), (1, 3)], by_hand=by_hand)
+        assert_resumed(make, [(0, 2), (1, 3)] if by_hand else [(0, 2), (1, 0)], by_hand=by_hand)
+    gc.collect()  # ends the workers of loaders that refer to themselves
 
 
 def test_a_dispatched_last_group_is_filled_up_with_the_same_rows(run_ranks):
