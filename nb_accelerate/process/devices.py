@@ -32,6 +32,11 @@ def _pci_address(properties: Any) -> str | None:
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
+def _uuid(properties: Any) -> str | None:
+    found = getattr(properties, "uuid", None)  # not in every build of torch
+    return None if found is None else str(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
     """One row of the table.
@@ -52,6 +57,7 @@ class DeviceKind:
             and the driver's library raise where that library is missing, or does not know this device.
         supports_bf16: whether it computes in bfloat16.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
+        uuid: names the device with a number among all devices of all machines; None if it has no such name.
         pins_memory: whether copies from it to pinned memory of the host need not be waited for.
     """
 
@@ -69,6 +75,7 @@ class DeviceKind:
     utilisation: Callable[[], int] | None = None
     supports_bf16: Callable[[], bool] = lambda: True
     pci_address: Callable[[int], str | None] = lambda _: None
+    uuid: Callable[[int], str | None] = lambda _: None
     pins_memory: bool = False
 
     @property
@@ -106,6 +113,7 @@ DEVICE_KINDS = (
         utilisation=lambda: torch.cuda.utilization(),
         supports_bf16=lambda: torch.cuda.is_bf16_supported(),
         pci_address=lambda index: _pci_address(torch.cuda.get_device_properties(index)),
+        uuid=lambda index: _uuid(torch.cuda.get_device_properties(index)),
     ),
     DeviceKind(
         name="xpu",
@@ -148,6 +156,11 @@ def device_kind(name: str) -> DeviceKind:
             return kind
     known = ", ".join(kind.name for kind in DEVICE_KINDS)
     raise ConfigError(f"Devices of type {name!r} are not known here. Known are: {known}.")
+
+
+def idle_kind() -> DeviceKind | None:
+    """Return the kind of accelerator that is of no use to ranks whose group is one for the CPU, or None."""
+    return next((kind for kind in DEVICE_KINDS if kind.backend and kind is not CPU and kind.is_available()), None)
 
 
 def best_device() -> torch.device:

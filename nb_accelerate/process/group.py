@@ -64,7 +64,7 @@ def create(
         )
     dist.init_process_group(
         backend=backend,
-        **_place(topology, options, environment),
+        **_place(backend, topology, kind, device, options=options, environment=environment),
         timeout=options.timeout,
         rank=topology.rank,
         world_size=topology.world_size,
@@ -74,9 +74,18 @@ def create(
     atexit.register(close)
 
 
-def _place(topology: Topology, options: InitProcessGroupKwargs, environment: Environment) -> dict[str, Any]:
+def _place(
+    backend: str,
+    topology: Topology,
+    kind: DeviceKind,
+    device: torch.device,
+    *,
+    options: InitProcessGroupKwargs,
+    environment: Environment,
+) -> dict[str, Any]:
     """Where the ranks meet, as arguments of `init_process_group`."""
-    if options.init_method is not None or not environment.has_agent_store:
+    uuid = kind.uuid(device.index) if backend == "nccl" and device.index is not None else None
+    if options.init_method is not None or not (environment.has_agent_store or uuid):
         return {"init_method": options.init_method or "env://"}
     # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names
     # that the first one has left there.
@@ -85,7 +94,32 @@ def _place(topology: Topology, options: InitProcessGroupKwargs, environment: Env
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     timeout = options.timeout or rendezvous.default_pg_timeout
     store, _, _ = next(rendezvous.rendezvous("env://", topology.rank, topology.world_size, timeout=timeout))
-    return {"store": PrefixStore(f"nb_accelerate/group {next(_numbers)}", store)}
+    if environment.has_agent_store:
+        store = PrefixStore(f"nb_accelerate/group {next(_numbers)}", store)
+    if uuid:
+        claim(store, topology.rank, device, uuid)
+    return {"store": store}
+
+
+def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
+    """Say that a device is this rank's: nccl would fail with an error of its own if it were another's too.
+
+    Args:
+        store: of the group that is about to be made.
+        rank: of this process.
+        device: as this process calls it.
+        uuid: its name among all devices.
+
+    Raises:
+        ConfigError: another rank was here before.
+    """
+    owner = int(store.compare_set(f"device {uuid}", "", str(rank)))
+    if owner != rank:
+        raise ConfigError(
+            f"Rank {rank} and rank {owner} use the same GPU ({device}, {uuid}), and nccl needs one for each. Start "
+            "as many ranks as there are GPUs, let every rank see all of them or another one (CUDA_VISIBLE_DEVICES), or "
+            "train on the CPU with Accelerator(cpu=True)."
+        )
 
 
 def backend(group: dist.ProcessGroup) -> str:

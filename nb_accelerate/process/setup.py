@@ -21,7 +21,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, group
 from nb_accelerate.process.affinity import set_numa_affinity
 from nb_accelerate.process.context import ProcessContext
-from nb_accelerate.process.devices import CPU, choose_device, device_of_group
+from nb_accelerate.process.devices import CPU, choose_device, device_of_group, idle_kind
 from nb_accelerate.topology import Topology, read_topology
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def setup_process(
         kind, device = choose_device(topology, cpu=use_cpu)
     else:
         topology = _topology_of_group(read)
-        use_cpu = use_cpu or dist.get_backend() == "gloo"
+        if not use_cpu and dist.get_backend() == "gloo":
+            use_cpu = True
+            _say_what_is_idle(topology)
         guessed = topology is not read
         kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
     if environment.flag("ACCELERATE_CPU_AFFINITY"):
@@ -83,6 +85,18 @@ def setup_process(
             options=options,
         )
     )
+
+
+def _say_what_is_idle(topology: Topology) -> None:
+    idle = idle_kind()
+    if idle is not None and topology.is_local_main:
+        logger.warning(
+            "This process trains on the CPU although there are %s devices: the process group that exists already "
+            "carries tensors between CPUs (gloo). To train on them, leave init_process_group() to Accelerator(), or "
+            "write init_process_group(%r). To train on the CPU, write Accelerator(cpu=True).",
+            idle.name,
+            idle.backend,
+        )
 
 
 def _select(kind: DeviceKind, device: torch.device) -> None:
