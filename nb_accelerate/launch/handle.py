@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+import weakref
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,15 @@ _TELLING = 5.0
 
 _DYING = 20.0
 """Seconds from SIGKILL until a rank has ended. A large one gives back its memory first, a device's too."""
+
+
+_open: weakref.WeakSet[RankHandle] = weakref.WeakSet()
+
+
+def close_all_ours() -> None:
+    """Close the kernel's ends of every rank, in a process that was forked from it to start ranks."""
+    for handle in list(_open):
+        handle.close_ours()
 
 
 class RankHandle:
@@ -96,6 +106,7 @@ class RankHandle:
             board=board,
             store=store_fd,
         )
+        _open.add(self)
 
     @property
     def birth_fds(self) -> tuple[int, ...]:
@@ -190,7 +201,10 @@ class RankHandle:
 
     def close_ours(self) -> None:
         """Close the kernel's ends, in a process that is to become the rank or start it."""
+        if self.closed:
+            return
         self.closed = True
+        _open.discard(self)
         self.board.close()
         self.channel.close()
         if self._process >= 0:

@@ -20,6 +20,7 @@ from nb_accelerate.launch.incidents import summary
 from nb_accelerate.launch.panel import facts_of, make_panel, outcome
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.router import Router
+from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.starters import STARTERS
 from nb_accelerate.launch.supervisor import Supervisor
 from nb_accelerate.launch.values import keep_values, unpack_values
@@ -252,8 +253,11 @@ class Launch:
         options = self._options
         with contextlib.ExitStack() as stack:
             with enough_room():
+                births = stack.enter_context(contextlib.ExitStack())
+                if self._plan.num_nodes == 1:  # several machines may wait for one another in one process
+                    births.enter_context(one_at_a_time())
                 meeting = stack.enter_context(meet(options, self._plan))
-                handles = stack.enter_context(self._started(server, meeting, call, attempt))
+                handles = stack.enter_context(self._started(server, meeting, call, attempt, births))
                 template, interval = options.log_line_prefix_template, options.monitor_interval
                 router = Router(handles, self._sink, template=template, fold=options.fold_output)
                 supervisor = Supervisor(
@@ -290,7 +294,12 @@ class Launch:
 
     @contextlib.contextmanager
     def _started(
-        self, server: RankServer, meeting: Meeting, call: Packed | None, attempt: int
+        self,
+        server: RankServer,
+        meeting: Meeting,
+        call: Packed | None,
+        attempt: int,
+        births: contextlib.ExitStack,
     ) -> Iterator[list[RankHandle]]:
         """The ranks, on their way: forked or about to be, and told all they need to know."""
         options, plan = self._options, self._plan
@@ -314,6 +323,7 @@ class Launch:
                     yield handle
 
             server.start(new_handles())
+            births.close()
             sources = stack.enter_context(pack(notebook_sources()))
             for handle, store in zip(handles, stores, strict=True):
                 setup = Setup(

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import working_directory
+from nb_accelerate.launch.handle import close_all_ours
 from nb_accelerate.launch.owner import Owner
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
@@ -262,8 +263,7 @@ class ForkedServer(RankServer):
         if pid == 0:
             try:
                 self._channel.close()
-                for handle in handles:
-                    handle.close_ours()
+                close_all_ours()
                 serve_forked(there.detach(), parent, births, scratch, self._call, path)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
@@ -342,6 +342,16 @@ def _interrupts_later() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
         if came:
             signal.raise_signal(signal.SIGINT)
+
+
+_births = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """What is opened for ranks is inherited by them alone: meanwhile no other thread has ranks forked from here."""
+    with _births:
+        yield
 
 
 _lock = threading.Lock()
@@ -437,8 +447,8 @@ def warm_status() -> WarmStatus | None:
 
 def _forget() -> None:
     """In a process forked from this one: the server is the parent's, and so is the lock."""
-    global _warm, _retired, _lock
-    _warm, _retired, _lock = None, [], threading.Lock()
+    global _warm, _retired, _lock, _births
+    _warm, _retired, _lock, _births = None, [], threading.Lock(), threading.Lock()
     atexit.unregister(close_warm_server)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,28 @@ def test_a_forked_rank_has_nothing_of_another_ones() -> None:
     ours = function()
     first, second = launch(function, method="fork")
     assert (first & second) <= ours
+
+
+def test_launches_of_several_threads_inherit_nothing_of_one_another() -> None:
+    import torch  # noqa: F401 - as a notebook has: ranks then need not import it
+
+    together = threading.Barrier(3)
+
+    def function() -> tuple[set[str], set[str]]:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.add(os.readlink(f"/proc/self/fd/{name}"))
+        return {os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2)}, found  # its output, which is its alone
+
+    def launch_together() -> list[Any]:
+        together.wait()
+        return launch(function, method="fork")
+
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            launches = [pool.submit(launch_together) for _ in range(3)]
+            ranks = [rank for one in launches for rank in one.result()]
+        for number, (own, _) in enumerate(ranks):
+            others = [found for other, (_, found) in enumerate(ranks) if other != number]
+            assert not any(own & found for found in others)

@@ -57,7 +57,7 @@ def launched(words: list[str], folder: Path, *limits: str) -> list[str]:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_too_few_files_are_a_sentence_and_leave_nothing(method: str, tmp_path: Path) -> None:
-    limits = ("6", "12", "24")
+    limits = ("12", "16", "24")
     said = launched([], tmp_path, "RLIMIT_NOFILE", method, *limits, "4096")
     sentence = "ranks cannot be started: too many files are open. One process may open"
     assert said == [*(f"{sentence} {number}" for number in limits), "[3, 3]"]
@@ -72,12 +72,10 @@ def test_too_few_processes_are_a_sentence_and_leave_nothing(method: str, tmp_pat
     user = ["--reuid", "54321", "--regid", "54321", "--clear-groups"]
     may_read = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     tmp_path.chmod(0o777)
-    limits = ("1", "2", "3")
+    limits = ("1", "2", "3")  # the kernel, the server and two ranks are four
     said = launched(["setpriv", *user, *may_read], tmp_path, "RLIMIT_NPROC", method, *limits)
     for number, sentence in zip(limits, said, strict=True):
-        assert sentence.endswith(
-            f"This user may have {number} of both"
-        )  # the kernel, the server and two ranks are four
+        assert sentence.endswith(f"This user may have {number} of both")
 
 
 def test_a_warm_server_that_has_no_room_for_a_rank_says_so_and_goes_on(
