@@ -143,10 +143,11 @@ class Panel:
         """A picture that cannot be drawn ends no training. There is none from then on."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             self._has_failed = True
             self.due = float("inf")
-            logger.warning("The panel cannot be drawn any more; the run goes on.", exc_info=True)
+            logger.warning("The panel cannot be drawn any more (%s: %s); the run goes on.", type(error).__name__, error)
+            logger.info("Where it failed:", exc_info=True)
 
     def _refresh(self, now: float) -> None:
         self.due = now + self._look_every
