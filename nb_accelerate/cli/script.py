@@ -10,7 +10,7 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -24,6 +24,7 @@ from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
+from nb_accelerate.launch.rendezvous import Meeting
 from nb_accelerate.launch.sinks import StreamSink
 from nb_accelerate.worker.script import run_module, run_program, run_script
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from nb_accelerate.launch.machine import MachineFacts
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.protocol.output import StreamName
 
 _FAILED = 1
 _SIGNALLED = 128
@@ -151,26 +151,21 @@ def _with_gpus(facts: MachineFacts, options: LaunchOptions) -> MachineFacts:
     return replace(facts, gpus=tuple(map(str, range(number))), prefers_cpu=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WouldMeet:
-    """Where ranks would meet; the port of one machine is only chosen when they do."""
-
-    address: str
-    port: object
-    node_rank: int
-    interface: str
-    run_id: str = "none"
-
-
 def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) -> list[tuple[str, str]]:
+    """Variables of a rank that is started by hand: then rank 0 serves the store by itself, and others look for it."""
     several = plan.num_nodes > 1
-    meeting = _WouldMeet(
+    meeting = Meeting(
         address=options.master_addr,
-        port=options.use_port or (29500 if several else "FREE_PORT"),
+        port=int(options.use_port or (29500 if several else 0)),
         node_rank=options.node_rank,
-        interface=plan.loopback if not several else "INTERFACE",
+        interface="INTERFACE" if several else plan.loopback,
+        run_id=options.rdzv_id,
+        listener=None,
+        file=0,
     )
-    environ = rank_environ(plan, meeting, local_rank, base=os.environ, extra=options.env)  # type: ignore[arg-type]
+    environ = rank_environ(plan, meeting, local_rank, base=os.environ, extra=options.env)
+    if not meeting.port:
+        environ["MASTER_PORT"] = "FREE_PORT"
     return sorted((name, value) for name, value in environ.items() if os.environ.get(name) != value)
 
 
@@ -182,12 +177,14 @@ class _TerminalSink(StreamSink):
     is_closed: bool = False
 
     @override
-    def write(self, stream: StreamName, text: str) -> None:
-        if self.is_closed:
+    def _print(self, stream: IO[str] | None, text: str) -> None:
+        if self.is_closed or stream is None:
             return
         try:
-            super().write(stream, text)
-            sys.stdout.flush()
+            stream.write(text)
+            stream.flush()
+        except UnicodeEncodeError:
+            super()._print(stream, text)
         except BrokenPipeError:
             self.is_closed = True
             # Python flushes its streams once more at its end, and would complain.

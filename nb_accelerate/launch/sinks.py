@@ -14,7 +14,7 @@ import contextlib
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
 
@@ -83,7 +83,7 @@ class StreamSink(Sink):
     def write(self, stream: StreamName, text: str) -> None:
         if self.block is not None:
             self.block.hide()
-        console.write(sys.stdout if stream == "stdout" else sys.stderr, text)
+        self._print(sys.stdout if stream == "stdout" else sys.stderr, text)
         if self.block is not None and text.endswith("\n"):
             self.block.show()
 
@@ -91,11 +91,14 @@ class StreamSink(Sink):
     def display(self, kind: str, content: dict[str, Any]) -> None:
         text = content.get("data", {}).get("text/plain")
         if text is not None:
-            console.write(sys.stdout, f"{text}\n")
+            self._print(sys.stdout, f"{text}\n")
 
     @override
     def flush(self) -> None:
         pass
+
+    def _print(self, stream: IO[str] | None, text: str) -> None:
+        console.write(stream, text)
 
     @override
     def close(self) -> None:
