@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import random
 import sys
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ class TestGenerated:
                 assert failure.report.type_name == name
                 assert failure.report.frames[-1].name == "raised"
                 assert len(repr(failure)) < 3_000_000
-                incident = failed(handle, failure, packed.fds if packed else (), "")
+                incident = failed(handle, failure, tuple(map(os.dup, packed.fds)) if packed else (), "")
                 cause = first_cause([incident], 2, {})
                 assert name in render_report(failure.report, title="rank 1 of 2")
                 assert summary(cause)
