@@ -49,6 +49,8 @@ class Kernel:
 def cell(monkeypatch: pytest.MonkeyPatch) -> Session:
     """The launches of this test are in this cell."""
     kernel = Kernel()
+    # pytest's streams are not the kernel's, so they would be taken for what the cell has redirected.
+    monkeypatch.setattr("nb_accelerate.launch.sinks._unless_kernels", lambda _: None)
     monkeypatch.setattr("nb_accelerate.launch.launcher.sink_here", lambda: CellSink(kernel))
     return kernel.session
 
