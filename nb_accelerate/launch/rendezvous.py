@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,15 @@ _LOOK_AGAIN = 0.5
 
 _JOIN_TIMEOUT = 600
 """Seconds. As torchrun's."""
+
+
+_keepers: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_keepers() -> None:
+    """Close what keeps ports free, in a process that was forked from this one to start ranks."""
+    for keeper in list(_keepers):
+        keeper.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +156,7 @@ def _file_without_name() -> int:
 def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
     """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there."""
     keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    _keepers.add(keeper)
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         keeper.bind((_LOOPBACK, port))

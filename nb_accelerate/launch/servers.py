@@ -32,6 +32,7 @@ from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import working_directory
 from nb_accelerate.launch.handle import close_all_ours
 from nb_accelerate.launch.owner import Owner
+from nb_accelerate.launch.rendezvous import close_keepers
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.executed import LATER, StartRank
@@ -264,6 +265,7 @@ class ForkedServer(RankServer):
             try:
                 self._channel.close()
                 close_all_ours()
+                close_keepers()
                 serve_forked(there.detach(), parent, births, scratch, self._call, path)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin

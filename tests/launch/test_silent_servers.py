@@ -329,11 +329,20 @@ def has_ended(process: int, seconds: float = 30.0) -> bool:
     return bool(select.select([process], [], [], seconds)[0])
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for temporary files whose path has room for those of multiprocessing."""
+    with tempfile.TemporaryDirectory(prefix="nbt-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @only_linux
 @pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_hard_shutdown_of_a_kernel_leaves_nothing_of_its_ranks(method: str, is_stopped: bool, tmp_path: Path) -> None:
+def test_a_hard_shutdown_of_a_kernel_leaves_nothing_of_its_ranks(
+    method: str, is_stopped: bool, short_folder: Path
+) -> None:
     with contextlib.ExitStack() as stack:
-        kernel, *others = stack.enter_context(family(method, tmp_path))
+        kernel, *others = stack.enter_context(family(method, short_folder))
         server, rank, _ = others
         assert os.getpgid(rank) == kernel  # a signal to the whole group reaches it
         assert os.getpgid(server) == server
@@ -342,12 +351,12 @@ def test_a_hard_shutdown_of_a_kernel_leaves_nothing_of_its_ranks(method: str, is
         for pid in others:
             watched.append(os.pidfd_open(pid))
             stack.callback(os.close, watched[-1])
-        assert any(path.name.startswith("nb-ranks-") for path in tmp_path.iterdir())
+        assert any(path.name.startswith("nb-ranks-") for path in short_folder.iterdir())
         if is_stopped:
             stop(server)
         os.killpg(kernel, signal.SIGKILL)
         assert [has_ended(one) for one in watched] == [True] * 3
-        assert list(tmp_path.iterdir()) == []
+        assert list(short_folder.iterdir()) == []
 
 
 def test_a_server_that_was_killed_leaves_no_folder(method: str, flags: Flags) -> None:
