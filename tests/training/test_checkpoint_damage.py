@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,9 @@ def test_a_rank_that_fails_while_saving_fails_all_and_training_goes_on(run_ranks
 
         from training.test_checkpoint_damage import Run
 
+        from nb_accelerate.checkpoint import state
+        from nb_accelerate.checkpoint.manifest import Manifest
+
         run = Run()
         run.accelerator.save_state(where)
         expected = run.look()
@@ -299,17 +303,29 @@ def test_a_rank_that_fails_while_saving_fails_all_and_training_goes_on(run_ranks
                 told.append(str(error))
             if rank == failing:
                 handle.remove()
-        # A disk that is full at one file after the other.
-        for limit in (0, 10, 300, 900, 2000, 4000):
-            before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if rank == 0:
+
+        # A disk that is full at one file after the other. Only what is written to the checkpoint meets the limit: the
+        # store of the process group is a file too.
+        def limited(write: Callable[..., Any], limit: int) -> Callable[..., Any]:
+            def write_with_limit(*args: Any, **kwargs: Any) -> Any:
+                before = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-            try:
-                run.accelerator.save_state(where)
-            except (CheckpointError, OSError) as error:  # the hook of the run's own writes too
-                told.append(str(error))
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                try:
+                    return write(*args, **kwargs)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+            return write_with_limit
+
+        for limit in (0, 10, 300, 900, 2000, 4000):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 0:
+                    patch.setattr(state, "write", limited(state.write, limit))
+                    patch.setattr(Manifest, "write", limited(Manifest.write, limit))
+                try:
+                    run.accelerator.save_state(where)
+                except CheckpointError as error:
+                    told.append(str(error))
         other = Run(steps=3)
         other.accelerator.load_state(where)
         is_same = other.look() == expected
