@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from nb_accelerate.process import context
@@ -9,5 +11,9 @@ from nb_accelerate.process import context
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known_yet():
-    """An `Accelerator` would take over the precision of the last one that another test made."""
+    """An `Accelerator` would take over the precision of the last one of another test, and accelerate refuse others."""
     context.reset()
+    accelerate_state = sys.modules.get("accelerate.state")
+    if accelerate_state is not None:
+        accelerate_state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate_state.GradientState._reset_state()
