@@ -270,7 +270,11 @@ class Turn:
                     if self.stage is Stage.ASK:  # by now it is where it waits, and not on the way there
                         member.stacks.clear()
                         member.handle.signal(DUMP_SIGNAL)
-                    else:
+                    elif member.rank in self.expendable and member.handle.is_lost(is_to_end=True):
+                        member.handle.give_up()
+                        member.why_lost = member.handle.lost
+                        self.ended(member)
+                    elif self.stage is Stage.INTERRUPT:
                         member.handle.signal(NUDGE)
 
     def _is_our_doing(self) -> bool:
@@ -293,7 +297,8 @@ class Turn:
         now = time.monotonic()
         self._stage_ends = now + patience.get(stage, _NEVER)
         again = {Stage.ASK: self.patience.ask / 2, Stage.INTERRUPT: NUDGE_AFTER}
-        self._again_at = now + again.get(stage, _NEVER)
+        # Who starts new ranks may not answer: then nobody tells of their ends, and it has to be looked for.
+        self._again_at = now + again.get(stage, NUDGE_AFTER if self.expendable else _NEVER)
         waiting = self.waiting
         self.was_cut = self.was_cut or (stage is Stage.CUT and bool(waiting))
         for member in waiting:

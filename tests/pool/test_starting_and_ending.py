@@ -83,6 +83,21 @@ class TestInterrupts:
             pool.start(PoolOptions(num_processes=2))
         assert pool.state is State.STOPPED
 
+    def test_a_start_whose_server_was_stopped_does_not_wait_for_it(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
+        def stop_server() -> None:
+            os.kill(servers.warm_server().pid, signal.SIGSTOP)
+
+        pool.start(PoolOptions(num_processes=1))
+        pool.stop()
+        monkeypatch.setattr(groups, "_PATIENCE", Patience(cut=50.0, wait=50.0, kill=50.0))
+        before(monkeypatch, RankHandle, "born", stop_server)
+        before(monkeypatch, Crew, "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.start(PoolOptions(num_processes=2))
+        assert pool.state is State.STOPPED
+        pool.start(PoolOptions(num_processes=2))
+        assert run(pool, "rank") == [0, 1]
+
     def test_replacing_a_rank_leaves_one_that_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         pool.start(PoolOptions(num_processes=2))
         run(pool, "kept = rank")
