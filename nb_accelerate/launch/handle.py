@@ -15,6 +15,7 @@ import psutil
 from nb_accelerate.board import Page
 from nb_accelerate.launch.owner import open_process, send_signal
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.output import new_mark
 from nb_accelerate.worker.ends import NUMBER, RankEnds
 from nb_accelerate.worker.server import EXIT_STATUS
@@ -196,8 +197,9 @@ class RankHandle:
 
     def close(self) -> None:
         """Close every descriptor. The rank, if it lives, sees the end of its channel."""
-        self._close_birth_fds()
-        self.close_ours()
+        with interrupts_later():
+            self._close_birth_fds()
+            self.close_ours()
 
     def close_ours(self) -> None:
         """Close the kernel's ends, in a process that is to become the rank or start it."""

@@ -24,6 +24,7 @@ from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.starters import STARTERS
 from nb_accelerate.launch.supervisor import Supervisor
 from nb_accelerate.launch.values import keep_values, unpack_values
+from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Call, Setup
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker.limits import enough_room
@@ -260,13 +261,15 @@ class Launch:
                 handles = stack.enter_context(self._started(server, meeting, call, attempt, births))
                 template, interval = options.log_line_prefix_template, options.monitor_interval
                 router = Router(handles, self._sink, template=template, fold=options.fold_output)
-                supervisor = Supervisor(
-                    handles,
-                    router,
-                    world_size=self._plan.num_nodes * self._plan.num_processes,
-                    timeout=options.timeout,
-                    monitor_interval=interval,
-                )
+                with interrupts_later():
+                    supervisor = Supervisor(
+                        handles,
+                        router,
+                        world_size=self._plan.num_nodes * self._plan.num_processes,
+                        timeout=options.timeout,
+                        monitor_interval=interval,
+                    )
+                    stack.callback(supervisor.close)
             with self._lock:
                 self._handles, self._router, self._supervisor = handles, router, supervisor
             ranks = [handle.rank for handle in handles]
@@ -286,11 +289,9 @@ class Launch:
                 keep_values(error, supervisor.results())
                 raise
             finally:
-                with self._lock:
-                    with router.guard:
-                        if panel is not None:
-                            panel.finish(*outcome(error))
-                    supervisor.close()
+                with self._lock, router.guard:
+                    if panel is not None:
+                        panel.finish(*outcome(error))
 
     @contextlib.contextmanager
     def _started(
@@ -312,12 +313,13 @@ class Launch:
 
             def new_handles() -> Iterator[RankHandle]:
                 for local_rank in range(plan.num_processes):
-                    store, store_fd = meeting.store_for(local_rank)
-                    stores.append(store)
                     rank = meeting.node_rank * plan.num_processes + local_rank
-                    handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
-                    stack.callback(handle.close)
-                    stack.callback(handle.signal, signal.SIGKILL)  # if nobody watches over it when this is left
+                    with interrupts_later():  # or what was just opened would have nobody who closes it
+                        store, store_fd = meeting.store_for(local_rank)
+                        stores.append(store)
+                        handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
+                        stack.callback(handle.close)
+                        stack.callback(handle.signal, signal.SIGKILL)  # if nobody watches over it when this is left
                     handle.board.want_rows(self._front_end != "off")
                     handles.append(handle)
                     yield handle

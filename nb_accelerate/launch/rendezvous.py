@@ -25,6 +25,7 @@ import psutil
 
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch.machine import interface_of
+from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
 
 if TYPE_CHECKING:
@@ -116,10 +117,12 @@ def meet(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
 @contextlib.contextmanager
 def _on_this_machine(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
     with contextlib.ExitStack() as stack:
-        file = _file_without_name()
         listener = None
+        with interrupts_later():  # or nobody would close it
+            file = _file_without_name()
+            if file >= 0:
+                stack.callback(os.close, file)
         if file >= 0:
-            stack.callback(os.close, file)
             port = _keep_free(int(options.use_port or 0), stack, alone=plan.num_processes == 1)
         else:
             listener = stack.enter_context(_listen(_LOOPBACK, int(options.use_port or 0)))

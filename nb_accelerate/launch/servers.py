@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from nb_accelerate.launch.handle import close_all_ours
 from nb_accelerate.launch.owner import Owner
 from nb_accelerate.launch.rendezvous import close_keepers
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.executed import LATER, StartRank
 from nb_accelerate.worker.forked import Birth, serve_forked
@@ -124,7 +124,7 @@ class _ExecutedServer(RankServer):
             undo.callback(self._channel.close)
             with there:
                 self._log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
-                with _interrupts_later():
+                with interrupts_later():
                     self._process = subprocess.Popen(
                         command(_ENTRY, [str(there.fileno()), str(os.getpid()), *preload], own_path()),
                         stdin=subprocess.DEVNULL,
@@ -243,7 +243,7 @@ class ForkedServer(RankServer):
             ]
             self._channel, there = Channel.pair()
             undo.callback(self._channel.close)
-            with there, _interrupts_later():
+            with there, interrupts_later():
                 owner = self._fork(handles, births, there, scratch)
                 undo.pop_all()
                 scratch.leave()  # it is the server's
@@ -320,30 +320,6 @@ def _fill_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """An interrupt of the cell waits until this is left.
-
-    It must not end a child before that has said what SIGINT means to it, nor leave half of what belongs together done.
-    Blocking it is for the child; here another thread may get it, and then Python's handler runs in the main thread.
-    """
-    came: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    # No other thread runs handlers, and one that was not installed from Python could not be put back.
-    is_ours = threading.current_thread() is threading.main_thread() and handler is not None
-    if is_ours:
-        signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if is_ours:
-            signal.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 _births = threading.Lock()

@@ -8,6 +8,8 @@ import selectors
 import threading
 from typing import TYPE_CHECKING
 
+from nb_accelerate.protocol.interrupts import interrupts_later
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -74,11 +76,12 @@ class Sources:
 
     def close(self) -> None:
         """Let go of everything. Descriptors that were added are their owners'."""
-        with self._lock:  # who rings later, a button say, must not write to what has this number then
-            self._closed = True
-            os.close(self._bell_write)
-        self._selector.close()
-        os.close(self._bell_read)
+        with interrupts_later():
+            with self._lock:  # who rings later, a button say, must not write to what has this number then
+                self._closed = True
+                os.close(self._bell_write)
+            self._selector.close()
+            os.close(self._bell_read)
 
     def _answer_bell(self) -> None:
         try:

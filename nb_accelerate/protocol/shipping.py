@@ -24,6 +24,7 @@ import cloudpickle
 
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.protocol.explain import find_unpicklable
+from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Parcel
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ class Packed:
 
     Attributes:
         parcel: what goes into a message.
-        fds: what goes with it.
         codes: of the functions that will find their globals where they arrive.
     """
 
@@ -54,28 +54,29 @@ class Packed:
         self, pickled: bytes, buffers: list[pickle.PickleBuffer], codes: Sequence[types.CodeType] = ()
     ) -> None:
         self.codes = codes
-        self.fds: tuple[int, ...] = ()
+        self._segment: io.FileIO | None = None  # closes itself, once, wherever an interrupt comes
         if len(pickled) <= _INLINE_LIMIT and not buffers:
             self.parcel = Parcel(pickled=pickled)
             return
         parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
         self.parcel = Parcel(sizes=tuple(part.nbytes for part in parts))
-        self.fds = (_write_segment(parts),)
+        self._segment = _write_segment(parts)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The descriptors that go with the parcel."""
+        return () if self._segment is None or self._segment.closed else (self._segment.fileno(),)
 
     def close(self) -> None:
         """Let go of the segment; receivers keep theirs."""
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = ()
+        if self._segment is not None:
+            self._segment.close()
 
     def __enter__(self) -> Packed:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        self.close()  # an interrupt may come before whoever made it has got it
 
 
 def pack(
@@ -162,28 +163,29 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _write_segment(parts: list[memoryview]) -> int:
-    fd = _anonymous_file()
+def _write_segment(parts: list[memoryview]) -> io.FileIO:
+    with interrupts_later():
+        file = _anonymous_file()
     try:
         offset = 0
         for part in parts:
             rest = part.cast("B")
             while rest:
-                written = os.pwrite(fd, rest, offset)
+                written = os.pwrite(file.fileno(), rest, offset)
                 rest, offset = rest[written:], offset + written
             offset = _aligned(offset)
-        os.ftruncate(fd, max(offset, 1))
+        file.truncate(max(offset, 1))
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd
+    return file
 
 
-def _anonymous_file() -> int:
+def _anonymous_file() -> io.FileIO:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("nb_accelerate", os.MFD_CLOEXEC)
+        return io.FileIO(os.memfd_create("nb_accelerate", os.MFD_CLOEXEC), "r+")
     with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        return io.FileIO(os.dup(file.fileno()), "r+")
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -23,11 +24,21 @@ COLD = 4
 ARRAY = b"x" * 1_000_000
 
 
+SET_UP = """
+import torch
+from nb_accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(300, 300))
+"""
+
+
 class Work:
     """What takes its time, by name; ``prepare`` comes before the clock starts."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, folder: Path) -> None:
         self._pool = pool
+        self._checkpoint = str(folder / "state")
 
     def prepare(self, name: str) -> None:
         if name == "cold launch":
@@ -41,6 +52,10 @@ class Work:
             self._pool.restart(min(self._pool.lost))
         if name == "pull":
             self._pool.push({"array": ARRAY})
+        if name == "save":
+            run(self._pool, SET_UP)
+            if Path(self._checkpoint).exists():  # it is whole
+                run(self._pool, f"accelerator.load_state({self._checkpoint!r})")
 
     def do(self, name: str) -> None:
         pool = self._pool
@@ -54,11 +69,12 @@ class Work:
             "push": lambda: pool.push({"array": ARRAY}),
             "pull": lambda: pool.pull(["array"]),
             "cell": lambda: run(pool, "import torch.distributed as dist\ndist.barrier()\nprint(rank)\nrank"),
+            "save": lambda: run(pool, f"accelerator.save_state({self._checkpoint!r})"),
         }
         doings[name]()
 
 
-NAMES = ("launch", "start", "restart", "restart 1", "stop", "push", "pull", "cell")
+NAMES = ("launch", "start", "restart", "restart 1", "stop", "push", "pull", "cell", "save")
 
 
 def run(pool: Pool, code: str) -> list[object]:
@@ -92,11 +108,11 @@ def interrupted_after(seconds: float, work: Callable[[], None]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.limit(280)
-def test_interrupts_at_random_moments_leave_nothing():
+def test_interrupts_at_random_moments_leave_nothing(tmp_path: Path):
     print(f"seed {SEED}")
     chance = random.Random(SEED)
     pool, seconds, counts = Pool(), dict[str, float](), Counter[str]()
-    work = Work(pool)
+    work = Work(pool, tmp_path)
     try:
         for name in ("cold launch", *NAMES):
             work.prepare(name)
@@ -114,5 +130,8 @@ def test_interrupts_at_random_moments_leave_nothing():
         with contextlib.suppress(ValueError):
             work.prepare("cell")
         assert run(pool, "rank") == [0, 1]
+        work.prepare("save")
+        work.do("save")  # which removes what saves that were interrupted have left
+        assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
     finally:
         pool.stop()
