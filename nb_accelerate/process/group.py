@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import itertools
 import logging
@@ -148,9 +149,24 @@ def close() -> None:
         except Exception:  # on the way out there is nobody left to handle it
             logger.debug("a process group could not be destroyed", exc_info=True)
     if dist.is_available() and not dist.is_initialized():
-        # Ranks meet under the number of the group. torch counts one that they did not meet in too, and a rank that was
-        # in that meeting would wait for new ones under another number than they for it.
-        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - as destroy_process_group does
+        _forget_unfinished()
+
+
+def _forget_unfinished() -> None:
+    """Forget groups whose making was broken off, as `destroy_process_group` forgets those that were made.
+
+    Ranks meet under the name of a group, which is its number. torch keeps the number and the name of one that failed:
+    this rank would wait for new ones under another number than they for it, or find the name taken.
+    """
+    module: Any = dist.distributed_c10d
+    world = module._world  # noqa: SLF001 - torch forgets them nowhere
+    for group in list(world.pg_names):
+        with contextlib.suppress(Exception):
+            group.shutdown()
+    for known in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, known).clear()
+    module._unregister_all_process_groups()  # noqa: SLF001 - as above
+    world.group_count = 0
 
 
 def close_owned() -> None:

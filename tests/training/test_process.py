@@ -224,3 +224,24 @@ def test_some_work_is_for_some_ranks_only(run_ranks, tmp_path):
         (["done", "done", None, None, None], False, [1, 2]),
         ([None, None, "done", "one", "local"], True, [3, 3]),
     ]
+
+
+def test_a_group_whose_making_was_interrupted_can_be_made_again(monkeypatch: pytest.MonkeyPatch):
+    def make() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_update_default_pg", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make()
+    dist.distributed_c10d._world.group_count = 0
+    with pytest.raises(ValueError, match="already been created"):
+        make()
+    group.close()
+    make()
+    assert dist.get_world_size() == 1
+    group.close()
+    assert not dist.is_initialized()
