@@ -107,7 +107,7 @@ class Manifest:
                 raise ValueError("its checksum is not that of its content")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
-        if found not in {1, _FORMAT}:
+        if found not in (1, _FORMAT):  # a list, say, is in no set
             raise CheckpointError(
                 f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
                 "newer nb_accelerate has written it: pip install --upgrade nb-accelerate."
