@@ -20,7 +20,7 @@ from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.starters import STARTERS
 from nb_accelerate.pool.crew import Crew
-from nb_accelerate.pool.outcome import death, error_of, values_of
+from nb_accelerate.pool.outcome import death, result_of
 from nb_accelerate.pool.starting import send_join, send_setup, start_rank
 from nb_accelerate.pool.turn import Patience, Turn
 from nb_accelerate.pool.waiting import Interrupts, wait_for
@@ -157,13 +157,7 @@ class RankGroup:
         with interrupts.go_to(lambda: self.crew.interrupt(turn)):
             self.crew.begin(turn)
             wait_for(self.crew, turn)
-        try:
-            error = error_of(turn)
-            if error is not None:
-                raise error
-            return values_of(turn)
-        finally:
-            turn.close()
+        return result_of(turn)
 
     @enough_room()
     def bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:

@@ -17,7 +17,22 @@ if TYPE_CHECKING:
     from nb_accelerate.pool.turn import Trouble, Turn
 
 
-def values_of(turn: Turn) -> list[Any]:
+def result_of(turn: Turn) -> list[Any]:
+    """What came of a turn that has ended: the values of its ranks, in their order.
+
+    Raises:
+        BaseException: the first cause, if it went wrong; or what unpickling a value raises.
+    """
+    try:
+        error = _error_of(turn)
+        if error is not None:
+            raise error
+        return _values_of(turn)
+    finally:
+        turn.close()
+
+
+def _values_of(turn: Turn) -> list[Any]:
     """What the ranks answered, in their order.
 
     Raises whatever unpickling one of them raises.
@@ -29,7 +44,7 @@ def values_of(turn: Turn) -> list[Any]:
     ]
 
 
-def error_of(turn: Turn) -> BaseException | None:
+def _error_of(turn: Turn) -> BaseException | None:
     """The first cause, or None if all went well."""
     if turn.failure is not None:
         return turn.failure

@@ -20,7 +20,7 @@ from nb_accelerate.pool.lifecycle import State, move
 from nb_accelerate.pool.looking import info, whereabouts
 from nb_accelerate.pool.names import names_in
 from nb_accelerate.pool.options import CellOptions, PoolOptions
-from nb_accelerate.pool.outcome import came_apart, error_of, tell_failure, values_of
+from nb_accelerate.pool.outcome import came_apart, result_of, tell_failure
 from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.panel import cell_panel
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
@@ -310,13 +310,7 @@ class Pool:
         if self._group is not None:
             wait_for(self._group.crew, turn)
         self._settle(turn)
-        try:
-            error = error_of(turn)
-            if error is not None:
-                raise error
-            return values_of(turn)
-        finally:
-            turn.close()
+        return result_of(turn)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no cell runs, one in the background say. True if none does."""
