@@ -66,7 +66,11 @@ def own_path() -> list[str]:
 
     Where they are found in no other folder, because they were copied to where the notebook is, theirs comes last.
     """
-    path = [str(Path.cwd() / entry) for entry in sys.path if isinstance(entry, str) and not _is_current(entry)]
+    entries = [entry for entry in sys.path if isinstance(entry, str) and not _is_current(entry)]
+    try:
+        path = [str(Path.cwd() / entry) for entry in entries]
+    except FileNotFoundError:  # the current folder was deleted
+        path = [entry for entry in entries if Path(entry).is_absolute()]
     for name in _NEEDED:
         if PathFinder.find_spec(name, path) is None:
             with contextlib.suppress(ValueError):  # a module that says nothing of where it is from

