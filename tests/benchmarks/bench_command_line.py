@@ -44,7 +44,7 @@ def measure() -> list[str]:
     }
     found = ratios(medians({name: partial(_run, *command) for name, command in helps.items()}, rounds=5), base="python")
     with tempfile.TemporaryDirectory() as folder:
-        scripts = {package: str(Path(folder) / f"{package}.py") for package in ("nb_accelerate", "accelerate")}
+        scripts = {package: str(Path(folder) / f"with_{package}.py") for package in ("nb_accelerate", "accelerate")}
         for package, file in scripts.items():
             Path(file).write_text(_SCRIPT.format(package=package))
         # On CPUs accelerate starts one process by itself; several are started by torchrun.
