@@ -82,6 +82,11 @@ def _run(arguments: argparse.Namespace) -> int:
         wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_multi_gpu(file))
         print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
         return 0
+    if arguments.multi_gpu:
+        from nb_accelerate.launch.machine import look
+
+        if not look(options.env).num_gpus:
+            raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
     return run(job, options)
 
 

@@ -192,6 +192,7 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--multi_gpu"], "none is visible here"),
         (["--cpu", "--multi_gpu"], "--cpu and --multi_gpu were both given"),
         (["-m", "--no_python"], "-m and --no_python were both given"),
         (["--num_machines", "2", "--num_processes", "3"], "cannot be shared out equally"),
