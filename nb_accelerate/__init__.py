@@ -8,11 +8,12 @@ scripts. The notebook half runs in the kernel and does not import torch. They me
 by an import::
 
     level  training half                                                        base                  notebook half
-    11                                                                          __main__
-    10                                                                          __init__  cli
-     9     utils  state  data_loader  optimizer  scheduler  logging  local_sgd                      magics
-     8     accelerator                                                                                pool  launchers
-     7     compat                                                                                     launch
+    12                                                                          __main__
+    11                                                                          __init__  cli
+    10     utils  data_loader  logging
+     9     compat  optimizer  scheduler  local_sgd                                              magics
+     8     accelerator                                                                            pool  launchers
+     7     state                                                                                  launch
      6     strategies  checkpoint                                                                     worker  display
      5     optim  data  tracking  bigmodel                                                            diagnostics
      4     precision  comm                                                                            protocol
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from nb_accelerate.checkpoint.model import load_checkpoint_in_model
     from nb_accelerate.compat.exchange import synchronize_rng_states
     from nb_accelerate.compat.packages import is_rich_available
-    from nb_accelerate.compat.state import PartialState
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.kwargs import (
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from nb_accelerate.process.memory import find_executable_batch_size
     from nb_accelerate.process.progress import progress
     from nb_accelerate.process.rng import set_seed
+    from nb_accelerate.state import PartialState
 
 _HOME = {
     "Accelerator": "accelerator",
@@ -89,7 +90,7 @@ _HOME = {
     "MissingDependencyError": "errors",
     "NbAccelerateError": "errors",
     "NotPreparedError": "errors",
-    "PartialState": "compat.state",
+    "PartialState": "state",
     "ProfileKwargs": "config.profiling",
     "RankDiedError": "errors",
     "RankError": "errors",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from nb_accelerate.compat.regions import repeated_blocks
+from torch import nn
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Collection
 
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
 
@@ -30,3 +31,52 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
             return model
     whole: Any = torch.compile(model, **arguments)
     return whole  # type: ignore[no-any-return]  # torch calls it a callable; given a module it is one
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of which a model has several in a row, such as the layers of a transformer."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        children = list(module)
+        if len({type(child) for child in children}) == 1 and any(True for _ in children[0].children()):
+            found += children
+            inside |= {id(part) for child in children for part in child.modules()}
+    return found
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Return a model whose repeated blocks are compiled, each by itself, and the parts beside them too.
+
+    Equal blocks share the code of the first, so a deep model compiles as fast as a shallow one. The model that was
+    given stays as it is; both have the same weights. ``unwrap_model(model, keep_torch_compile=False)`` returns it.
+
+    Args:
+        module: the model. One without repeated blocks is compiled whole.
+        **compile_kwargs: those of `torch.compile`.
+    """
+    blocks = {id(block) for block in repeated_blocks(module)}
+    compiled = _with_compiled(module, blocks, compile_kwargs)
+    if not hasattr(compiled, "_orig_mod"):
+        vars(compiled)["_orig_mod"] = module  # not as a part of it, whose weights would count twice
+    return compiled
+
+
+def _with_compiled(module: nn.Module, blocks: Collection[int], arguments: dict[str, Any]) -> nn.Module:
+    """Return a module that is compiled where it is a block or has none inside; around blocks, a shallow copy."""
+    if id(module) in blocks or not any(id(part) in blocks for part in module.modules()):
+        whole: Any = torch.compile(module, **arguments)
+        return whole  # type: ignore[no-any-return]  # torch calls it a callable; given a module it is one
+    around = copy.copy(module)
+    for name, value in list(vars(around).items()):
+        if isinstance(value, MethodType) and value.__self__ is module:  # a forward that was replaced, say
+            setattr(around, name, MethodType(value.__func__, around))
+    for table in ("_parameters", "_buffers"):
+        setattr(around, table, dict(getattr(module, table)))
+    around._modules = {  # noqa: SLF001 - torch has no other way to copy a module without its parts
+        name: None if part is None else _with_compiled(part, blocks, arguments)
+        for name, part in module._modules.items()  # noqa: SLF001
+    }
+    return around

@@ -15,8 +15,6 @@ from nb_accelerate.accelerator.losses import LossReport
 from nb_accelerate.board import here
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
-from nb_accelerate.compat.here import Choices, inherited, remember
-from nb_accelerate.compat.shared import shared_training
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
@@ -29,6 +27,8 @@ from nb_accelerate.optim import AccumulationState
 from nb_accelerate.precision import select_precision
 from nb_accelerate.process.rng import resolve_rng_types
 from nb_accelerate.process.setup import setup_process
+from nb_accelerate.state.choices import Choices, inherited, remember
+from nb_accelerate.state.shared import shared_training
 from nb_accelerate.strategies import select_strategy
 from nb_accelerate.tracking import Recording, resolve_recording
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from nb_accelerate.board import Board
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.compat.shared import SharedTraining
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from nb_accelerate.precision import Precision
     from nb_accelerate.process.context import ProcessContext
     from nb_accelerate.process.rng import RNGType
+    from nb_accelerate.state.shared import SharedTraining
     from nb_accelerate.strategies import Strategy
 
 logger = logging.getLogger("nb_accelerate")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from nb_accelerate.accelerator.core import Slice
-from nb_accelerate.compat.identity import Identity
-from nb_accelerate.compat.state import AcceleratorState, GradientState
+from nb_accelerate.state import AcceleratorState, GradientState
+from nb_accelerate.state.identity import Identity
 
 if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives

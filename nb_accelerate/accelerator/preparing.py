@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
-from nb_accelerate.compat.state import GradientState
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
+from nb_accelerate.state import GradientState
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel, innermost
 
 if TYPE_CHECKING:

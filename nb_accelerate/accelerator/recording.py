@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.accelerator import saving
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.board import Phase
-from nb_accelerate.compat import saving
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.process import group

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.comm import operations
-from nb_accelerate.compat.here import collectives_here
 from nb_accelerate.process import rng
+from nb_accelerate.state.choices import collectives_here
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

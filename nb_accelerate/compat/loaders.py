@@ -8,13 +8,13 @@ from typing_extensions import override
 
 from nb_accelerate import data
 from nb_accelerate.comm import SingleCollectives
-from nb_accelerate.compat.here import collectives_here, newest_choices, process_here
-from nb_accelerate.compat.state import GradientState
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.samplers import sampler_inside
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import resolve_rng_types
+from nb_accelerate.state import GradientState
+from nb_accelerate.state.choices import collectives_here, newest_choices, process_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.compat.here import newest_choices, process_here
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.precision import select_precision
+from nb_accelerate.state.choices import newest_choices, process_here
 
 if TYPE_CHECKING:
     import contextlib

@@ -1,5 +1,7 @@
 """Under the names of ``accelerate.utils.other``, and ``tqdm``."""
 
+from nb_accelerate.accelerator.compiling import compile_regions
+from nb_accelerate.accelerator.saving import save
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, load
 from nb_accelerate.compat.capabilities import check_os_kernel
 from nb_accelerate.compat.environ import is_port_in_use, merge_dicts
@@ -12,8 +14,6 @@ from nb_accelerate.compat.models import (
     recursive_getattr,
 )
 from nb_accelerate.compat.progress import tqdm
-from nb_accelerate.compat.regions import compile_regions
-from nb_accelerate.compat.saving import save
 from nb_accelerate.compat.sizes import convert_bytes
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import nb_accelerate
 import nb_accelerate.utils
-from nb_accelerate.compat.state import AcceleratorState, GradientState, PartialState
 from nb_accelerate.errors import ConfigError, MissingDependencyError, NotPreparedError
 from nb_accelerate.launch import notebook_launcher
+from nb_accelerate.state import AcceleratorState, GradientState, PartialState
 
 accelerate = pytest.importorskip("accelerate")
 

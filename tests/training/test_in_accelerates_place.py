@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.compat.state import AcceleratorState, GradientState, PartialState
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.process import context
+from nb_accelerate.state import AcceleratorState, GradientState, PartialState
 
 REPLACE = """
 import importlib, pkgutil, sys

@@ -1,6 +1,7 @@
 """Under the names of ``accelerate.state``."""
 
-from nb_accelerate.compat.state import (
+from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.state.states import (
     AcceleratorState,
     GradientState,
     PartialState,
@@ -8,7 +9,6 @@ from nb_accelerate.compat.state import (
     do_nothing,
     is_initialized,
 )
-from nb_accelerate.config.distributed import DistributedType
 
 __all__ = [
     "AcceleratorState",

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.compat.here import Choices, collectives_here, newest_choices, process_here, remember
-from nb_accelerate.compat.identity import Identity
-from nb_accelerate.compat.view import SharedState, View
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.checks import check_flag, suggest
 from nb_accelerate.config.env import Environment
@@ -28,6 +25,9 @@ from nb_accelerate.data.tracker import LoaderView
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, devices, group
 from nb_accelerate.process.setup import setup_process
+from nb_accelerate.state.choices import Choices, collectives_here, newest_choices, process_here, remember
+from nb_accelerate.state.identity import Identity
+from nb_accelerate.state.view import SharedState, View
 
 if TYPE_CHECKING:
     import torch

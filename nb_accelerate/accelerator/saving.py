@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, write
-from nb_accelerate.compat.here import process_here
+from nb_accelerate.state.choices import process_here
 
 if TYPE_CHECKING:
     import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nb_accelerate.compat.shared import shared_training
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
@@ -13,6 +12,7 @@ from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.optim.accumulation import AccumulationState
 from nb_accelerate.process import context
 from nb_accelerate.process.setup import setup_process
+from nb_accelerate.state.shared import shared_training
 from nb_accelerate.strategies import select_collectives
 
 if TYPE_CHECKING:
