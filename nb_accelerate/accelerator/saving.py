@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, write
-from nb_accelerate.state.choices import process_here
+from nb_accelerate.state.choices import current_process
 
 if TYPE_CHECKING:
     import os
@@ -25,7 +25,7 @@ def save(
         save_on_each_node: on the first process of each machine instead, for disks that machines do not share.
         safe_serialization: write safetensors, with tensors that share memory written once.
     """
-    topology = process_here().topology
+    topology = current_process().topology
     if topology.is_local_main if save_on_each_node else topology.is_main:
         given = obj
         if safe_serialization:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.comm import operations
 from nb_accelerate.process import rng
-from nb_accelerate.state.choices import collectives_here
+from nb_accelerate.state.choices import current_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def gather(tensor: Any) -> Any:
     """Return the tensors of all processes, one after the other along dimension 0; see `Accelerator.gather`."""
-    return operations.gather(collectives_here(), tensor)
+    return operations.gather(current_collectives(), tensor)
 
 
 def gather_object(object: Sequence[Any]) -> list[Any]:  # noqa: A002 - accelerate's name
@@ -26,17 +26,17 @@ def gather_object(object: Sequence[Any]) -> list[Any]:  # noqa: A002 - accelerat
     Raises:
         TypeError: what was given is not a list.
     """
-    return operations.gather_object(collectives_here(), object)
+    return operations.gather_object(current_collectives(), object)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean of tensors over all processes; or ``"sum"``, or ``"max"``, the largest of each element."""
-    return operations.reduce(collectives_here(), tensor, reduction, scale)
+    return operations.reduce(current_collectives(), tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the tensors of one process on all processes."""
-    return operations.broadcast(collectives_here(), tensor, from_process)
+    return operations.broadcast(current_collectives(), tensor, from_process)
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
@@ -45,22 +45,22 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: no process has it, or several have.
     """
-    return operations.copy_from_owner(collectives_here(), tensor)
+    return operations.copy_from_owner(current_collectives(), tensor)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of a list by those of one process, in place, and return the list."""
-    return operations.broadcast_object_list(collectives_here(), object_list, from_process)
+    return operations.broadcast_object_list(current_collectives(), object_list, from_process)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Return tensors padded to their greatest size on any process; see `Accelerator.pad_across_processes`."""
-    return operations.pad_across_processes(collectives_here(), tensor, dim, pad_index, pad_first)
+    return operations.pad_across_processes(current_collectives(), tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
     """Return when all processes are here."""
-    collectives_here().barrier()
+    current_collectives().barrier()
 
 
 def synchronize_rng_states(rng_types: Sequence[str | rng.RNGType], generator: torch.Generator | None = None) -> None:
@@ -73,7 +73,7 @@ def synchronize_rng_states(rng_types: Sequence[str | rng.RNGType], generator: to
     Raises:
         ConfigError: one of them is not a kind of random numbers.
     """
-    collectives = collectives_here()
+    collectives = current_collectives()
 
     def from_first(state: Tensor) -> Tensor:
         sent: Tensor = operations.broadcast(collectives, state)

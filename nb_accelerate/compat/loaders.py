@@ -14,7 +14,7 @@ from nb_accelerate.data.samplers import sampler_inside
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import resolve_rng_types
 from nb_accelerate.state import GradientState
-from nb_accelerate.state.choices import collectives_here, newest_choices, process_here
+from nb_accelerate.state.choices import current_collectives, current_process, newest_choices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ def prepare_data_loader(
         dataloader,
         collectives=collectives,
         config=config,
-        device=(device or process_here().device) if put_on_device else None,
+        device=(device or current_process().device) if put_on_device else None,
         gradient_state=GradientState.of(choices) if choices else None,
         rng_types=resolve_rng_types(rng_types),
         slice_fn=slice_fn_for_dispatch,
@@ -111,7 +111,7 @@ def prepare_data_loader(
 
 
 def _collectives(num_processes: int | None, process_index: int | None) -> Collectives:
-    real = collectives_here()
+    real = current_collectives()
     world_size = real.world_size if num_processes is None else num_processes
     rank = real.rank if process_index is None else process_index
     if (world_size, rank) == (real.world_size, real.rank):

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from nb_accelerate.config.env import Environment
 from nb_accelerate.process import context
-from nb_accelerate.state.choices import collectives_here
+from nb_accelerate.state.choices import current_collectives
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -36,7 +36,7 @@ class MultiProcessAdapter(_Adapter):
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)  # the line that is shown is the caller's, not one of this file
-        collectives = collectives_here() if in_order else None
+        collectives = current_collectives() if in_order else None
         turns = [collectives.rank == rank for rank in range(collectives.world_size)] if collectives else []
         # In order, no level is asked before the turn: a process with another level must not keep the others waiting.
         for mine in turns or [not main_process_only or context.topology_here().is_main]:

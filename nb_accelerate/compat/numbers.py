@@ -10,7 +10,7 @@ from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.precision import select_precision
-from nb_accelerate.state.choices import newest_choices, process_here
+from nb_accelerate.state.choices import current_process, newest_choices
 
 if TYPE_CHECKING:
     import contextlib
@@ -30,7 +30,9 @@ def get_mixed_precision_context_manager(
     choices = newest_choices()
     chosen = resolve_precision(choices.mixed_precision if choices and native_amp else "no", Environment())
     options = autocast_kwargs or AutocastKwargs()
-    return select_precision(chosen, process_here().kind, autocast=options, scaler=GradScalerKwargs()).autocast(options)
+    return select_precision(chosen, current_process().kind, autocast=options, scaler=GradScalerKwargs()).autocast(
+        options
+    )
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
@@ -41,4 +43,4 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
         **kwargs: those of `torch.amp.GradScaler`.
     """
     del distributed_type
-    return torch.amp.GradScaler(process_here().device.type, **kwargs)
+    return torch.amp.GradScaler(current_process().device.type, **kwargs)

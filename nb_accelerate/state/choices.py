@@ -1,4 +1,4 @@
-"""The process this code runs in, for functions that are called without an `Accelerator`."""
+"""The process that runs this code and the choices of its newest `Accelerator`, for code that was given neither."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What an `Accelerator` chose, as far as states show it. Holds no model, so it may outlive the `Accelerator`.
+    """Options that an `Accelerator` chose and states show. Refers to no model, so it may outlive the `Accelerator`.
 
     Attributes:
         mixed_precision: the name of the precision.
         dynamo: how models are compiled.
-        accumulation: where in its window the loop is.
+        accumulation: the accumulation window, and the batch of it that the loop is at.
         tracker: which loader is being iterated.
-        said: what the environment said about precision and compilation when they were chosen.
+        variables: the environment variables about precision and compilation at the time of the choice.
     """
 
     mixed_precision: str
     dynamo: TorchDynamoPlugin
     accumulation: AccumulationState
     tracker: LoaderTracker
-    said: Mapping[str, str] = field(default_factory=lambda: _said(Environment()))
+    variables: Mapping[str, str] = field(default_factory=lambda: _variables(Environment()))
 
     @classmethod
     def make(cls, mixed_precision: str | None = None, plugin: GradientAccumulationPlugin | None = None) -> Choices:
-        """Return the choices of a process in which nothing is trained yet."""
+        """Return the choices that the environment and the arguments make, before there is an `Accelerator`."""
         environment = Environment()
         shared = shared_training()
         return cls(
@@ -56,35 +56,35 @@ class Choices:
 
 
 def inherited(environment: Environment) -> Choices | None:
-    """Return the choices that a further `Accelerator` takes over where it is not told otherwise, or None.
+    """Return the choices that a further `Accelerator` takes over where its arguments leave them open, or None.
 
-    Not those that were made when the environment said something else: it was changed to have an effect.
+    None too if the environment variables about them have changed since: the change is meant to have an effect.
     """
     known = newest_choices()
-    return known if known is not None and known.said == _said(environment) else None
+    return known if known is not None and known.variables == _variables(environment) else None
 
 
-def _said(environment: Environment) -> dict[str, str]:
+def _variables(environment: Environment) -> dict[str, str]:
     names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
     return {name: value for name, value in environment.variables.items() if name.startswith(names)}
 
 
-def process_here() -> ProcessContext:
-    """Return what this process is; finds out, and connects it with the others, if nobody did so yet."""
+def current_process() -> ProcessContext:
+    """Return rank, device and group of this process; the first call in a process sets them up."""
     return context.current() or setup_process()
 
 
-def collectives_here() -> Collectives:
-    """Return how this process talks to the others."""
-    return select_collectives(process_here())
+def current_collectives() -> Collectives:
+    """Return the collectives of this process; sets it up like `current_process`."""
+    return select_collectives(current_process())
 
 
 def newest_choices() -> Choices | None:
-    """Return what the newest `Accelerator` of this process chose, or None if there was none. Connects nothing."""
+    """Return the choices of the newest `Accelerator` of this process, or None. Sets nothing up."""
     known = context.current()
     return None if known is None else known.newest.value
 
 
 def remember(process: ProcessContext, choices: Choices | None) -> None:
-    """Make ``choices`` those that states show. An `Accelerator` calls it when it is made."""
+    """Make states show ``choices``. `Accelerator` calls it when it is made."""
     process.newest.value = choices

@@ -1,4 +1,4 @@
-"""Who a process is, and what only some processes do: what `Accelerator` and the states have in common."""
+"""Rank, device and work for some ranks only: the members that `Accelerator` and the states share."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ R = TypeVar("R")
 
 
 class Identity(ABC):
-    """Ranks, the device, and work for the main process. A subclass says which process is meant."""
+    """Rank, device and work for some ranks only. A subclass returns the process and its collectives."""
 
     @abstractmethod
     def _process(self) -> ProcessContext:
-        """Return what this process is."""
+        """Return the process that is described."""
 
     @abstractmethod
     def _collectives(self) -> Collectives:
-        """Return how it talks to the others."""
+        """Return its collectives."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self._process().device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What this setup is called; `DistributedType.NO` for one process."""
+        """The kind of distributed setup; `DistributedType.NO` for one process."""
         return self._process().distributed_type
 
     @property
@@ -143,7 +143,7 @@ class Identity(ABC):
         return main_process.first(self.is_local_main_process, self.wait_for_everyone)
 
     def wait_for_everyone(self) -> None:
-        """Return when all processes are here."""
+        """Block until all processes have called it: a barrier."""
         self._collectives().barrier()
 
     @contextlib.contextmanager

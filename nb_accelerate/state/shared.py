@@ -1,8 +1,8 @@
-"""What every `Accelerator` of a process shares, as accelerate's scripts expect.
+"""What all `Accelerator` objects of a process share.
 
-A cell that makes an `Accelerator` runs twice, and an evaluation makes one of its own. Objects that another one prepared
-stay usable: where the loop is, which loader it reads and how losses are scaled is known here, once per process. What an
-`Accelerator` was told (how long windows are, how loaders are shared out) is its own.
+A cell that makes an `Accelerator` may run twice, and an evaluation may make a second one. Objects that the first one
+prepared stay usable, because the state of the loop, of its loaders and of the loss scaler is kept here, once for each
+process. Options (length of the accumulation window, how loaders are sharded) belong to each `Accelerator`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class SharedTraining:
-    """What is trained in this process, and how far its loop is.
+    """The prepared objects of this process, and the position of the training loop.
 
     Attributes:
         tracker: which loaders are being iterated.
         window: whether the current batch closes an accumulation window.
-        scaler: what multiplies losses in fp16; None until that is asked for.
-        models: those that were prepared and are still there.
+        scaler: the loss scaler of fp16; None until an `Accelerator` uses fp16.
+        models: prepared models that are still referred to.
     """
 
     tracker: LoaderTracker = field(default_factory=LoaderTracker)
@@ -41,17 +41,17 @@ class SharedTraining:
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
-        """Optimizers that were prepared and are still there, in that order: all ranks have the same."""
+        """Prepared optimizers that are still referred to, in the order of preparation, which all ranks share."""
         return [optimizer for one in self._optimizers if (optimizer := one()) is not None]
 
     def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
-        """Note that an optimizer was prepared."""
+        """Add a prepared optimizer, unless it is in the list."""
         if not any(one is optimizer for one in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 
 
 def shared_training() -> SharedTraining:
-    """Return what every `Accelerator` of this process shares."""
+    """Return the `SharedTraining` of this process."""
     if context.training.value is None:
         context.training.value = SharedTraining()
     shared: SharedTraining = context.training.value

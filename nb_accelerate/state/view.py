@@ -1,4 +1,4 @@
-"""What `PartialState`, `AcceleratorState` and `GradientState` are: views of what is kept elsewhere."""
+"""Base of `PartialState`, `AcceleratorState` and `GradientState`: read-only views."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class SharedState:
-    """What a state shows, by name, as the class attribute that accelerate keeps it in. It can be read only.
+    """Descriptor of ``_shared_state``, the class attribute that holds a state's values in accelerate. Read-only.
 
-    Libraries ask it whether there is a state at all: ``if PartialState._shared_state == {}``.
+    Libraries compare it to find out whether there is a state: ``if PartialState._shared_state == {}``.
 
     Args:
-        known: whether there is something to show.
-        names: of attributes of the state.
+        known: returns whether the state was set up.
+        names: the attributes to show.
     """
 
     def __init__(self, known: Callable[[], bool], *names: str) -> None:
@@ -33,7 +33,7 @@ class SharedState:
 
 
 class View:
-    """What states have in common: they show something that is kept elsewhere."""
+    """An object that reads its attributes from elsewhere: it cannot be set, and copies are the object itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(type(self), name, None)

@@ -1,0 +1,121 @@
+"""`AcceleratorState`: a view of what this process is and what its newest `Accelerator` chose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.precision import resolve_precision
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process import context
+from nb_accelerate.state.choices import Choices, current_process, newest_choices, remember
+from nb_accelerate.state.partial import SHOWN, PartialState, ProcessView
+from nb_accelerate.state.view import SharedState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from nb_accelerate.config.dynamo import TorchDynamoPlugin
+    from nb_accelerate.process.context import ProcessContext
+
+_PLUGINS = (
+    "dynamo_plugin",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
+
+
+class AcceleratorState(ProcessView):
+    """What `PartialState` shows, and the precision and compilation that the newest `Accelerator` chose.
+
+    Args:
+        mixed_precision: as for `Accelerator`, in code that makes the state before any `Accelerator`.
+        cpu: as in `PartialState`.
+        **kwargs: as in `PartialState`. Plugins of accelerate that are None are accepted.
+
+    Raises:
+        ConfigError: an `Accelerator` chose another precision already, or a plugin was given.
+    """
+
+    _shared_state = SharedState(
+        lambda: newest_choices() is not None, *SHOWN, "mixed_precision", "dynamo_plugin", "parallelism_config"
+    )
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        for name in [name for name in kwargs if name in _PLUGINS]:
+            if kwargs.pop(name) is not None:
+                raise ConfigError(f"AcceleratorState was given {name}. Write Accelerator({name}=...) instead.")
+        PartialState(cpu, **kwargs)
+        self._fixed: tuple[ProcessContext, Choices] | None = None
+        known = newest_choices()
+        if known is None:
+            remember(current_process(), Choices.make(mixed_precision))
+        elif mixed_precision is not None and str(resolve_precision(mixed_precision, Environment())) != (
+            known.mixed_precision
+        ):
+            raise ConfigError(
+                f"mixed_precision={mixed_precision!r} was given to AcceleratorState, but the Accelerator of this "
+                f"process computes in {known.mixed_precision!r}. A state only shows what was chosen; write "
+                f"Accelerator(mixed_precision={mixed_precision!r})."
+            )
+
+    @classmethod
+    def of(cls, process: ProcessContext, choices: Choices) -> Self:
+        """Return the state of one `Accelerator`."""
+        view = cls.__new__(cls)
+        view._fixed = process, choices  # noqa: SLF001 - this class
+        return view
+
+    @override
+    def _process(self) -> ProcessContext:
+        return self._fixed[0] if self._fixed else current_process()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        return choices.mixed_precision if choices else str(resolve_precision(None, Environment()))
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled."""
+        return (self._fixed[1] if self._fixed else newest_choices() or Choices.make()).dynamo
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an `Accelerator`, or this state, was made."""
+        return is_initialized()
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not in use."""
+        return
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: there is no device mesh; models are trained with data parallelism only."""
+        return
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP's second version."""
+        return False
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget what the newest `Accelerator` chose, and with ``reset_partial_state`` what this process is."""
+        known = context.current()
+        if known is not None:
+            remember(known, None)
+        if reset_partial_state:
+            context.reset()
+
+
+def is_initialized() -> bool:
+    """Return whether an `Accelerator`, or an `AcceleratorState`, was made in this process."""
+    return newest_choices() is not None
