@@ -1,29 +1,18 @@
 """Under the names of ``accelerate.data_loader``."""
 
-from nb_accelerate.compat.loaders import SkipDataLoader, get_sampler, prepare_data_loader
-from nb_accelerate.data import (
-    BatchSamplerShard,
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-    skip_first_batches,
+from nb_accelerate.compat.loaders import (
+    SkipDataLoader as SkipDataLoader,
+    get_sampler as get_sampler,
+    prepare_data_loader as prepare_data_loader,
 )
-from nb_accelerate.data.adapter import DataLoaderAdapter
-from nb_accelerate.data.iterable import IterableDatasetShard
-from nb_accelerate.data.tracker import DataLoaderStateMixin
-
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderAdapter",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "DataLoaderStateMixin",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "SkipDataLoader",
-    "get_sampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+from nb_accelerate.data import (
+    BatchSamplerShard as BatchSamplerShard,
+    DataLoaderDispatcher as DataLoaderDispatcher,
+    DataLoaderShard as DataLoaderShard,
+    SeedableRandomSampler as SeedableRandomSampler,
+    SkipBatchSampler as SkipBatchSampler,
+    skip_first_batches as skip_first_batches,
+)
+from nb_accelerate.data.adapter import DataLoaderAdapter as DataLoaderAdapter
+from nb_accelerate.data.iterable import IterableDatasetShard as IterableDatasetShard
+from nb_accelerate.data.tracker import DataLoaderStateMixin as DataLoaderStateMixin

@@ -1,8 +1,6 @@
 """Under the names of ``accelerate.logging``."""
 
-from nb_accelerate.compat.loggers import MultiProcessAdapter, get_logger
-
-__all__ = [
-    "MultiProcessAdapter",
-    "get_logger",
-]
+from nb_accelerate.compat.loggers import (
+    MultiProcessAdapter as MultiProcessAdapter,
+    get_logger as get_logger,
+)

@@ -1,7 +1,3 @@
 """Under the names of ``accelerate.scheduler``."""
 
-from nb_accelerate.optim import AcceleratedScheduler
-
-__all__ = [
-    "AcceleratedScheduler",
-]
+from nb_accelerate.optim import AcceleratedScheduler as AcceleratedScheduler

@@ -32,8 +32,7 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 
     from torch import Tensor, nn
 

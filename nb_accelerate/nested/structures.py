@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nb_accelerate.nested.nested import find_batch_size as first_rows
-from nb_accelerate.nested.nested import is_half, map_tensors, tensors_in
+from nb_accelerate.nested.nested import find_batch_size as first_rows, is_half, map_tensors, tensors_in
 from nb_accelerate.nested.placement import send_to_device as place
 
 if TYPE_CHECKING:

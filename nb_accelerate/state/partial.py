@@ -10,8 +10,7 @@ from typing_extensions import override
 from nb_accelerate.config.checks import check_flag, suggest
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
-from nb_accelerate.process import context, devices
-from nb_accelerate.process import group as process_group
+from nb_accelerate.process import context, devices, group as process_group
 from nb_accelerate.process.setup import setup_process
 from nb_accelerate.state.choices import current_collectives, current_process
 from nb_accelerate.state.identity import Identity

@@ -1,7 +1,3 @@
 """Under the names of ``accelerate.utils.launch``."""
 
-from nb_accelerate.compat.launching import PrepareForLaunch
-
-__all__ = [
-    "PrepareForLaunch",
-]
+from nb_accelerate.compat.launching import PrepareForLaunch as PrepareForLaunch

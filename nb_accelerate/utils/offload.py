@@ -1,7 +1,3 @@
 """Under the names of ``accelerate.utils.offload``; offloading itself is not here yet."""
 
-from nb_accelerate.bigmodel.ties import extract_submodules_state_dict
-
-__all__ = [
-    "extract_submodules_state_dict",
-]
+from nb_accelerate.bigmodel.ties import extract_submodules_state_dict as extract_submodules_state_dict

@@ -1,8 +1,6 @@
 """Under the names of ``accelerate.utils.versions``."""
 
-from nb_accelerate.compat.versions import compare_versions, is_torch_version
-
-__all__ = [
-    "compare_versions",
-    "is_torch_version",
-]
+from nb_accelerate.compat.versions import (
+    compare_versions as compare_versions,
+    is_torch_version as is_torch_version,
+)

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nb_accelerate import board as boards
 from nb_accelerate.board import Board, Collective, Page, Phase, Sample, layout

@@ -12,8 +12,7 @@ import pytest
 from fixtures.panels import SLEEPS, Run
 
 from nb_accelerate.board import Bar, Phase
-from nb_accelerate.display import Action, Facts, Panel, Seen
-from nb_accelerate.display import panel as panels
+from nb_accelerate.display import Action, Facts, Panel, Seen, panel as panels
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.panel import Drawing
 from nb_accelerate.display.view import View

@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 from fixtures.panels import Run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nb_accelerate.board import Bar, Phase
 from nb_accelerate.display import html, text, words

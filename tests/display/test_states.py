@@ -8,9 +8,7 @@ import re
 
 import pytest
 from fixtures.panels import ALL_REDUCE, EVEN, LOOK, SLEEPS, Run
-from hypothesis import Phase as HypothesisPhase
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase as HypothesisPhase, given, settings, strategies as st
 
 from nb_accelerate.board import Bar, Collective, Phase, Sample, layout
 from nb_accelerate.board.sample import read

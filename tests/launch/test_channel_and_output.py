@@ -7,8 +7,7 @@ import pickle
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nb_accelerate import errors
 from nb_accelerate.launch.output import RankOutput

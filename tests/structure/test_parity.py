@@ -18,23 +18,33 @@ MODULES = ("state", "data_loader", "optimizer", "scheduler", "tracking", "loggin
 PARTS = tuple(module.name for module in pkgutil.iter_modules(nb_accelerate.utils.__path__))
 
 
+def _names(path: str) -> dict[str, object]:
+    """The public names of a module that passes names on: those of ``__all__``, else all it imports."""
+    module = importlib.import_module(f"nb_accelerate.{path}")
+    public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    return {name: getattr(module, name) for name in public}
+
+
 @pytest.mark.parametrize("path", [*MODULES, *(f"utils.{part}" for part in PARTS)])
 def test_a_module_of_accelerates_name_has_every_name_it_lists(path: str):
-    module = importlib.import_module(f"nb_accelerate.{path}")
-    assert module.__all__
-    for name in module.__all__:
-        assert getattr(module, name) is not None
+    names = _names(path)
+    assert names
+    assert None not in names.values()
 
 
 def test_utils_has_the_names_of_its_modules_and_no_others():
     names: dict[str, object] = {}
     for part in PARTS:
-        module = importlib.import_module(f"nb_accelerate.utils.{part}")
-        names |= {name: getattr(module, name) for name in module.__all__}
+        names |= _names(f"utils.{part}")
     assert sorted(names) == nb_accelerate.utils.__all__
     for name, value in names.items():
         assert getattr(nb_accelerate.utils, name) is value, name
     assert set(nb_accelerate.utils.__all__) <= set(dir(nb_accelerate.utils))
+
+
+def test_no_name_is_listed_by_two_modules_of_utils():
+    listed = [name for part in PARTS for name in _names(f"utils.{part}")]
+    assert len(listed) == len(set(listed))
 
 
 def test_modules_need_no_import_of_their_own():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import ast
 import enum
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ import pytest
 from structure.public_api import SNAPSHOT, describe
 
 import nb_accelerate
+import nb_accelerate.utils
+from nb_accelerate import lazy
 
 
 def test_the_public_names_and_signatures_are_those_of_the_snapshot():
@@ -70,23 +72,59 @@ def test_a_description_names_no_address():
     assert describe(_module(function=function)) == "function(marker: object = <object>) -> None\n"
 
 
-def test_the_names_are_sorted_and_each_has_a_home():
+def test_the_names_are_sorted_and_completed():
     names = nb_accelerate.__all__
     assert names == sorted(names)
-    assert set(names) - {"__version__"} == set(nb_accelerate._HOME)
     assert set(names) <= set(dir(nb_accelerate))
 
 
-def test_type_checkers_see_the_names_that_the_table_has():
-    tree = ast.parse(Path(nb_accelerate.__file__).read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.name: node.module.removeprefix("nb_accelerate.")
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
-    assert seen == nb_accelerate._HOME
+@pytest.mark.parametrize("package", [nb_accelerate, nb_accelerate.utils])
+def test_each_name_of_a_table_can_be_imported_and_is_what_its_line_says(package: ModuleType):
+    for name, (module, attribute) in lazy.table(package.__name__).items():
+        imported = importlib.import_module(module)
+        assert getattr(package, name) is (getattr(imported, attribute) if attribute else imported)
+
+
+def test_an_editor_completes_the_names_and_goes_to_their_definitions():
+    jedi = pytest.importorskip("jedi")
+    here = jedi.InterpreterEnvironment()  # any other one is a process
+    offered = jedi.Script("import nb_accelerate\nnb_accelerate.", environment=here).complete()
+    assert set(nb_accelerate.__all__) <= {one.name for one in offered}
+    script = jedi.Script("from nb_accelerate.utils import str_to_bool\nstr_to_bool", environment=here)
+    (found,) = script.goto(2, 1, follow_imports=True, prefer_stubs=False)
+    assert found.module_path.name == "environ.py"
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_a_strict_type_checker_accepts_each_public_name(tmp_path: Path):
+    lines = [
+        f"from {package.__name__} import {name}"
+        for package in (nb_accelerate, nb_accelerate.utils)
+        for name in package.__all__
+    ]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([*lines, "reveal_type(Accelerator)", "from nb_accelerate import Accelerater"]))
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            f"--cache-dir={tmp_path / 'cache'}",
+            "--follow-imports=silent",
+            script,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=Path(nb_accelerate.__file__).parents[1],
+    )
+    said = [line.partition(": ")[2] for line in run.stdout.splitlines() if line.startswith(str(script))]
+    assert len(said) == 2, run.stdout
+    assert "nb_accelerate.accelerator.accelerator.Accelerator" in said[0]
+    assert "Accelerater" in said[1]
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error():

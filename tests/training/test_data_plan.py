@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nb_accelerate.data.iterable import IterableDatasetShard, LastRow, MarkingShard

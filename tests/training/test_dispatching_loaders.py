@@ -7,8 +7,7 @@ from collections import UserDict, namedtuple
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nb_accelerate.accelerator import Accelerator

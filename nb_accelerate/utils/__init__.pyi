@@ -1,0 +1,30 @@
+"""The public names of ``accelerate.utils``: the table that `nb_accelerate.lazy` and type checkers read."""
+
+from nb_accelerate.utils import (
+    constants as constants,
+    dataclasses as dataclasses,
+    environment as environment,
+    imports as imports,
+    launch as launch,
+    memory as memory,
+    modeling as modeling,
+    offload as offload,
+    operations as operations,
+    other as other,
+    random as random,
+    torch_xla as torch_xla,
+    versions as versions,
+)
+from nb_accelerate.utils.constants import *
+from nb_accelerate.utils.dataclasses import *
+from nb_accelerate.utils.environment import *
+from nb_accelerate.utils.imports import *
+from nb_accelerate.utils.launch import *
+from nb_accelerate.utils.memory import *
+from nb_accelerate.utils.modeling import *
+from nb_accelerate.utils.offload import *
+from nb_accelerate.utils.operations import *
+from nb_accelerate.utils.other import *
+from nb_accelerate.utils.random import *
+from nb_accelerate.utils.torch_xla import *
+from nb_accelerate.utils.versions import *
