@@ -1,6 +1,6 @@
 """Under the names of ``accelerate.logging``."""
 
-from nb_accelerate.compat.loggers import (
+from nb_accelerate.compat.output import (
     MultiProcessAdapter as MultiProcessAdapter,
     get_logger as get_logger,
 )

@@ -148,7 +148,7 @@ def check_os_kernel() -> None:
         return
     numbers = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
     if numbers < (5, 5):
-        from nb_accelerate.compat.loggers import get_logger
+        from nb_accelerate.compat.output import get_logger
 
         get_logger(__name__).warning(
             "This machine runs Linux %s. Ranks were seen to hang on kernels before 5.5; use a newer one.",

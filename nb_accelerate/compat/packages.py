@@ -6,7 +6,6 @@ Nothing is imported to find out, so an answer costs microseconds and has no effe
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from nb_accelerate.compat.versions import compare_versions
@@ -137,12 +136,3 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Return those of some libraries that have been imported in this process."""
     return [name for name in library_names if name in sys.modules]
-
-
-def library_version(name: str) -> str:
-    """Return the version of an installed package.
-
-    Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed.
-    """
-    return metadata.version(name)

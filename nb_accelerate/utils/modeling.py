@@ -18,8 +18,8 @@ from nb_accelerate.checkpoint.files import (
     load_state_dict as load_state_dict,
 )
 from nb_accelerate.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
-from nb_accelerate.compat.models import named_module_tensors as named_module_tensors
-from nb_accelerate.compat.numbers import (
+from nb_accelerate.compat.models import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+    named_module_tensors as named_module_tensors,
 )

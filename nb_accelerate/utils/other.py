@@ -19,6 +19,5 @@ from nb_accelerate.compat.models import (
     model_has_dtensor as model_has_dtensor,
     recursive_getattr as recursive_getattr,
 )
-from nb_accelerate.compat.progress import tqdm as tqdm
-from nb_accelerate.compat.sizes import convert_bytes as convert_bytes
+from nb_accelerate.compat.output import convert_bytes as convert_bytes, tqdm as tqdm
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel as extract_model_from_parallel

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nb_accelerate import Accelerator
-from nb_accelerate.compat.loggers import get_logger
+from nb_accelerate.compat.output import get_logger
 from nb_accelerate.config.profiling import ProfileKwargs
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, group, main_process

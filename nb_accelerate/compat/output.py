@@ -1,4 +1,4 @@
-"""Loggers for many processes: by default the main process speaks, on request all of them, or one after the other."""
+"""Logging and progress bars with many processes: the main process writes, unless a call asks for more."""
 
 from __future__ import annotations
 
@@ -73,3 +73,32 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return a tqdm bar that only the first process of each machine shows.
+
+    Args:
+        *args: those of `tqdm.auto.tqdm`.
+        main_process_only: False shows one bar for each process.
+        **kwargs: those of `tqdm.auto.tqdm`.
+    """
+    if args and isinstance(args[0], bool):
+        raise TypeError(
+            f"tqdm was given {args[0]} as its first argument, which is what to iterate over. Write "
+            f"tqdm(items, main_process_only={args[0]})."
+        )
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only:
+        kwargs["disable"] = kwargs.get("disable", False) or not context.topology_here().is_local_main
+    return bar(*args, **kwargs)
+
+
+def convert_bytes(size: float) -> str:
+    """Return a number of bytes as text with a unit of 1024: ``"2.0 KB"`` is 2048 bytes."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
