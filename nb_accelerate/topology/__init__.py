@@ -1,4 +1,4 @@
-"""Who am I: the place of this process among all processes of a run. Imports no torch."""
+"""Rank, local rank, world size and machine of a process. Imports no torch."""
 
 from nb_accelerate.topology.topology import Topology, read_topology
 

@@ -1,7 +1,7 @@
-"""The place of one process among all, read from the variables that launchers set.
+"""The numbers of one process among all: computed here, written to its environment here, and read from there here.
 
-A launcher is a row of `LAUNCHERS`: which variables hold which number. The first row whose rank and world size
-are both set wins; a process without any is alone.
+A launcher is a row of `LAUNCHERS`: which variables hold which number. The first row whose rank and world size are both
+set wins; a process without any is alone. Our own launcher writes the variables of the first row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The place of one process.
+    """The numbers of one process.
 
     Attributes:
         rank: its number among all processes, from 0.
@@ -40,19 +40,53 @@ class Topology:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        for place, total in (
+        for number, total in (
             ("rank", "world_size"),
             ("local_rank", "local_world_size"),
             ("node_rank", "num_nodes"),
             ("local_world_size", "world_size"),
         ):
-            below, above = getattr(self, place), getattr(self, total)
-            fits = below <= above if place == "local_world_size" else below < above
+            below, above = getattr(self, number), getattr(self, total)
+            fits = below <= above if number == "local_world_size" else below < above
             if below < 0 or not fits:
                 raise ConfigError(
-                    f"{place}={below} does not fit {total}={above}: this process was told numbers that cannot be. "
+                    f"{number}={below} does not fit {total}={above}: this process was told numbers that cannot be. "
                     "Check the variables its launcher set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)."
                 )
+
+    @classmethod
+    def of_machine(cls, local_rank: int, local_world_size: int, *, node_rank: int = 0, num_nodes: int = 1) -> Topology:
+        """Number a process by its machine, where all machines have equally many.
+
+        Args:
+            local_rank: its number on its machine.
+            local_world_size: processes on each machine.
+            node_rank: the number of its machine.
+            num_nodes: machines.
+        """
+        return cls(
+            rank=node_rank * local_world_size + local_rank,
+            local_rank=local_rank,
+            node_rank=node_rank,
+            world_size=num_nodes * local_world_size,
+            local_world_size=local_world_size,
+            num_nodes=num_nodes,
+        )
+
+    def as_variables(self) -> dict[str, str]:
+        """Return the environment variables that torchrun sets for such a process; `read_topology` reads them."""
+        rank, world_size = str(self.rank), str(self.world_size)
+        return {
+            "RANK": rank,
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": world_size,
+            "ROLE_NAME": "default",
+        }
 
     @property
     def is_main(self) -> bool:
@@ -129,7 +163,7 @@ LAUNCHERS = (
 
 
 def read_topology(variables: Mapping[str, str]) -> Topology:
-    """Read the place of a process from its environment.
+    """Read the numbers of a process from its environment.
 
     Launchers that do not say how many processes share a machine are taken to have spread them evenly.
 
