@@ -20,7 +20,7 @@ by an import::
      3     process  nested
      2                                                                          topology  lazy
      1                                                                          config  board  records
-     0                                                                          errors  version
+     0                                                                          errors  version  devices  start_methods
 
 A module imports from lower levels or from its own package, nothing from the other half, and torch at import in
 the training half only. ``tests/structure/test_layers.py`` reads this picture and holds the sources to it.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nb_accelerate.board import Board
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
 
 logger = logging.getLogger(__name__)
 

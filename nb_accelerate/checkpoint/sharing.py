@@ -20,7 +20,7 @@ from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,13 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import LaunchError, RankDiedError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.incidents import RankTraceback
 from nb_accelerate.launch.launch import Launch
-from nb_accelerate.launch.machine import look
+from nb_accelerate.launch.machine import VisibleDevices, look
 from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
@@ -87,7 +88,7 @@ def run(job: Job, options: LaunchOptions) -> int:
     Raises:
         ConfigError: the options cannot be on this machine.
     """
-    options, plan = planned(options, look(options.env))
+    plan = planned(options, look(options.env))
     sink = _TerminalSink()
     front_end = choose_front_end(options.progress)
     if front_end != "off":
@@ -110,17 +111,13 @@ def run(job: Job, options: LaunchOptions) -> int:
     return _SIGNALLED + signal.SIGPIPE if sink.is_closed else code
 
 
-def planned(options: LaunchOptions, facts: MachineFacts) -> tuple[LaunchOptions, LaunchPlan]:
-    """Return the options and the plan of a launch from a terminal.
+def planned(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
+    """Return the plan of a launch from a terminal.
 
     Raises:
         ConfigError: the options cannot be on this machine.
     """
-    plan = make_plan(options, facts)
-    if plan.start_method == "fork":  # nothing is in memory here that ranks could share; imports of the server are
-        options = replace(options, start_method="forkserver")
-        plan = make_plan(options, facts)
-    return options, plan
+    return make_plan(options, facts, may_copy=False)  # nothing is in memory here; a server has torch imported
 
 
 def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[str]:
@@ -136,7 +133,7 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
         number = options.num_processes or 1
         yield f"# no GPU is visible here; on a machine with {number} GPU{'s' if number > 1 else ''}:"
         facts = _with_gpus(facts, options)
-    options, plan = planned(options, facts)
+    plan = planned(options, facts)
     yield f"# {plan.describe()}"
     for local_rank in range(plan.num_processes):
         changed = _changed_environ(plan, options, local_rank)
@@ -146,9 +143,10 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
 
 
 def _with_gpus(facts: MachineFacts, options: LaunchOptions) -> MachineFacts:
-    devices = options.devices if options.devices not in (None, "cpu") else ()
-    number = max((options.num_processes or 1), *(int(device) + 1 for device in devices), 1)
-    return replace(facts, gpus=tuple(map(str, range(number))), prefers_cpu=False)
+    numbers = () if options.devices is None or isinstance(options.devices, str) else options.devices
+    number = max((options.num_processes or 1), *(device + 1 for device in numbers), 1)
+    gpus = VisibleDevices(kind=DEVICE_KINDS[0], names=tuple(map(str, range(number))))
+    return replace(facts, accelerators=(gpus,), prefers_cpu=False)
 
 
 def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) -> list[tuple[str, str]]:
@@ -162,6 +160,7 @@ def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) 
         run_id=options.rdzv_id,
         listener=None,
         file=0,
+        keeps_interface=several,
     )
     environ = rank_environ(plan, meeting, local_rank, base=os.environ, extra=options.env)
     if not meeting.port:

@@ -43,7 +43,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # A machine without several GPUs shows the most with two processes.
     if chosen["num_processes"] is None and not look(chosen["env"]).num_gpus:
         chosen["num_processes"] = 2
-    options, plan = planned(LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0}), look(chosen["env"]))
+    options = LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0})
+    plan = planned(options, look(chosen["env"]))
     print(plan.describe() + (f" (from {file.path})" if file is not None else ""), flush=True)
     began = time.monotonic()
     try:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nb_accelerate.config.env import Environment
-from nb_accelerate.process.devices import DEVICE_KINDS, device_kind
+from nb_accelerate.devices import DEVICE_KINDS
+from nb_accelerate.process.devices import device_kind
 from nb_accelerate.topology import read_topology
 
 if TYPE_CHECKING:
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ _NO = ("0", "false", "no", "n", "off", "f")
 
 
 DEBUG_MODE = "ACCELERATE_DEBUG_MODE"
+DEVICE = "NB_ACCELERATE_DEVICE"
 
 
 class Environment:
@@ -88,6 +89,11 @@ class Environment:
     def use_cpu(self) -> bool | None:
         """``ACCELERATE_USE_CPU``: train on the CPU even where there is an accelerator."""
         return self.flag("ACCELERATE_USE_CPU")
+
+    @property
+    def device(self) -> str | None:
+        """``NB_ACCELERATE_DEVICE``: torch's name of the type of device to train on, where a launch has named one."""
+        return self.text(DEVICE)
 
     @property
     def gradient_accumulation_steps(self) -> int | None:

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.config.precision import PrecisionType
+from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.start_methods import START_METHODS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 PROGRESS = ("auto", "widget", "text", "off")
 
 _CHOICES = {
     "mixed_precision": PrecisionType.list(),
-    "start_method": ("auto", "forkserver", "fork", "spawn", "inline"),
     "rdzv_backend": ("static", "c10d"),
     "progress": PROGRESS,
 }
@@ -70,6 +71,7 @@ class LaunchOptions:
         _check_count("num_processes", self.num_processes, "ranks", "None for all devices")
         for name, choices in _CHOICES.items():
             object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
+        object.__setattr__(self, "start_method", check_start_method(self.start_method, START_METHODS))
         _check_devices(self.devices)
         _check_port(self.use_port)
         self._check_nodes()
@@ -92,8 +94,11 @@ class LaunchOptions:
             )
         if self.num_nodes == 1:
             return
-        if self.start_method == "inline":
-            raise ConfigError("start_method='inline' runs one rank in this process; num_nodes must be 1")
+        method = START_METHODS.get(self.start_method)
+        if method is not None and method.max_nodes is not None and self.num_nodes > method.max_nodes:
+            raise ConfigError(
+                f"start_method={method.name!r} runs one rank in this process; num_nodes must be {method.max_nodes}"
+            )
         if self.rdzv_backend == "c10d" and not self.rdzv_endpoint:
             raise ConfigError(
                 "rdzv_backend='c10d' needs the place where machines meet. Write rdzv_endpoint='HOST:29400' with the "
@@ -110,6 +115,19 @@ class LaunchOptions:
                 f"max_restarts={self.max_restarts} on num_nodes={self.num_nodes} machines needs somebody who tells all "
                 f"of them to start again. Write rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
+
+
+def check_start_method(value: object, names: Iterable[str]) -> str:
+    """Return the name of a start method; ``"auto"`` is one too.
+
+    Args:
+        value: what was given.
+        names: those that there are.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    return check_choice("start_method", value, ("auto", *names))
 
 
 def _is_int(value: object) -> bool:
@@ -150,7 +168,7 @@ def _check_count(name: str, number: Any, what: str, default: str) -> None:
 
 
 def _check_devices(devices: object) -> None:
-    if devices is None or devices == "cpu":
+    if devices is None or (isinstance(devices, str) and any(devices == kind.name for kind in DEVICE_KINDS)):
         return
     ok = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) > 0
     if not ok or not all(_is_int(device) and device >= 0 for device in devices):  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.launch.machine import VISIBLE
+from nb_accelerate.config.env import DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,20 +39,10 @@ def rank_environ(
         attempt: how often the ranks were started before.
         max_restarts: how often they may be started again.
     """
-    rank = str(meeting.node_rank * plan.num_processes + local_rank)
-    world_size = str(plan.num_nodes * plan.num_processes)
     environ = {key: value for key, value in base.items() if key not in _KERNELS_OWN}
     environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))
     environ |= {
-        "RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": str(plan.num_processes),
-        "GROUP_RANK": str(meeting.node_rank),
-        "GROUP_WORLD_SIZE": str(plan.num_nodes),
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "ROLE_NAME": "default",
+        **plan.topology_of(local_rank, node_rank=meeting.node_rank).as_variables(),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         "TORCHELASTIC_RUN_ID": meeting.run_id,
@@ -64,18 +54,19 @@ def rank_environ(
     else:
         environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if plan.num_nodes == 1 or variable not in environ:  # a cluster's own knows of faster ones than we do
+        if not (meeting.keeps_interface and variable in environ):
             environ[variable] = meeting.interface
-    if plan.device == "cpu":
+    if plan.kind.is_host:
         environ["ACCELERATE_USE_CPU"] = "true"
-    elif "ACCELERATE_USE_CPU" in environ:  # and GPUs were asked for by number
+    elif "ACCELERATE_USE_CPU" in environ:  # and devices were asked for, by number or by name
         environ["ACCELERATE_USE_CPU"] = "false"
+    environ.pop(DEVICE, None)  # of this process, if it is a rank itself
+    if plan.is_kind_asked_for and not plan.kind.is_host:
+        environ[DEVICE] = plan.device
     if plan.mixed_precision != "no":
         environ["ACCELERATE_MIXED_PRECISION"] = plan.mixed_precision
     environ |= {key: os.fspath(value) for key, value in extra.items()}
-    if plan.visible_devices is not None:  # chosen among those that were asked for
-        environ[VISIBLE] = plan.visible_devices
-    return environ
+    return environ | plan.device_variables(local_rank)  # chosen among the devices that were asked for
 
 
 def working_directory() -> str:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.environ import rank_environ
+from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.values import Values
 from nb_accelerate.worker.groups import close_groups, has_group
@@ -13,13 +14,22 @@ from nb_accelerate.worker.groups import close_groups, has_group
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.sinks import Sink
 
 
-def run_inline(options: LaunchOptions, plan: LaunchPlan) -> Values:
+def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object) -> Values:
     """Call the function here, in the environment a single rank would have; afterwards all is as before.
 
-    Raises whatever the function raises, with its own traceback.
+    Args:
+        options: what was asked for.
+        plan: what was decided.
+        sink: shows nothing: the function prints into the cell by itself.
+
+    Raises:
+        BaseException: what the function raises, with its own traceback.
     """
+    with OutputGuard(sink):
+        sink.close()
     before = dict(os.environ)
     with meet(options, plan) as meeting:
         os.environ.update(rank_environ(plan, meeting, 0, base=before, extra=options.env))

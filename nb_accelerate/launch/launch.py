@@ -18,10 +18,10 @@ from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.incidents import summary
 from nb_accelerate.launch.panel import facts_of, make_panel, outcome
-from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.launch.rendezvous import meet, rendezvous_kind
 from nb_accelerate.launch.router import Router
 from nb_accelerate.launch.servers import one_at_a_time
-from nb_accelerate.launch.starters import STARTERS
+from nb_accelerate.launch.starters import open_server
 from nb_accelerate.launch.supervisor import Supervisor
 from nb_accelerate.launch.values import keep_values, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
@@ -220,7 +220,7 @@ class Launch:
         options, plan = self._options, self._plan
         with contextlib.ExitStack() as stack:
             with enough_room():
-                server = stack.enter_context(STARTERS[plan.start_method](options))
+                server = stack.enter_context(open_server(plan.method, options))
                 call = None if server.inherits_call else stack.enter_context(self._packed_call())
             attempt = 0
             while True:
@@ -255,7 +255,7 @@ class Launch:
         with contextlib.ExitStack() as stack:
             with enough_room():
                 births = stack.enter_context(contextlib.ExitStack())
-                if self._plan.num_nodes == 1:  # several machines may wait for one another in one process
+                if rendezvous_kind(options).is_local:
                     births.enter_context(one_at_a_time())
                 meeting = stack.enter_context(meet(options, self._plan))
                 handles = stack.enter_context(self._started(server, meeting, call, attempt, births))
@@ -265,7 +265,7 @@ class Launch:
                     supervisor = Supervisor(
                         handles,
                         router,
-                        world_size=self._plan.num_nodes * self._plan.num_processes,
+                        world_size=self._plan.world_size,
                         timeout=options.timeout,
                         monitor_interval=interval,
                     )
@@ -308,12 +308,12 @@ class Launch:
         stores: list[StoreSpec] = []
         handles: list[RankHandle] = []
         with contextlib.ExitStack() as stack:
-            if options.rdzv_backend == "c10d":
-                stack.callback(server.forget)  # or it could still hold the sockets that the machines have met through
+            if rendezvous_kind(options).holds_sockets:
+                stack.callback(server.forget)
 
             def new_handles() -> Iterator[RankHandle]:
                 for local_rank in range(plan.num_processes):
-                    rank = meeting.node_rank * plan.num_processes + local_rank
+                    rank = plan.topology_of(local_rank, node_rank=meeting.node_rank).rank
                     with interrupts_later():  # or what was just opened would have nobody who closes it
                         store, store_fd = meeting.store_for(local_rank)
                         stores.append(store)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display import choose_front_end
 from nb_accelerate.launch.guard import OutputGuard
-from nb_accelerate.launch.inline import run_inline
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.launch.sinks import sink_here
+from nb_accelerate.worker.groups import named
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
+    from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.sinks import Sink
     from nb_accelerate.launch.values import Values
 
 
@@ -82,7 +85,8 @@ def notebook_launcher(
             torch imported and nothing of this notebook in it. ``"fork"``: from this one, so data in memory is shared
             and nothing is pickled. ``"spawn"``: fresh interpreters. ``"inline"``: one rank, in this process, for a
             debugger.
-        devices: ``"cpu"``, or numbers of the GPUs to use, one rank each. None is all that are visible.
+        devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xpu"``, ``"mps"``), or numbers of the GPUs to use,
+            one rank each. None is all that are visible, of the best type there is.
         timeout: seconds after which the launch is stopped. None is no limit.
         block: False returns a `Launch` at once, and the cell ends; several launches may run.
         progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is
@@ -149,14 +153,32 @@ def notebook_launcher(
             if of_file:
                 said = ", ".join(f"{name}={value!r}" for name, value in of_file.items())
                 sink.write("stdout", f"{said}: from {default_path()}\n")
-            place = announce(plan, sink, "text" if plan.start_method == "inline" else front_end)
+            place = announce(plan, sink, front_end if plan.method.starter else "text")
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             with guard:
                 sink.write("stderr", warning + "\n")
-    if plan.start_method == "inline":
-        with guard:
-            sink.close()
-        return run_inline(options, plan)
+    run = cast("Callable[..., Values | Launch]", named(plan.method.runner))
+    return run(options, plan, sink, front_end=front_end, place=place, block=block)
+
+
+def run_in_processes(
+    options: LaunchOptions, plan: LaunchPlan, sink: Sink, *, front_end: FrontEnd, place: str, block: bool
+) -> Values | Launch:
+    """Run a launch in processes of its own. The runner of start methods that have a starter.
+
+    Args:
+        options: what was asked for.
+        plan: what was decided.
+        sink: the cell or stream that shows its output.
+        front_end: how its panel is drawn.
+        place: id of the display that the panel takes the place of; "" for none.
+        block: wait for its end.
+
+    Returns:
+        The values of the ranks; the launch with ``block=False``.
+
+    Raises what `notebook_launcher` says.
+    """
     launch = Launch(options, plan, sink, front_end, place)
     if block:
         return launch.run()

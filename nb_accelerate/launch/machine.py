@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import os
 import shutil
 import socket
-import sys
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +15,30 @@ import psutil
 
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.file import read_config
+from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from nb_accelerate.devices import DeviceKind
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/dxg", "/dev/kfd")
-"""Signs of a GPU's driver: NVIDIA's, in a container or sandbox, on a Jetson, on Windows' Linux, and AMD's."""
+@dataclass(frozen=True, kw_only=True)
+class VisibleDevices:
+    """The devices of one type that ranks could see.
+
+    Attributes:
+        kind: their row in the device table.
+        names: each of them, as the variable that selects among them writes it.
+        in_use: why a rank forked from this process could not use them, or "" if it could.
+        forbids_fork: why their runtime does not survive any fork, or "" if it does.
+    """
+
+    kind: DeviceKind
+    names: tuple[str, ...]
+    in_use: str = ""
+    forbids_fork: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,37 +47,33 @@ class MachineFacts:
 
     Attributes:
         num_cpus: cores this process may use.
-        gpus: the CUDA devices that ranks could see, as ``CUDA_VISIBLE_DEVICES`` writes them.
+        accelerators: the devices there are besides the processor, by type, the preferred type first.
         prefers_cpu: ``ACCELERATE_USE_CPU`` asks for the CPU.
         num_threads: what ``OMP_NUM_THREADS`` asks for, or None.
         loopback: name of the loopback network interface.
         can_fork: the system has ``fork``.
-        is_rocm: the GPUs are AMD's; their runtime does not survive a fork.
-        unforkable: why a rank forked from this process could not use its device, or "" if it could.
         shared_memory: bytes free in ``/dev/shm``, or None where there is none.
     """
 
     num_cpus: int
-    gpus: tuple[str, ...] = ()
+    accelerators: tuple[VisibleDevices, ...] = ()
     prefers_cpu: bool = False
     num_threads: int | None = None
     loopback: str = "lo"
     can_fork: bool = True
-    is_rocm: bool = False
-    unforkable: str = ""
     shared_memory: int | None = None
 
     @property
     def num_gpus(self) -> int:
-        """How many CUDA devices there are."""
-        return len(self.gpus)
+        """How many devices of the preferred type there are."""
+        return len(self.accelerators[0].names) if self.accelerators else 0
 
 
 def look(env: Mapping[str, str]) -> MachineFacts:
-    """The facts as they are now.
+    """Return the facts as they are now.
 
     Args:
-        env: variables that ranks will have on top of ours; ``CUDA_VISIBLE_DEVICES`` changes what there is.
+        env: variables that ranks will have on top of ours; those that select among devices change what there is.
 
     Raises:
         ConfigError: ``ACCELERATE_USE_CPU`` is not a yes or no.
@@ -79,13 +86,11 @@ def look(env: Mapping[str, str]) -> MachineFacts:
     variables = {**(file.as_variables() if file is not None else {}), **os.environ, **env}
     return MachineFacts(
         num_cpus=_num_cpus(),
-        gpus=_gpus(variables.get(VISIBLE), changed=VISIBLE in env),
+        accelerators=tuple(_accelerators(variables, env)),
         prefers_cpu=bool(Environment(variables).use_cpu),
         num_threads=Environment(variables).num_threads,
         loopback=_loopback(),
         can_fork=hasattr(os, "fork"),
-        is_rocm=_is_rocm(),
-        unforkable=_what_forbids_forking(),
         shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
     )
 
@@ -96,59 +101,20 @@ def _num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _gpus(visible: str | None, *, changed: bool) -> tuple[str, ...]:
-    # torch counts through NVML, without starting CUDA here. Importing it takes seconds, so a kernel that has not
-    # done so is only made to when there is a driver to ask.
-    has_driver = any(Path(driver).exists() for driver in _DRIVERS)
-    if "torch" not in sys.modules and not has_driver:
-        return ()
-    import torch
-
-    if visible is None:
-        return tuple(map(str, range(torch.cuda.device_count())))
-    named = devices_in(visible)
-    is_built = torch.version.cuda is not None or torch.version.hip is not None
-    if has_driver and is_built and (changed or "MIG-" in visible):
-        return named  # torch cannot be asked what others will see, and would start CUDA to count slices of a GPU
-    return named[: torch.cuda.device_count()]
+def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> list[VisibleDevices]:
+    after_backward = "a backward pass ran in this notebook" if _has_autograd_threads() else ""
+    found = []
+    for kind in DEVICE_KINDS:
+        names = () if kind.is_host else kind.find(variables.get(kind.visibility), kind.visibility in changed)
+        if names:
+            in_use = kind.in_use() or after_backward
+            found.append(VisibleDevices(kind=kind, names=names, in_use=in_use, forbids_fork=kind.forbids_fork()))
+    return found
 
 
-def devices_in(visible: str) -> tuple[str, ...]:
-    """The devices in a value of ``CUDA_VISIBLE_DEVICES``, as CUDA reads it.
-
-    Nothing counts after an entry that is no device, and a process sees one slice of a GPU (MIG) at most.
-    """
-    named = tuple(takewhile(lambda device: device not in ("", "-1"), map(str.strip, visible.split(","))))
-    return named[:1] if visible.startswith("MIG-") else named
-
-
-def _is_rocm() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.version.hip is not None
-
-
-def _what_forbids_forking() -> str:
-    """Evidence that a device runtime lives in this process: what torch says, then what the system says."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA was used in this notebook"
-    # Any code, not only torch's, may have loaded the driver; then a forked child cannot start it again.
-    if is_loaded("libcuda.so.1"):
-        return "the CUDA driver is loaded in this notebook"
-    if any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm")):
-        return "a backward pass ran in this notebook"
-    return ""
-
-
-def is_loaded(library: str) -> bool:
-    """Is a shared library in this process' memory? By its name in the file (``DT_SONAME``), whoever loaded it."""
-    if not hasattr(os, "RTLD_NOLOAD"):
-        return False
-    try:
-        ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
-    except OSError:
-        return False
-    return True
+def _has_autograd_threads() -> bool:
+    """Return whether a backward pass has started the threads that torch's engine has for devices: forks lack them."""
+    return any(_text_of(name).startswith("pt_autograd") for name in Path("/proc/self/task").glob("*/comm"))
 
 
 def _text_of(file: Path) -> str:
@@ -164,7 +130,7 @@ def _loopback() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has `address`, or None."""
+    """Return the name of the network interface that has `address`, or None."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
             return name

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 import psutil
@@ -13,28 +11,16 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
 
 _WORTH_SAYING = 512
-"""MiB. Less is a driver context or a desktop."""
-
-_QUERY = ("--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+"""MiB from which a process is named. Less is a driver context or a desktop."""
 
 
 def gpu_warnings(plan: LaunchPlan) -> tuple[str, ...]:
-    """A line for each process that holds much GPU memory. Nothing on a CPU, or where nobody can be asked."""
-    if plan.device != "cuda":
-        return ()
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    try:
-        command = [program, *_QUERY, f"--id={','.join(plan.gpus)}"]  # what others do on other devices is their affair
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return warnings_from(answer.stdout)
+    """Return a line for each process that holds much GPU memory. None on a CPU, or where nobody can be asked."""
+    return warnings_from(plan.kind.memory_users(plan.device_names))
 
 
 def warnings_from(table: str) -> tuple[str, ...]:
-    """What to say about lines of ``pid, MiB``."""
+    """Return what to say about lines of ``pid, MiB``."""
     said = []
     for line in table.splitlines():
         pid, _, memory = line.partition(",")

@@ -77,7 +77,7 @@ def facts_of(name: str, plan: LaunchPlan, *, details: str = "") -> Facts:
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:
-    number = plan.num_processes * plan.num_nodes
+    number = plan.world_size
     parts = ["1 rank" if number == 1 else f"{number} ranks"]
     parts += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
     parts.append(plan.device.upper())

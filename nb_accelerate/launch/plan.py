@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nb_accelerate.devices import CPU, DEVICE_KINDS
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.launch.machine import VisibleDevices
+from nb_accelerate.start_methods import START_METHODS, Conditions, choose_method
+from nb_accelerate.topology import Topology
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.devices import DeviceKind
     from nb_accelerate.launch.machine import MachineFacts
+    from nb_accelerate.start_methods import StartMethod
 
 _SHM = "/dev/shm"  # noqa: S108 - a name to say
+
 _LITTLE_SHARED_MEMORY = 128 << 20
 """Bytes. Containers get 64 MiB by default, which one loader worker with a few large batches fills."""
+
+_PROCESSOR = VisibleDevices(kind=CPU, names=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +32,14 @@ class LaunchPlan:
     """A launch, ready to be started.
 
     Attributes:
-        num_processes: ranks on this machine.
+        num_processes: ranks on this machine, and on each other one.
         num_nodes: machines.
-        start_method: how ranks come to be.
+        method: how ranks come to be.
         reason: why it was chosen; "" where it is what one expects.
-        device: ``"cpu"`` or ``"cuda"``.
-        gpus: the devices of the ranks, by local rank, as ``CUDA_VISIBLE_DEVICES`` writes them.
-        visible_devices: value of that variable in the ranks, or None to leave it as it is.
+        kind: the type of device that ranks compute on.
+        device_names: the device of each rank of this machine, by local rank; empty on the processor.
+        is_kind_asked_for: ranks are told the type of their device, because they might choose another one.
+        visibility: environment variables that select the devices that ranks see; empty to leave them as they are.
         num_threads: intra-op threads of each rank.
         loopback: name of the loopback interface.
         mixed_precision: what `Accelerator()` takes in the ranks by default.
@@ -37,113 +49,187 @@ class LaunchPlan:
 
     num_processes: int
     num_nodes: int
-    start_method: str
+    method: StartMethod
     reason: str
-    device: str
-    gpus: tuple[str, ...]
-    visible_devices: str | None
+    kind: DeviceKind
+    device_names: tuple[str, ...]
     num_threads: int
     loopback: str
     mixed_precision: str
+    is_kind_asked_for: bool = False
+    visibility: Mapping[str, str] = field(default_factory=dict)
     can_fork: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
+    def device(self) -> str:
+        """Torch's name for the type of device that ranks compute on."""
+        return self.kind.name
+
+    @property
+    def start_method(self) -> str:
+        """Name of the method by which ranks come to be."""
+        return self.method.name
+
+    @property
     def backend(self) -> str:
-        """What carries collectives."""
-        return "nccl" if self.device == "cuda" else "gloo"
+        """What carries tensors between ranks."""
+        return str(self.kind.backend or CPU.backend)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return self.topology_of(0).world_size
+
+    def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
+        """Return the numbers of a rank.
+
+        Args:
+            local_rank: its number on its machine.
+            node_rank: the number of its machine.
+        """
+        return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
+
+    def device_variables(self, local_rank: int) -> dict[str, str]:
+        """Return the environment variables that decide which devices a rank sees."""
+        return {**self.visibility, **self.kind.pin(self.device_names, local_rank)}
 
     def describe(self) -> str:
-        """One line for the user: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
+        """Say it in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
         where = f" on each of {self.num_nodes} machines" if self.num_nodes > 1 else ""
         method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
         parts = [f"{ranks} on {self.device.upper()}{where}", method]
-        if self.num_processes * self.num_nodes > 1:
+        if self.world_size > 1:
             parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
         if self.mixed_precision != "no":
             parts.append(self.mixed_precision)
         return ", ".join(parts)
 
 
-def make_plan(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
+def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = True) -> LaunchPlan:
     """Decide everything that was left open.
 
+    Args:
+        options: what was asked for.
+        facts: about this machine.
+        may_copy: ranks may have a copy of this process. Not where it would be out of date with the next cell, nor where
+            nothing in it is of use to them.
+
     Raises:
-        ConfigError: more ranks than there are GPUs, a GPU that is not there, or a start method that cannot work.
+        ConfigError: more ranks than there are devices, a device that is not there, or a start method that cannot work.
     """
-    wants_cpu = options.devices == "cpu" or (options.devices is None and facts.prefers_cpu)
-    use_gpus = facts.num_gpus > 0 and not wants_cpu
-    number, gpus, visible = _ranks_and_devices(options, facts, use_gpus=use_gpus)
-    method, reason = _start_method(options, facts, number, use_gpus=use_gpus)
+    devices = _choose_kind(options, facts)
+    number, names, visibility = _ranks_and_devices(options, devices)
+    conditions = Conditions(
+        can_fork=facts.can_fork,
+        device=devices.kind.name.upper(),
+        is_host=devices.kind.is_host,
+        in_use=devices.in_use,
+        forbids_fork=devices.forbids_fork,
+    )
+    method, reason = _start_method(options, conditions, number, may_copy=may_copy)
+    # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
+    shared_out = facts.num_threads or max(1, facts.num_cpus // number)
     return LaunchPlan(
         num_processes=number,
         num_nodes=options.num_nodes,
-        start_method=method,
+        method=method,
         reason=reason,
-        device="cuda" if use_gpus else "cpu",
-        gpus=gpus,
-        visible_devices=visible,
-        # A forked rank inherits OpenMP's state without its threads: more than one hangs in the first large operation.
-        num_threads=1 if method == "fork" else facts.num_threads or max(1, facts.num_cpus // number),
+        kind=devices.kind,
+        device_names=names,
+        is_kind_asked_for=options.devices == devices.kind.name,
+        visibility=visibility,
+        num_threads=1 if method.copies_notebook else shared_out,
         loopback=facts.loopback,
         mixed_precision=options.mixed_precision,
-        can_fork=facts.can_fork and not facts.is_rocm and not (use_gpus and facts.unforkable),
+        can_fork=any(
+            method.copies_notebook and not (method.drawback(conditions) or method.obstacle(conditions))
+            for method in START_METHODS.values()
+        ),
         warnings=_warnings(facts),
     )
 
 
+def _choose_kind(options: LaunchOptions, facts: MachineFacts) -> VisibleDevices:
+    """Choose the type of device: the one that was named, or else the first that can do what was asked for."""
+    if isinstance(options.devices, str):
+        if options.devices == CPU.name:
+            return _PROCESSOR
+        named = next((devices for devices in facts.accelerators if devices.kind.name == options.devices), None)
+        if named is None:
+            raise ConfigError(
+                f"devices={options.devices!r}, but there is no such device here. Write devices={CPU.name!r} or None"
+            )
+        return named
+    if options.devices is not None:
+        if not facts.accelerators:
+            raise ConfigError(
+                f"devices={options.devices!r}, but no GPU is visible here. Write devices={CPU.name!r} or None"
+            )
+        return facts.accelerators[0]
+    if facts.prefers_cpu:
+        return _PROCESSOR
+    several = (options.num_processes or 1) * options.num_nodes > 1
+    return next((devices for devices in facts.accelerators if devices.kind.backend or not several), _PROCESSOR)
+
+
 def _ranks_and_devices(
-    options: LaunchOptions, facts: MachineFacts, *, use_gpus: bool
-) -> tuple[int, tuple[str, ...], str | None]:
-    if not use_gpus:
-        if options.devices not in (None, "cpu"):
-            raise ConfigError(f"devices={options.devices!r}, but no GPU is visible here. Write devices='cpu' or None")
-        return options.num_processes or 1, (), "" if options.devices == "cpu" else None
-    if options.devices is None:
-        gpus, visible = facts.gpus, None
-    else:
-        chosen = [int(device) for device in options.devices]
-        missing = [device for device in chosen if device >= facts.num_gpus]
+    options: LaunchOptions, devices: VisibleDevices
+) -> tuple[int, tuple[str, ...], Mapping[str, str]]:
+    """Return the number of ranks on this machine, their devices, and the variables that select them."""
+    kind, names = devices.kind, devices.names
+    visibility: dict[str, str] = {}
+    if kind.is_host:
+        if options.devices is not None:
+            visibility = {row.visibility: row.hidden for row in DEVICE_KINDS if row.hidden is not None}
+        return options.num_processes or 1, (), visibility
+    if options.devices is not None and not isinstance(options.devices, str):
+        missing = [number for number in options.devices if number >= len(names)]
         if missing:
             raise ConfigError(
-                f"devices={options.devices!r}, but the visible GPUs are 0 to {facts.num_gpus - 1}: "
+                f"devices={options.devices!r}, but the visible GPUs are 0 to {len(names) - 1}: "
                 f"there is no GPU {missing[0]}"
             )
         # Numbers count among the devices that are visible, which may be the fourth to the seventh of the machine.
-        gpus = tuple(facts.gpus[device] for device in chosen)
-        visible = ",".join(gpus)
-    available = len(gpus)
+        names = tuple(names[number] for number in options.devices)
+        if kind.visibility:
+            visibility = {kind.visibility: ",".join(names)}
+    available = len(names) if kind.backend else 1
     number = options.num_processes or available
     if number > available:
         there_are = f"there {'are' if available > 1 else 'is'} {available} GPU{'s' if available > 1 else ''}"
         raise ConfigError(
             f"num_processes={number}, but {there_are}, and each rank needs its own. Write num_processes={available}, "
-            f"or devices='cpu' to run on the CPU"
+            f"or devices={CPU.name!r} to run on the CPU"
         )
-    return number, gpus[:number], visible
+    if options.num_nodes > 1 and not kind.backend:
+        raise ConfigError(
+            f"num_nodes={options.num_nodes}, but {kind.name} devices carry nothing between ranks. Write "
+            f"devices={CPU.name!r} to run on the CPU"
+        )
+    return number, names[:number], visibility
 
 
-def _start_method(options: LaunchOptions, facts: MachineFacts, number: int, *, use_gpus: bool) -> tuple[str, str]:
-    asked = options.start_method
-    if asked == "inline" and number > 1:
+def _start_method(
+    options: LaunchOptions, conditions: Conditions, number: int, *, may_copy: bool
+) -> tuple[StartMethod, str]:
+    if options.start_method == "auto":
+        return choose_method(conditions, may_copy=may_copy)
+    method = START_METHODS[options.start_method]
+    if method.max_ranks is not None and number > method.max_ranks:
         raise ConfigError(
-            f"start_method='inline' runs one rank in this process, but num_processes={number}. Write num_processes=1"
+            f"start_method={method.name!r} runs one rank in this process, but num_processes={number}. Write "
+            f"num_processes={method.max_ranks}"
         )
-    if asked == "fork" and use_gpus and facts.unforkable:
+    if obstacle := method.obstacle(conditions):
+        more = ", and a forked process cannot start it again" if conditions.in_use else ""
+        other, _ = choose_method(conditions, may_copy=may_copy)
         raise ConfigError(
-            f"start_method='fork' cannot work: {facts.unforkable}, and a forked process cannot start it again. "
-            f"Write start_method='auto' or 'forkserver', which need no restart"
+            f"start_method={method.name!r} cannot work: {obstacle}{more}. Write start_method='auto' or {other.name!r}, "
+            f"which need no restart"
         )
-    if asked != "auto":
-        return asked, ""
-    if not facts.can_fork or facts.is_rocm:
-        return "spawn", "the runtime of these GPUs does not survive a fork" if facts.is_rocm else "no fork here"
-    if not use_gpus:
-        return "forkserver", ""
-    if facts.unforkable:
-        return "forkserver", facts.unforkable
-    return "fork", "CUDA is untouched here, so data in memory is shared"
+    return method, ""
 
 
 def _warnings(facts: MachineFacts) -> tuple[str, ...]:

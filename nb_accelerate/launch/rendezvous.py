@@ -1,12 +1,12 @@
-"""Where the ranks of a launch find one another.
+"""Where the ranks of a launch find one another: a row of `RENDEZVOUS` for each way.
 
-On one machine the rendezvous store is a file without a name, made here before any rank starts. Each rank gets its
+``local``: on one machine the store is a file without a name, made here before any rank starts. Each rank gets its
 descriptor, and nobody else can open it: nothing listens, so other users of the machine have nowhere to write keys or
 garbage to. The port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of its own there. Where
 there are no such files (macOS), the store listens on a socket that is bound here, to loopback, and given to rank 0.
 
-On several machines the socket is bound to the address that the others use. Which machine is which is said by
-``node_rank`` (``rdzv_backend="static"``) or agreed on through torch elastic's rendezvous (``"c10d"``).
+``static`` and ``c10d``: on several machines the socket is bound to the address that the others use. Which machine is
+which is said by ``node_rank``, or agreed on through torch elastic's rendezvous.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import secrets
 import socket
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch.machine import interface_of
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Literal
 
     from nb_accelerate.config.launch import LaunchOptions
@@ -38,13 +39,16 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 
 _DEFAULT_PORT = 29500
-"""accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
+"""Port of the store, as accelerate's and torchrun's; only for several machines, which have to know it beforehand."""
 
-_LOOK_AGAIN = 0.5
+_DEFAULT_ELASTIC_PORT = 29400
+"""Port at which machines meet through torch elastic, as torchrun's."""
+
+_RETRY_INTERVAL = 0.5
 """Seconds until a machine looks again whether the others have come back to meet."""
 
-_JOIN_TIMEOUT = 600
-"""Seconds. As torchrun's."""
+_JOIN_TIMEOUT = 600.0
+"""Seconds for all machines to come, as torchrun's; ``rdzv_conf={"join_timeout": ...}`` says another number."""
 
 
 _keepers: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -58,13 +62,14 @@ def close_keepers() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where ranks meet, and which of the machines this is.
+    """Where the ranks of one launch meet, and which of the machines this is.
 
     Attributes:
         address: of the store, as every rank reaches it.
         port: of the store.
         node_rank: number of this machine.
         interface: network interface for gloo and NCCL.
+        keeps_interface: a network interface that the environment names is kept: a cluster knows of faster ones.
         run_id: names the launch.
         listener: the bound socket if this machine serves the store, else None.
         file: descriptor of the file that is the store, or -1.
@@ -79,11 +84,15 @@ class Meeting:
     run_id: str
     listener: socket.socket | None
     file: int = -1
+    keeps_interface: bool = False
     world_size: int = 1
     polls: bool = False
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
-        """What a rank is told of the store, and the descriptor it gets: the caller's to send and to close, or -1."""
+        """Return what a rank is told of the store, and the descriptor it gets, or -1.
+
+        The caller sends the descriptor, and closes it.
+        """
         kind: Literal["file", "server", "client"] = "client"
         fd = -1
         if self.file >= 0:
@@ -95,27 +104,18 @@ class Meeting:
         return spec, fd
 
 
-@contextlib.contextmanager
-def meet(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
-    """Agree on a place; the listener is open while inside.
+def meet(options: LaunchOptions, plan: LaunchPlan) -> contextlib.AbstractContextManager[Meeting]:
+    """Return a context manager that agrees on a place; the listener is open while inside.
 
-    Raises:
+    Raises on entry:
         ConfigError: the port that was asked for is taken, or the address is not this machine's.
         StartError: not all machines came, or this one has no loopback interface.
     """
-    if options.num_nodes == 1:
-        with _on_this_machine(options, plan) as meeting:
-            yield meeting
-    elif options.rdzv_backend == "c10d":
-        with _elastic(options) as meeting:
-            yield replace(meeting, world_size=options.num_nodes * plan.num_processes)
-    else:
-        with _static(options) as meeting:
-            yield replace(meeting, world_size=options.num_nodes * plan.num_processes)
+    return rendezvous_kind(options).open(options, plan)
 
 
 @contextlib.contextmanager
-def _on_this_machine(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
     with contextlib.ExitStack() as stack:
         listener = None
         with interrupts_later():  # or nobody would close it
@@ -135,13 +135,13 @@ def _on_this_machine(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeti
             run_id=f"nb_accelerate-{secrets.token_hex(4)}",
             listener=listener,
             file=file,
-            world_size=plan.num_processes,
-            polls=plan.backend == "gloo",
+            world_size=plan.world_size,
+            polls=backend_named(plan.backend).polls_store,
         )
 
 
 def _file_without_name() -> int:
-    """Descriptor of a file that other processes can only open by a descriptor they were given; -1 if there are none."""
+    """Return a descriptor of a file that others can open only by a descriptor they were given; -1 if there are none."""
     if not hasattr(os, "memfd_create"):
         return -1
     try:
@@ -157,7 +157,16 @@ def _file_without_name() -> int:
 
 
 def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
-    """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there."""
+    """Bind a port without listening: nobody else is given it by chance, and code in rank 0 can still listen there.
+
+    Args:
+        port: which; 0 finds a free one.
+        stack: closes the socket.
+        alone: there is one rank, which can do without the loopback interface.
+
+    Returns:
+        The port.
+    """
     keeper = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     _keepers.add(keeper)
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -179,7 +188,7 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
 
 
 @contextlib.contextmanager
-def _static(options: LaunchOptions) -> Iterator[Meeting]:
+def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
     address, port = options.master_addr, int(options.use_port or _DEFAULT_PORT)
     if options.rdzv_endpoint:
         address, port = _split(options.rdzv_endpoint, port)
@@ -192,13 +201,15 @@ def _static(options: LaunchOptions) -> Iterator[Meeting]:
             interface=_interface_towards(address),
             run_id=options.rdzv_id,
             listener=listener,
+            keeps_interface=True,
+            world_size=plan.world_size,
         )
 
 
 @contextlib.contextmanager
-def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
-    """Torch elastic decides which machine is number 0; that one then says where its socket is."""
-    host, _ = _split(options.rdzv_endpoint, 29400)
+def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+    """Let torch elastic decide which machine is number 0; that one then says where its socket is."""
+    host, _ = _split(options.rdzv_endpoint, _DEFAULT_ELASTIC_PORT)
     own = _own_address_towards(host)
     handler, info = _join(options, own, is_host=own == host or interface_of(host) is not None)
     with contextlib.ExitStack() as stack:
@@ -215,11 +226,41 @@ def _elastic(options: LaunchOptions) -> Iterator[Meeting]:
             interface=interface_of(own) or "",
             run_id=options.rdzv_id,
             listener=listener,
+            keeps_interface=True,
+            world_size=plan.world_size,
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RendezvousKind:
+    """One row: a way in which ranks find one another.
+
+    Attributes:
+        open: takes the options and the plan of a launch; returns a context manager with where its ranks meet.
+        is_local: all ranks are on this machine. Elsewhere a launch waits for others, perhaps in this very process.
+        holds_sockets: sockets are open while ranks are started that a server forked from this process would keep.
+    """
+
+    open: Callable[[LaunchOptions, LaunchPlan], contextlib.AbstractContextManager[Meeting]]
+    is_local: bool = False
+    holds_sockets: bool = False
+
+
+RENDEZVOUS = {
+    "local": RendezvousKind(open=_local, is_local=True),
+    "static": RendezvousKind(open=_static),
+    "c10d": RendezvousKind(open=_elastic, holds_sockets=True),
+}
+"""``local`` on one machine; else by the name in ``rdzv_backend``."""
+
+
+def rendezvous_kind(options: LaunchOptions) -> RendezvousKind:
+    """Return how the ranks of a launch find one another."""
+    return RENDEZVOUS["local" if options.num_nodes == 1 else options.rdzv_backend]
+
+
 def _join(options: LaunchOptions, own: str, *, is_host: bool) -> tuple[Any, Any]:
-    """Wait for all machines; gives torch elastic's handler and what it found out.
+    """Wait for all machines; return torch elastic's handler and what it found out.
 
     Args:
         options: of the launch.
@@ -248,7 +289,7 @@ def _join(options: LaunchOptions, own: str, *, is_host: bool) -> tuple[Any, Any]
             return handler, handler.next_rendezvous()
         except (RendezvousClosedError, RendezvousConnectionError):
             # After a failure one machine comes back while the other has still to leave the place of the last attempt.
-            time.sleep(min(_LOOK_AGAIN, left))
+            time.sleep(min(_RETRY_INTERVAL, left))
         except RendezvousTimeoutError:
             if handler is not None:
                 handler.shutdown()
@@ -292,7 +333,7 @@ def _why_not_bound(address: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    """Who listens on a port, where the system tells."""
+    """Return ``by PROGRAM (pid N)`` for who listens on a port, or "" where the system does not tell."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:

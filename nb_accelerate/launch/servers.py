@@ -4,47 +4,39 @@ Three births, one way of working afterwards:
 
 - warm (`warm_server`): a fresh interpreter with torch imported, kept between launches (``forkserver``);
 - cold (`ColdServer`): a fresh interpreter with nothing imported, which starts fresh interpreters (``spawn``);
-- forked (`ForkedServer`): a fork of this process, with everything that is in memory (``fork``).
+- forked (`nb_accelerate.launch.forked_server`): a fork of this process, with everything that is in memory (``fork``).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import itertools
 import os
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from multiprocessing.connection import wait
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import psutil
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import working_directory
-from nb_accelerate.launch.handle import close_all_ours
 from nb_accelerate.launch.owner import Owner
-from nb_accelerate.launch.rendezvous import close_keepers
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.executed import LATER, StartRank
-from nb_accelerate.worker.forked import Birth, serve_forked
 from nb_accelerate.worker.interpreter import command, own_path, safe_environ
-from nb_accelerate.worker.limits import limits, why_no_room
-from nb_accelerate.worker.scratch import Scratch, remove_abandoned
+from nb_accelerate.worker.limits import limits
+from nb_accelerate.worker.scratch import remove_abandoned
 from nb_accelerate.worker.server import SignalRank
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from nb_accelerate.launch.handle import RankHandle
 
@@ -61,11 +53,8 @@ PRELOAD = (
 """What every rank needs, imported once in the warm server."""
 
 _ENTRY = "nb_accelerate.worker.executed:main"
-_CLOSING = 5.0
-"""Seconds a server has to end its ranks and itself."""
-
-_GLANCE = 0.1
-"""Seconds between two looks whether it was stopped meanwhile."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds a server has to end its ranks and itself, before it is killed."""
 
 
 class RankServer(ABC):
@@ -183,7 +172,7 @@ class _ExecutedServer(RankServer):
             self._tell_to_quit()
         self._channel.close()
         try:
-            self._process.wait(_CLOSING)
+            self._process.wait(CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
             self.owner.kill()
             self._process.wait()
@@ -207,112 +196,6 @@ class ColdServer(_ExecutedServer):
 
     def __init__(self) -> None:
         super().__init__(())
-
-
-class ForkedServer(RankServer):
-    """A fork of this process for each start of ranks, which have everything that is in memory here.
-
-    It stands between this process and the ranks so that they are owned, watched and cleaned up as others are, and by a
-    thread that lives as long as they do.
-    """
-
-    inherits_call = True
-
-    def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
-        super().__init__()
-        self._call = call
-        self._handles: Sequence[RankHandle] = ()
-        self._reaper: threading.Thread | None = None
-        self._owner: Owner
-        importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
-        if "torch" in sys.modules:  # likewise
-            importlib.import_module("nb_accelerate.process.rendezvous")
-
-    @override
-    def start(self, handles: Iterable[RankHandle]) -> None:
-        self.close()
-        handles = list(handles)
-        keys = [next(self._keys) for _ in handles]
-        scratch = Scratch()
-        with contextlib.ExitStack() as undo:
-            for key in keys:
-                undo.callback(scratch.remove, str(key))
-            births = [
-                Birth(key=key, mark=handle.mark, scratch=scratch.make(str(key)), fds=handle.birth_fds)
-                for key, handle in zip(keys, handles, strict=True)
-            ]
-            self._channel, there = Channel.pair()
-            undo.callback(self._channel.close)
-            with there, interrupts_later():
-                owner = self._fork(handles, births, there, scratch)
-                undo.pop_all()
-                scratch.leave()  # it is the server's
-                for key, handle in zip(keys, handles, strict=True):
-                    self._tell(handle, key, owner)
-
-    def _fork(
-        self, handles: Sequence[RankHandle], births: Sequence[Birth], there: socket.socket, scratch: Scratch
-    ) -> Owner:
-        parent, path = os.getpid(), own_path()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # what is in a buffer now would be in the child's too
-        try:
-            pid = os.fork()
-        except OSError as error:
-            why = why_no_room(error)
-            raise StartError(f"this process cannot be forked: {error.strerror}{why and ': '}{why}") from error
-        if pid == 0:
-            try:
-                self._channel.close()
-                close_all_ours()
-                close_keepers()
-                serve_forked(there.detach(), parent, births, scratch, self._call, path)
-            finally:
-                os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
-        # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the
-        # larger it is: nobody need wait for that.
-        owner = Owner(pid, self._channel, serves=True)
-        reaper = threading.Thread(target=_reap, args=(pid,), name="nb_accelerate-reaper", daemon=True)
-        try:
-            reaper.start()
-        except RuntimeError as error:
-            self._channel.close()  # it ends, with its ranks
-            _reap(pid)
-            owner.close()
-            raise StartError(f"there is no room for another thread: {error}") from error
-        self._handles, self._reaper, self._owner = handles, reaper, owner
-        return owner
-
-    @override
-    def forget(self) -> None:
-        reaper = self._reaper
-        self.close()
-        if reaper is not None:
-            reaper.join()
-
-    @override
-    def close(self) -> None:
-        if self._reaper is None:
-            return
-        self._tell_to_quit()
-        if not all(handle.ended for handle in self._handles) or self._owner.is_given_up:
-            # It answers when none of them is left.
-            deadline = time.monotonic() + _CLOSING
-            while self._reaper.is_alive() and not wait([self._channel.fileno()], _GLANCE):
-                if self._owner.is_stopped() or time.monotonic() > deadline:
-                    self._owner.kill()
-                    break
-        self._channel.close()
-        if any(handle.exitcode is None for handle in self._handles):  # it was killed, or never told of them
-            self._reaper.join(_CLOSING)
-            remove_abandoned()
-        self._owner.close()
-        self._reaper = None
-
-
-def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # users' code waits for whatever ends
-        os.waitpid(pid, 0)
 
 
 def _fill_streams() -> None:

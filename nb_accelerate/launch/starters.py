@@ -1,29 +1,44 @@
-"""Start methods: who makes the processes of a launch. One row each."""
+"""Who starts the processes of a launch: one context manager for each start method that has processes.
+
+They are named in the rows of `nb_accelerate.start_methods`. Each closes what belongs to one launch only.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from nb_accelerate.config.env import Environment
-from nb_accelerate.launch.servers import ColdServer, ForkedServer, WarmServer, retire_warm_server, warm_server
+from nb_accelerate.launch.forked_server import ForkedServer
+from nb_accelerate.launch.servers import ColdServer, WarmServer, retire_warm_server, warm_server
+from nb_accelerate.worker.groups import named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.servers import RankServer
+    from nb_accelerate.start_methods import StartMethod
 
-    Starter = Callable[[LaunchOptions], contextlib.AbstractContextManager[RankServer]]
+
+def open_server(method: StartMethod, options: LaunchOptions) -> contextlib.AbstractContextManager[RankServer]:
+    """Return a context manager with the process that starts the ranks of a launch.
+
+    Args:
+        method: how they come to be.
+        options: of the launch.
+    """
+    return cast("contextlib.AbstractContextManager[RankServer]", named(method.starter)(options))
 
 
 @contextlib.contextmanager
-def _forkserver(_: LaunchOptions) -> Iterator[RankServer]:
+def forkserver(_: LaunchOptions) -> Iterator[RankServer]:
+    """Start ranks as forks of a fresh process with torch imported, which is kept for the next launch."""
     if Environment().keep_warm:
         try:
-            yield warm_server()  # and leave it: the next launch starts in milliseconds
+            yield warm_server()
         finally:
-            retire_warm_server()  # unless something is wrong with it
+            retire_warm_server()  # unless it can be used again
         return
     server = WarmServer()
     try:
@@ -33,7 +48,8 @@ def _forkserver(_: LaunchOptions) -> Iterator[RankServer]:
 
 
 @contextlib.contextmanager
-def _spawn(_: LaunchOptions) -> Iterator[RankServer]:
+def spawn(_: LaunchOptions) -> Iterator[RankServer]:
+    """Start ranks as fresh interpreters."""
     server = ColdServer()
     try:
         yield server
@@ -42,13 +58,10 @@ def _spawn(_: LaunchOptions) -> Iterator[RankServer]:
 
 
 @contextlib.contextmanager
-def _fork(options: LaunchOptions) -> Iterator[RankServer]:
+def fork(options: LaunchOptions) -> Iterator[RankServer]:
+    """Start ranks as forks of this process, with the function and its arguments in memory."""
     server = ForkedServer((options.function, options.args, dict(options.kwargs)))
     try:
         yield server
     finally:
         server.close()
-
-
-STARTERS: dict[str, Starter] = {"forkserver": _forkserver, "fork": _fork, "spawn": _spawn}
-"""Open one for a launch; it closes what belongs to that launch only. ``inline`` starts nothing."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.launch.rendezvous import meet
-from nb_accelerate.launch.starters import STARTERS
+from nb_accelerate.launch.starters import open_server
 from nb_accelerate.pool.crew import Crew
 from nb_accelerate.pool.outcome import death, result_of
 from nb_accelerate.pool.starting import send_join, send_setup, start_rank
@@ -67,7 +67,7 @@ class RankGroup:
         self._tell = on_loss
         self._meetings = 0
         self._resources = contextlib.ExitStack()
-        self._server = self._resources.enter_context(STARTERS[plan.start_method](options))
+        self._server = self._resources.enter_context(open_server(plan.method, options))
         try:
             self.crew = Crew(self._on_loss)
         except BaseException:
@@ -199,7 +199,7 @@ class RankGroup:
             if any(not member.is_gone for member in self.members.values()):
                 raise
         self._resources.close()
-        self._server = self._resources.enter_context(STARTERS[self.plan.start_method](self._options))
+        self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
         return start_rank(self._server, rank)
 
     def _have_done(

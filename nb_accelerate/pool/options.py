@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import check_choice
-from nb_accelerate.config.launch import PROGRESS, LaunchOptions
+from nb_accelerate.config.launch import PROGRESS, LaunchOptions, check_start_method
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.start_methods import START_METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-START_METHODS = ("auto", "forkserver", "spawn")
 STYLES = ("fold", "group", "raw")
 
 
@@ -40,12 +40,13 @@ class PoolOptions:
     env: Mapping[str, str] = field(default_factory=_nothing)
 
     def __post_init__(self) -> None:
-        if self.start_method in ("fork", "inline"):
+        stays = [method.name for method in START_METHODS.values() if method.serves_cells]
+        if self.start_method in START_METHODS and self.start_method not in stays:
             raise ConfigError(
                 f"start_method={self.start_method!r} is for notebook_launcher. Ranks that stay get what they need from "
                 f"the notebook cell by cell: write start_method='auto', 'forkserver' or 'spawn'"
             )
-        check_choice("start_method", self.start_method, START_METHODS)
+        check_start_method(self.start_method, stays)
         self.as_launch(self.num_processes)  # checks the rest
 
     def as_launch(self, num_processes: int | None) -> LaunchOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.devices import backend_named
 from nb_accelerate.display.words import label
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch.incidents import Incident, failed, first_cause, interrupted, signal_name
@@ -98,7 +99,7 @@ def came_apart(turn: Turn, members: Mapping[int, Member], backend: str) -> bool:
     if turn.troubles:
         return turn.was_cut or out_of_step(members)
     # A collective of nccl returns before others have joined it: a cell may end well in which they never do.
-    return backend == "nccl" and len(turn.members) == len(members) and out_of_step(members)
+    return backend_named(backend).returns_early and len(turn.members) == len(members) and out_of_step(members)
 
 
 def out_of_step(members: Mapping[int, Member]) -> bool:

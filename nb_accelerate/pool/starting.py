@@ -46,14 +46,10 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
     number = options.num_processes
     launch = options.as_launch(number)
     _check_number(launch.num_processes or 1)
-    plan = make_plan(launch, facts)
-    if number is None and plan.device == "cpu":
+    plan = make_plan(launch, facts, may_copy=False)
+    if number is None and plan.kind.is_host:
         launch = replace(launch, num_processes=WITHOUT_GPUS)
-        plan = make_plan(launch, facts)
-    if plan.start_method == "fork":
-        # A copy of the notebook as it is now would be out of date with the next cell.
-        launch = replace(launch, start_method="forkserver")
-        plan = make_plan(launch, facts)
+        plan = make_plan(launch, facts, may_copy=False)
     return launch, plan
 
 

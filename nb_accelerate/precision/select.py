@@ -12,8 +12,8 @@ from nb_accelerate.precision.precision import Precision
 
 if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
+    from nb_accelerate.devices import DeviceKind
     from nb_accelerate.precision.scaler import LossScaler
-    from nb_accelerate.process.devices import DeviceKind
 
 
 def select_precision(
@@ -36,6 +36,12 @@ def select_precision(
     Raises:
         ConfigError: the device cannot compute in it.
     """
+    if chosen is not PrecisionType.NO and chosen.value not in kind.mixed_precision:
+        offered = " or ".join(map(repr, ("no", *kind.mixed_precision)))
+        raise ConfigError(
+            f"mixed_precision={chosen.value!r} was asked for, but torch does not offer it on {kind.name} devices. "
+            f"Write mixed_precision={offered}."
+        )
     if chosen is PrecisionType.BF16:
         if not kind.supports_bf16():
             raise ConfigError(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from nb_accelerate.config.env import Environment
-from nb_accelerate.process.devices import DEVICE_KINDS
+from nb_accelerate.devices import DEVICE_KINDS
 
 logger = logging.getLogger("nb_accelerate")
 

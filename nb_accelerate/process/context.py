@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from nb_accelerate.config.kwargs import InitProcessGroupKwargs
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
     from nb_accelerate.topology import Topology
 
 
@@ -70,7 +70,7 @@ class ProcessContext:
     @property
     def distributed_type(self) -> DistributedType:
         """What this setup is called."""
-        return self.kind.distributed_type if self.topology.world_size > 1 else DistributedType.NO
+        return DistributedType(self.kind.distributed_type if self.topology.world_size > 1 else DistributedType.NO)
 
 
 _context: ProcessContext | None = None

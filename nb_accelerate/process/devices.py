@@ -1,148 +1,18 @@
-"""What each kind of device can do, as a table.
-
-A new device is one row. Nobody outside this file asks which kind a device is.
-"""
+"""Which device is this process' own: chosen from the table in `nb_accelerate.devices`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.devices import CPU, DEVICE_KINDS, find_kind
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from nb_accelerate.devices import DeviceKind
     from nb_accelerate.topology import Topology
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, for rows that have nothing to do."""
-
-
-def _pci_address(properties: Any) -> str | None:
-    """Return an address as the system writes it, from properties in which torch tells it in numbers."""
-    try:
-        domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    except AttributeError:  # torch of before 2.8
-        return None
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
-def _uuid(properties: Any) -> str | None:
-    found = getattr(properties, "uuid", None)  # not in every build of torch
-    return None if found is None else str(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceKind:
-    """One row of the table.
-
-    Attributes:
-        name: torch's name for the device type.
-        distributed_type: what several ranks on such devices are called.
-        backend: the torch.distributed backend for them; None if there is none.
-        is_available: whether this machine has such a device.
-        count: how many; 0 means that the device has no number (the CPU).
-        set_device: make the device with a number the current one.
-        current_device: the number of the current one.
-        get_rng_state: its random state as a byte tensor on the CPU; None if it has none of its own.
-        set_rng_state: put such a state back.
-        empty_cache: give cached memory back to the device.
-        memory_allocated: bytes that tensors use on it now.
-        utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
-            and the driver's library raise where that library is missing, or does not know this device.
-        supports_bf16: whether it computes in bfloat16.
-        pci_address: where the device with a number is on the PCI bus; None if that is not known.
-        uuid: names the device with a number among all devices of all machines; None if it has no such name.
-        pins_memory: whether copies from it to pinned memory of the host need not be waited for.
-    """
-
-    name: str
-    distributed_type: DistributedType
-    backend: str | None
-    is_available: Callable[[], bool]
-    count: Callable[[], int]
-    set_device: Callable[[int], None] = _nothing
-    current_device: Callable[[], int] = lambda: 0
-    get_rng_state: Callable[[], torch.Tensor] | None = None
-    set_rng_state: Callable[[torch.Tensor], None] = _nothing
-    empty_cache: Callable[[], None] = _nothing
-    memory_allocated: Callable[[], int] = lambda: 0
-    utilisation: Callable[[], int] | None = None
-    supports_bf16: Callable[[], bool] = lambda: True
-    pci_address: Callable[[int], str | None] = lambda _: None
-    uuid: Callable[[int], str | None] = lambda _: None
-    pins_memory: bool = False
-
-    @property
-    def passes_device_ids(self) -> bool:
-        """Whether DistributedDataParallel and nccl want to be told the number of the device."""
-        return self.name in ("cuda", "xpu")
-
-
-CPU = DeviceKind(
-    name="cpu",
-    distributed_type=DistributedType.MULTI_CPU,
-    backend="gloo",
-    is_available=lambda: True,
-    count=lambda: 0,
-)
-
-# In order of preference. The lambdas look up torch's modules when they are called: builds of torch may lack
-# one, and tests put stand-ins for hardware there.
-# ruff: noqa: PLW0108
-DEVICE_KINDS = (
-    DeviceKind(
-        name="cuda",
-        pins_memory=True,
-        distributed_type=DistributedType.MULTI_GPU,
-        backend="nccl",
-        # Not torch.cuda.is_available: it starts the driver, and no rank could be forked from this process any more.
-        is_available=lambda: torch.cuda.device_count() > 0,
-        count=lambda: torch.cuda.device_count(),
-        set_device=lambda index: torch.cuda.set_device(index),
-        current_device=lambda: torch.cuda.current_device(),
-        get_rng_state=lambda: torch.cuda.get_rng_state(),
-        set_rng_state=lambda state: torch.cuda.set_rng_state(state),
-        empty_cache=lambda: torch.cuda.empty_cache(),
-        memory_allocated=lambda: torch.cuda.memory_allocated(),
-        utilisation=lambda: torch.cuda.utilization(),
-        supports_bf16=lambda: torch.cuda.is_bf16_supported(),
-        pci_address=lambda index: _pci_address(torch.cuda.get_device_properties(index)),
-        uuid=lambda index: _uuid(torch.cuda.get_device_properties(index)),
-    ),
-    DeviceKind(
-        name="xpu",
-        distributed_type=DistributedType.MULTI_XPU,
-        backend="xccl",
-        is_available=lambda: torch.xpu.is_available(),
-        count=lambda: torch.xpu.device_count(),
-        set_device=lambda index: torch.xpu.set_device(index),
-        current_device=lambda: torch.xpu.current_device(),
-        get_rng_state=lambda: torch.xpu.get_rng_state(),
-        set_rng_state=lambda state: torch.xpu.set_rng_state(state),
-        empty_cache=lambda: torch.xpu.empty_cache(),
-        memory_allocated=lambda: torch.xpu.memory_allocated(),
-        # No utilisation: torch.xpu.utilization measures for a tenth of a second, in which the step would wait.
-        supports_bf16=lambda: torch.xpu.is_bf16_supported(),
-    ),
-    DeviceKind(
-        name="mps",
-        distributed_type=DistributedType.NO,
-        backend=None,
-        is_available=lambda: torch.backends.mps.is_available(),
-        count=lambda: 1,
-        get_rng_state=lambda: torch.mps.get_rng_state(),
-        set_rng_state=lambda state: torch.mps.set_rng_state(state),
-        empty_cache=lambda: torch.mps.empty_cache(),
-        memory_allocated=lambda: torch.mps.current_allocated_memory(),
-    ),
-    CPU,
-)
 
 
 def device_kind(name: str) -> DeviceKind:
@@ -151,16 +21,16 @@ def device_kind(name: str) -> DeviceKind:
     Raises:
         ConfigError: there is no such row.
     """
-    for kind in DEVICE_KINDS:
-        if kind.name == name:
-            return kind
-    known = ", ".join(kind.name for kind in DEVICE_KINDS)
-    raise ConfigError(f"Devices of type {name!r} are not known here. Known are: {known}.")
+    kind = find_kind(name)
+    if kind is None:
+        known = ", ".join(kind.name for kind in DEVICE_KINDS)
+        raise ConfigError(f"Devices of type {name!r} are not known here. Known are: {known}.")
+    return kind
 
 
 def idle_kind() -> DeviceKind | None:
     """Return the kind of accelerator that is of no use to ranks whose group is one for the CPU, or None."""
-    return next((kind for kind in DEVICE_KINDS if kind.backend and kind is not CPU and kind.is_available()), None)
+    return next((kind for kind in DEVICE_KINDS if kind.backend and not kind.is_host and kind.is_available()), None)
 
 
 def best_device() -> torch.device:
@@ -168,18 +38,27 @@ def best_device() -> torch.device:
     return torch.device(next(kind.name for kind in DEVICE_KINDS if kind.is_available()))
 
 
-def choose_device(topology: Topology, *, cpu: bool) -> tuple[DeviceKind, torch.device]:
+def choose_device(topology: Topology, *, cpu: bool, name: str | None = None) -> tuple[DeviceKind, torch.device]:
     """Choose the device of this process: the best kind there is, and of that kind the one with its local rank.
 
     A kind that cannot carry tensors between ranks (mps) is passed over when there is more than one rank. Where one
     device is visible it is this process' own: ``srun --gpus-per-task=1`` shows every task another one.
 
+    Args:
+        topology: the numbers of this process.
+        cpu: choose the CPU.
+        name: choose this type of device; None for the best there is.
+
     Raises:
-        ConfigError: there are more processes on this machine than devices.
+        ConfigError: there are more processes on this machine than devices, or no type of device has this name.
     """
     several = topology.world_size > 1
-    usable = (kind for kind in DEVICE_KINDS if kind.is_available() and (kind.backend or not several))
-    kind = CPU if cpu else next(usable)
+    if cpu:
+        kind = CPU
+    elif name is not None:
+        kind = device_kind(name)
+    else:
+        kind = next(kind for kind in DEVICE_KINDS if kind.is_available() and (kind.backend or not several))
     if not several or not kind.count():
         return kind, torch.device(kind.name)
     index = topology.local_rank if kind.count() > 1 else 0

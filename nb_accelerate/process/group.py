@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.process import context
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.config.env import Environment
     from nb_accelerate.config.kwargs import InitProcessGroupKwargs
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
     from nb_accelerate.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def create(
         rank=topology.rank,
         world_size=topology.world_size,
         # Binding the device at once lets nccl fail early, and keeps barriers from guessing a device.
-        device_id=device if backend == "nccl" else None,
+        device_id=device if backend_named(backend).binds_device else None,
     )
     atexit.register(close)
 
@@ -85,7 +86,8 @@ def _place(
     environment: Environment,
 ) -> dict[str, Any]:
     """Where the ranks meet, as arguments of `init_process_group`."""
-    uuid = kind.uuid(device.index) if backend == "nccl" and device.index is not None else None
+    is_bound = backend_named(backend).binds_device and device.index is not None
+    uuid = kind.uuid(device.index) if is_bound else None
     if options.init_method is not None or not (environment.has_agent_store or uuid):
         return {"init_method": options.init_method or "env://"}
     # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names

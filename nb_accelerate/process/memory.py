@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nb_accelerate.config.checks import check_whole
-from nb_accelerate.process.devices import DEVICE_KINDS
+from nb_accelerate.devices import DEVICE_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

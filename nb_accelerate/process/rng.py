@@ -17,7 +17,7 @@ from nb_accelerate.process.devices import device_kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
 
 
 class RNGType(str, Enum):
@@ -69,7 +69,8 @@ def capture(kind: DeviceKind) -> dict[str, Any]:
         "torch_manual_seed": torch.get_rng_state(),
     }
     if kind.get_rng_state is not None:
-        states[f"torch_{kind.name}_manual_seed"] = _of_all_devices(kind, kind.get_rng_state)
+        every = [kind.get_rng_state()] if kind.get_rng_states is None else list(kind.get_rng_states())
+        states[f"torch_{kind.name}_manual_seed"] = every
     if (xla := _xla_model()) is not None:
         states["xm_seed"] = xla.get_rng_state()
     return states
@@ -91,16 +92,10 @@ def restore(states: Mapping[str, Any], kind: DeviceKind) -> None:
         torch.set_rng_state(states["torch_manual_seed"])
     of_devices = states.get(f"torch_{kind.name}_manual_seed")
     if of_devices is not None:
-        module = getattr(torch, kind.name)
         for number, state in enumerate(of_devices[: max(kind.count(), 1)]):
-            module.set_rng_state(state, *((number,) if len(of_devices) > 1 else ()))
+            kind.set_rng_state(state, *((number,) if len(of_devices) > 1 else ()))
     if "xm_seed" in states and (xla := _xla_model()) is not None:
         xla.set_rng_state(states["xm_seed"])
-
-
-def _of_all_devices(kind: DeviceKind, of_this: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    every = getattr(getattr(torch, kind.name), "get_rng_state_all", None)
-    return list(every()) if every is not None else [of_this()]
 
 
 def resolve_rng_types(given: Sequence[str | RNGType] | None) -> tuple[RNGType, ...]:

@@ -17,17 +17,18 @@ import torch.distributed as dist
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.config.options import note_use
+from nb_accelerate.devices import CPU, backend_named
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context, group
 from nb_accelerate.process.affinity import set_numa_affinity
 from nb_accelerate.process.context import ProcessContext
-from nb_accelerate.process.devices import CPU, choose_device, device_of_group, idle_kind
+from nb_accelerate.process.devices import choose_device, device_of_group, idle_kind
 from nb_accelerate.topology import Topology, read_topology
 
 if TYPE_CHECKING:
     import torch
 
-    from nb_accelerate.process.devices import DeviceKind
+    from nb_accelerate.devices import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,10 @@ def setup_process(
     adopted = context.default_group()
     read = topology = read_topology(environment.variables)
     if adopted is None:
-        kind, device = choose_device(topology, cpu=use_cpu)
+        kind, device = choose_device(topology, cpu=use_cpu, name=environment.device)
     else:
         topology = _topology_of_group(read)
-        if not use_cpu and dist.get_backend() == "gloo":
+        if not use_cpu and backend_named(dist.get_backend()).device == CPU.name:
             use_cpu = True
             _say_what_is_idle(topology)
         guessed = topology is not read
@@ -114,7 +115,7 @@ def _topology_of_group(read: Topology) -> Topology:
 
 
 def _check_same(known: ProcessContext, *, cpu: bool | None, options: InitProcessGroupKwargs | None) -> None:
-    if cpu and known.kind is not CPU:
+    if cpu and not known.kind.is_host:
         raise ConfigError(
             f"cpu=True was given, but this process already trains on {known.device}, chosen when its first Accelerator "
             "was made. Write cpu=True in the first one."

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nb_accelerate.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.config.checks import first_given
 from nb_accelerate.config.env import DEBUG_MODE, Environment
+from nb_accelerate.devices import backend_named
 from nb_accelerate.strategies.ddp import DDPStrategy
 from nb_accelerate.strategies.single import SingleStrategy
 
@@ -26,7 +27,7 @@ def select_collectives(process: ProcessContext) -> Collectives:
     checks = Environment().flag(DEBUG_MODE)
     # On CPU a check costs one small message, and what it prevents is an abort or endless waiting. On a GPU the host
     # would have to wait for the device, so there it has to be asked for.
-    if first_given(checks, default=dist.get_backend() == "gloo"):
+    if first_given(checks, default=not backend_named(dist.get_backend()).returns_early):
         return CheckedCollectives(process.device, device_ids=_numbers(process), thorough=bool(checks))
     return TorchCollectives(process.device, device_ids=_numbers(process))
 

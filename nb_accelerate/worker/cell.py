@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.board import here
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
+from nb_accelerate.devices import CPU
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from nb_accelerate.devices import DeviceKind
     from nb_accelerate.protocol.messages import Failure, RunCell
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.worker.interrupt import InterruptGate
@@ -193,9 +195,10 @@ def _make_group_of_one(context: Any) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device()) if context.device.type == "cuda" else None
+        kind: DeviceKind = context.kind if context.kind.backend is not None else CPU
+        device = torch.device(kind.name, kind.current_device()) if kind.transport.binds_device else None
         dist.init_process_group(
-            "gloo" if device is None else "nccl",
+            kind.backend,
             rank=0,
             world_size=1,
             store=dist.HashStore(),  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from nb_accelerate.devices import BACKENDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -52,18 +54,20 @@ def abort_groups() -> None:
     if not has_group():
         return
     distributed: Any = sys.modules["torch.distributed"]
-    if "nccl" not in str(distributed.get_backend()):
+    used = str(distributed.get_backend())  # several of them may be in it: "cpu:gloo,cuda:nccl"
+    backend = next((row for row in BACKENDS if row.can_abort and row.name in used), None)
+    if backend is None:
         return
     torch: Any = sys.modules["torch"]
     names = distributed.distributed_c10d._world.pg_names  # noqa: SLF001 - there is no public list of groups
     with contextlib.suppress(Exception):  # it is being torn down already
         # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That
         # one also forgets the groups, and nobody could tell any more which models belong to them.
-        nccl = distributed.group.WORLD._get_backend(torch.device("cuda"))  # noqa: SLF001 - as above
-        nccl._group_start()  # noqa: SLF001 - as above
+        own = distributed.group.WORLD._get_backend(torch.device(backend.device))  # noqa: SLF001 - as above
+        own._group_start()  # noqa: SLF001 - as above
         for group in sorted(names, key=names.get, reverse=True):
             group.abort()
-        nccl._group_end()  # noqa: SLF001 - as above
+        own._group_end()  # noqa: SLF001 - as above
 
 
 def close_groups() -> None:

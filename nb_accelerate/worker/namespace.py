@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from nb_accelerate.devices import DEVICE_KINDS
+
 _IPYTHONS = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__")
 
 
@@ -47,11 +49,12 @@ def reset(kept: tuple[str, ...]) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes this process holds: of main memory, and of its GPU's."""
+    """Return the bytes this process holds: ``rss`` of main memory, ``gpu`` of its device if it uses one."""
     found = {"rss": psutil.Process().memory_info().rss}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        found["gpu"] = torch.cuda.memory_reserved()
+    if "torch" in sys.modules:
+        used = [kind.memory_reserved() for kind in DEVICE_KINDS if kind.is_initialized()]
+        if used:
+            found["gpu"] = sum(used)
     return found
 
 

@@ -91,12 +91,10 @@ def test_two_machines_are_numbered_by_torch_elastic(tmp_path: Path) -> None:
 
 AGAIN = """
 import os, sys
-import nb_accelerate.launch.launch
 from nb_accelerate import notebook_launcher
-from nb_accelerate.launch.rendezvous import _elastic
+from nb_accelerate.launch.rendezvous import RENDEZVOUS
 
-# As several machines do it, with one.
-nb_accelerate.launch.launch.meet = lambda options, plan: _elastic(options)
+RENDEZVOUS["local"] = RENDEZVOUS["c10d"]  # as several machines do it, with one
 
 def fails_first():
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -6,15 +6,17 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.devices.cuda import CUDA, devices_in
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.machine import MachineFacts, devices_in, interface_of, look
+from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, interface_of, look
 from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.neighbours import warnings_from
 from nb_accelerate.launch.plan import LaunchPlan, make_plan
@@ -26,7 +28,12 @@ def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:
     return make_plan(LaunchOptions(function=print, **options), MachineFacts(**known))
 
 
-T4 = {"gpus": ("0", "1")}
+def gpus(*names: str, **state: str) -> dict[str, Any]:
+    """Facts about a machine with CUDA devices."""
+    return {"accelerators": (VisibleDevices(kind=CUDA, names=names, **state),)}
+
+
+T4 = gpus("0", "1")
 
 
 @pytest.mark.parametrize(
@@ -38,12 +45,12 @@ T4 = {"gpus": ("0", "1")}
         (T4, {}, "2 ranks on CUDA, fork (CUDA is untouched here, so data in memory is shared), nccl on loopback"),
         (T4, {"num_processes": 1}, "1 rank on CUDA, fork (CUDA is untouched here, so data in memory is shared)"),
         (
-            T4 | {"unforkable": "CUDA was used in this notebook"},
+            gpus("0", "1", in_use="CUDA was used in this notebook"),
             {},
             "2 ranks on CUDA, forkserver (CUDA was used in this notebook), nccl on loopback",
         ),
         (
-            T4 | {"is_rocm": True},
+            gpus("0", "1", forbids_fork="the runtime of these GPUs does not survive a fork"),
             {},
             "2 ranks on CUDA, spawn (the runtime of these GPUs does not survive a fork), nccl on loopback",
         ),
@@ -51,7 +58,7 @@ T4 = {"gpus": ("0", "1")}
         (T4, {"start_method": "spawn"}, "2 ranks on CUDA, spawn, nccl on loopback"),
         ({"can_fork": False}, {"num_processes": 2}, "2 ranks on CPU, spawn (no fork here), gloo on loopback"),
         (
-            {"gpus": tuple("01234567")},
+            gpus(*"01234567"),
             {"num_nodes": 2, "master_addr": "10.0.0.1", "start_method": "forkserver"},
             "8 ranks on CUDA on each of 2 machines, forkserver, nccl",
         ),
@@ -65,13 +72,13 @@ def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: d
     ("facts", "options", "text"),
     [
         (T4, {"num_processes": 3}, "num_processes=3, but there are 2 GPUs.*Write num_processes=2, or devices='cpu'"),
-        ({"gpus": ("0",)}, {"num_processes": 2}, "there is 1 GPU,"),
+        (gpus("0"), {"num_processes": 2}, "there is 1 GPU,"),
         (T4, {"devices": [0, 2]}, r"devices=\[0, 2\], but the visible GPUs are 0 to 1: there is no GPU 2"),
         (T4, {"devices": [1], "num_processes": 2}, "there is 1 GPU"),
         ({}, {"devices": [0]}, "no GPU is visible here"),
         ({}, {"start_method": "inline", "num_processes": 2}, "Write num_processes=1"),
         (
-            T4 | {"unforkable": "the CUDA driver is loaded in this notebook"},
+            gpus("0", "1", in_use="the CUDA driver is loaded in this notebook"),
             {"start_method": "fork"},
             "start_method='fork' cannot work: the CUDA driver is loaded.*'forkserver', which need no restart",
         ),
@@ -161,12 +168,12 @@ def test_a_ranks_environment_is_torchruns() -> None:
 
 
 def test_devices_are_numbers_among_those_that_are_visible() -> None:
-    facts = {"gpus": ("4", "5", "GPU-8932f937", "7")}
+    facts = gpus("4", "5", "GPU-8932f937", "7")
     chosen = plan(facts, devices=[0, 2])
-    assert chosen.gpus == ("4", "GPU-8932f937")
+    assert chosen.device_names == ("4", "GPU-8932f937")
     given = {"base": {"CUDA_VISIBLE_DEVICES": "0,1"}, "extra": {"CUDA_VISIBLE_DEVICES": "4,5,GPU-8932f937,7"}}
     assert rank_environ(chosen, meeting(), 0, **given)["CUDA_VISIBLE_DEVICES"] == "4,GPU-8932f937"
-    assert plan(facts, num_processes=2).gpus == ("4", "5")
+    assert plan(facts, num_processes=2).device_names == ("4", "5")
     assert rank_environ(plan(facts), meeting(), 0, base={}, extra={}).get("CUDA_VISIBLE_DEVICES") is None
 
 
@@ -197,7 +204,8 @@ def test_a_variable_that_asks_for_the_cpu_is_heard_unless_gpus_are_asked_for_by_
 
 def test_a_clusters_network_interface_is_kept_and_one_machine_stays_on_loopback() -> None:
     base = {"NCCL_SOCKET_IFNAME": "ib0"}
-    several = rank_environ(plan(num_nodes=2, master_addr="10.0.0.1"), meeting(), 0, base=base, extra={})
+    cluster = replace(meeting(), keeps_interface=True)
+    several = rank_environ(plan(num_nodes=2, master_addr="10.0.0.1"), cluster, 0, base=base, extra={})
     assert (several["NCCL_SOCKET_IFNAME"], several["GLOO_SOCKET_IFNAME"]) == ("ib0", "eth0")
     alone = rank_environ(plan(), meeting(), 0, base=base, extra={})
     assert (alone["NCCL_SOCKET_IFNAME"], alone["GLOO_SOCKET_IFNAME"]) == ("eth0", "eth0")
@@ -225,7 +233,7 @@ def options(**given: Any) -> LaunchOptions:
 
 def test_a_driver_is_noticed_by_its_name_whoever_loaded_it_and_from_wherever() -> None:
     program = """
-from nb_accelerate.launch.machine import is_loaded
+from nb_accelerate.devices.cuda import is_loaded
 print(is_loaded("libtorch_cpu.so"))
 import torch
 print(is_loaded("libtorch_cpu.so"), is_loaded("libcuda.so.0"))

@@ -1,0 +1,124 @@
+"""A row of the device table, and how its fields reach torch."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.devices.backends import backend_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from nb_accelerate.devices.backends import Backend
+
+
+def by_name(dotted: str) -> Callable[..., Any]:
+    """Return a function that looks up another one when it is called, and calls it.
+
+    The module is imported at the first call, so a table of such functions needs no torch. The last name is looked up at
+    every call: builds of torch may lack one, and tests put stand-ins for hardware there.
+
+    Args:
+        dotted: ``module:function``, such as ``"torch.cuda:device_count"``.
+    """
+    module, _, name = dotted.partition(":")
+
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args)
+
+    return call
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, for rows that have nothing to do."""
+
+
+def _no_variables(_devices: Sequence[str], _local_rank: int) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """One row: a type of device.
+
+    The first group of fields describes it. The second is asked in the notebook, before ranks are started; nothing there
+    starts the driver of a device. The third is asked in the ranks.
+
+    Attributes:
+        name: torch's name for the device type.
+        distributed_type: value of the `DistributedType` of several ranks on such devices.
+        backend: the torch.distributed backend that carries its tensors between ranks; None if there is none.
+        is_host: this is the processor: any number of ranks share it, and it needs no driver.
+        passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
+        pins_memory: copies from it to pinned memory of the host need not be waited for.
+        mixed_precision: names of the precisions that autocast, and the loss scaler of fp16, offer on it.
+
+        visibility: environment variable that selects among the devices; "" if there is none.
+        hidden: value of that variable that hides all devices; None if no value does.
+        find: takes the value of that variable, or None, and whether ranks get another one than this process has;
+            returns the devices that ranks will see, as the variable writes them.
+        forbids_fork: says why its runtime does not survive a fork even if nothing has used it; "" if it does.
+        in_use: says what shows that its runtime was started in this process, whose forks cannot use it; "" if nothing.
+        pin: takes the devices of the ranks of this machine and a local rank; returns variables that give the rank its
+            device. Empty for a type whose ranks see all devices and select one by their local rank.
+        memory_users: takes devices as `find` gives them; returns lines of ``pid, MiB``, one for each process that
+            holds memory of them.
+
+        is_available: whether this machine has such a device.
+        count: how many this process sees; 0 means that the device has no number.
+        is_initialized: whether this process has started its runtime.
+        set_device: make the device with a number the current one.
+        current_device: number of the current one.
+        get_rng_state: random state of the current device as a byte tensor on the CPU; None if it has none of its own.
+        get_rng_states: those of all devices that this process sees, by their number; None where one is all there is.
+        set_rng_state: put a state back; the number of the device may follow.
+        empty_cache: give cached memory back to the device.
+        memory_allocated: bytes that tensors use on it now.
+        memory_reserved: bytes that this process holds of it now, caches included.
+        utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
+            and the driver's library raise where that library is missing, or does not know this device.
+        supports_bf16: whether this device computes in bfloat16.
+        pci_address: where the device with a number is on the PCI bus; None if that is not known.
+        uuid: names the device with a number among all devices of all machines; None if it has no such name.
+    """
+
+    name: str
+    distributed_type: str
+    backend: str | None
+    is_host: bool = False
+    passes_device_ids: bool = False
+    pins_memory: bool = False
+    mixed_precision: tuple[str, ...] = ("fp16", "bf16")
+
+    visibility: str = ""
+    hidden: str | None = None
+    find: Callable[[str | None, bool], tuple[str, ...]] = lambda *_: ()
+    forbids_fork: Callable[[], str] = str
+    in_use: Callable[[], str] = str
+    pin: Callable[[Sequence[str], int], Mapping[str, str]] = _no_variables
+    memory_users: Callable[[Sequence[str]], str] = lambda _: ""
+
+    is_available: Callable[[], bool] = lambda: True
+    count: Callable[[], int] = lambda: 0
+    is_initialized: Callable[[], bool] = lambda: False
+    set_device: Callable[[int], None] = _nothing
+    current_device: Callable[[], int] = lambda: 0
+    get_rng_state: Callable[[], torch.Tensor] | None = None
+    get_rng_states: Callable[[], Sequence[torch.Tensor]] | None = None
+    set_rng_state: Callable[..., None] = _nothing
+    empty_cache: Callable[[], None] = _nothing
+    memory_allocated: Callable[[], int] = lambda: 0
+    memory_reserved: Callable[[], int] = lambda: 0
+    utilisation: Callable[[], int] | None = None
+    supports_bf16: Callable[[], bool] = lambda: True
+    pci_address: Callable[[int], str | None] = lambda _: None
+    uuid: Callable[[int], str | None] = lambda _: None
+
+    @property
+    def transport(self) -> Backend:
+        """How the backend behaves that carries its tensors; without one, nothing is expected of it."""
+        return backend_named(self.backend or "")

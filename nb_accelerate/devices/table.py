@@ -1,0 +1,18 @@
+"""All types of devices, in order of preference."""
+
+from __future__ import annotations
+
+from nb_accelerate.devices.cuda import CUDA
+from nb_accelerate.devices.kind import DeviceKind
+from nb_accelerate.devices.mps import MPS
+from nb_accelerate.devices.xpu import XPU
+
+CPU = DeviceKind(name="cpu", distributed_type="MULTI_CPU", backend="gloo", is_host=True)
+
+DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, CPU]
+"""The last one is there on every machine."""
+
+
+def find_kind(name: str) -> DeviceKind | None:
+    """Return the row for torch's name of a device type, or None if there is none."""
+    return next((kind for kind in DEVICE_KINDS if kind.name == name), None)
