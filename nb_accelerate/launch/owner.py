@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nb_accelerate.worker.lineage import is_tracker
+from nb_accelerate.worker.process_tree import is_tracker
 from nb_accelerate.worker.server import Serves
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import abort_groups, close_groups, named, reach_store
 from nb_accelerate.worker.keyboard import Keyboard
 from nb_accelerate.worker.namespace import is_hidden
-from nb_accelerate.worker.revive import models_of_default_group, revive
+from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp
 from nb_accelerate.worker.shell import make_shell
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class PersistentRank:
         if message.has_alarm:
             self._alarm.listen(Channel.from_fd(waiting.pop(0)))
         self._alarm.meet(message.meeting)
-        models = models_of_default_group()
+        models = ddp_models()
         abort_groups()
         close_groups()
         self._store = None
@@ -88,7 +88,7 @@ class PersistentRank:
         self._store = rendezvous
         context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_PATIENCE))
         _make_group_of_one(context)
-        revive(models)
+        rebuild_ddp(models)
         topology = context.topology
         self._names.update(
             rank=topology.rank,

@@ -24,7 +24,7 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.interpreter import command
 from nb_accelerate.worker.limits import enough_room
-from nb_accelerate.worker.lineage import die_with_parent, ending_with, join_group_of, set_name
+from nb_accelerate.worker.process_tree import die_with_parent, ending_with, join_group_of, set_name
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 from nb_accelerate.worker.server import Server, Serves, refuse_rank

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.inheritance import forget_parent
-from nb_accelerate.worker.lineage import adopt_orphans, set_name, step_back
+from nb_accelerate.worker.process_tree import adopt_orphans, set_name, step_back
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.server import Server, refuse_rank
 

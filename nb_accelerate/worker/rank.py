@@ -35,8 +35,8 @@ from nb_accelerate.worker.groups import close_groups, has_group, reach_store
 from nb_accelerate.worker.interpreter import imports_from
 from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.limits import enough_room
-from nb_accelerate.worker.lineage import die_with_parent, set_name
 from nb_accelerate.worker.loaders import spawn_by_value
+from nb_accelerate.worker.process_tree import die_with_parent, set_name
 from nb_accelerate.worker.streams import replace_streams, send_record
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.call import fail
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.limits import why_no_room
-from nb_accelerate.worker.lineage import adopt_orphans, children, is_tracker, kill, leave_group
+from nb_accelerate.worker.process_tree import adopt_orphans, children, is_tracker, kill, leave_group
 from nb_accelerate.worker.scratch import remove_abandoned
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 _OF_A_GROUP = ("process_group", "reducer", "logger")
 
 
-def models_of_default_group() -> list[Any]:
+def ddp_models() -> list[Any]:
     """All of this process. Ask before the group is left."""
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     distributed: Any = sys.modules.get("torch.distributed")
@@ -28,7 +28,7 @@ def models_of_default_group() -> list[Any]:
     ]
 
 
-def revive(models: list[Any]) -> None:
+def rebuild_ddp(models: list[Any]) -> None:
     """Move models to the default group there is now. Exchanges nothing with other ranks."""
     for model in models:
         state = {name: value for name, value in vars(model).items() if name not in _OF_A_GROUP}
