@@ -74,7 +74,7 @@ class Meeting:
         listener: the bound socket if this machine serves the store, else None.
         file: descriptor of the file that is the store, or -1.
         world_size: ranks on all machines.
-        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.Rendezvous`.
+        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
     """
 
     address: str

@@ -50,7 +50,7 @@ def _never() -> bool:
     return False
 
 
-class Rendezvous:
+class RendezvousHandler:
     """Hands out stores to whoever makes a process group of all ranks. One per rank, in use from `install` on.
 
     Args:
@@ -212,7 +212,7 @@ class _PollingStore(Store):
         super().__init__()
         self._store = store
         self._waiting = waiting
-        self._clones: list[Store] = []  # see `Rendezvous`
+        self._clones: list[Store] = []  # see `RendezvousHandler`
 
     def clone(self) -> Store:
         store: Any = self._store  # torch's stub does not know that it can be cloned

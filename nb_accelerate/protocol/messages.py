@@ -50,7 +50,7 @@ class StoreSpec:
         address: what ``MASTER_ADDR`` says.
         port: what ``MASTER_PORT`` says.
         world_size: number of ranks.
-        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.Rendezvous`.
+        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
     """
 
     kind: Literal["file", "server", "client"]

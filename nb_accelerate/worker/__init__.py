@@ -1,1 +1,1 @@
-"""The rank's side: what runs in a process that the notebook started."""
+"""What runs in a rank, and in the processes that start ranks."""

@@ -1,13 +1,13 @@
-"""Takes a rank out of a collective that cannot end, because another rank will never join it.
+"""Take a rank out of a collective that cannot end, because another rank will never join it.
 
 A rank that waits in gloo waits in C code: no signal and no exception reaches it, and gloo has no way to give up. What
 it waits for is a connection to another rank, or a key in the store. So a thread breaks those connections and ends waits
 for keys, and the collective fails with an ordinary exception, in about 50 ms. A collective of nccl runs on the device,
 and can be aborted there. The process group is of no use afterwards.
 
-A rank can be out of its collective before its own thread has acted, because another rank's has, and by the time this
-one does the ranks may have met again. So an alarm names the meeting whose connections it is about, and a new meeting
-waits for an alarm that is being answered.
+A rank can be out of its collective before its own thread has acted, because the thread of another rank has broken the
+connection. When its own thread acts, the ranks may have met again. So each alarm carries the number of the rendezvous
+whose connections are to be broken, and the next rendezvous waits for an alarm that is being answered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Alarm:
-    """Of a rank that stays."""
+    """Listens for `CutOff` in a thread of its own, in a rank that runs cells."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,10 +43,13 @@ class Alarm:
         threading.Thread(target=self._listen, args=(channel,), name="nb_accelerate-alarm", daemon=True).start()
 
     def meet(self, meeting: int) -> None:
-        """Ranks are about to meet: alarms about meetings before this one are void.
+        """Begin a rendezvous: alarms about those before it have no effect from now on.
+
+        Args:
+            meeting: its number.
 
         Raises:
-            ConnectionAbortedError: this meeting was given up before this rank came to it.
+            ConnectionAbortedError: the other ranks gave it up before this rank came to it.
         """
         with self._lock:
             self._meeting = meeting
@@ -54,16 +57,16 @@ class Alarm:
                 raise ConnectionAbortedError("the other ranks have given up to meet this one")
 
     def is_given_up(self) -> bool:
-        """Is the current meeting one that was given up?"""
+        """Return whether the current rendezvous was given up."""
         return self._given_up == self._meeting
 
     def on_given_up(self, stop_waiting: Callable[[], None]) -> None:
-        """What to call, in another thread, to end waits for the store of the current meeting."""
+        """Set what is called, in another thread, to end waits for the store of the current rendezvous."""
         with self._lock:
             self._stop_waiting = stop_waiting
 
     def answer(self, message: CutOff) -> bool:
-        """Break the connections of a meeting, if it is the current one. True if it is."""
+        """Break the connections of a rendezvous if it is the current one, and return whether it is."""
         with self._lock:
             self._given_up = message.meeting
             if message.meeting != self._meeting:
@@ -82,7 +85,14 @@ class Alarm:
 
 
 def cut_connections(fellows: tuple[int, ...]) -> int:
-    """Break every TCP connection between this process and others, by their process ids; returns how many."""
+    """Break every TCP connection between this process and others.
+
+    Args:
+        fellows: process ids of the others.
+
+    Returns:
+        How many were broken.
+    """
     theirs = set()
     for pid in fellows:
         with contextlib.suppress(psutil.Error):

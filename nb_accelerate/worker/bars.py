@@ -82,13 +82,16 @@ def _close(finish: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _is_row(bar: Any) -> bool:
-    """A bar that would be seen in the cell; others write to a file of the user's."""
+    """Return whether a bar would be seen in the cell; others write to a file of the user's."""
     stream = getattr(bar, "fp", None)
     return here().wants_rows and getattr(stream, "_wrapped", stream) in (sys.stdout, sys.stderr)
 
 
 def _place(bar: Any) -> int | None:
-    """Where on the board it is. A bar that a cell left open has lost its place when the next cell begins."""
+    """Return the index of a bar on the board, or None.
+
+    A bar that a cell left open has lost its place when the next cell begins.
+    """
     turn, place = getattr(bar, _PLACE) or (None, None)
     return place if turn == here().turn else None
 

@@ -1,4 +1,4 @@
-"""Running a user's function in a rank, and turning what happens into an answer."""
+"""Run a user's function in a rank, and turn what happens into an answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     """Run a function to its end.
 
     Args:
-        load: gives the function, its positional and its keyword arguments; may raise whatever unpickling raises.
-        gate: opened while users' code runs.
+        load: returns the function, its positional and its keyword arguments; may raise whatever unpickling raises.
+        gate: lets interrupts in while users' code runs.
 
     Returns:
-        The message, and the parcel that has to travel with it.
+        The message, and the packed value or exception whose descriptors are sent with it.
     """
     board = here()
     board.begin_turn()
@@ -48,7 +48,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
 
 
 def exits_well(error: BaseException) -> bool:
-    """Is it ``sys.exit()``, with nothing that says that something went wrong?"""
+    """Return whether an exception is ``sys.exit()`` with an exit code that means success."""
     # Not isinstance(), which believes what an object says about its own class.
     if not issubclass(type(error), SystemExit):
         return False
@@ -57,7 +57,13 @@ def exits_well(error: BaseException) -> bool:
 
 
 def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = False) -> tuple[Failure, Packed | None]:
-    """The message that tells of `error`, and the exception itself if it can travel. Raises nothing."""
+    """Return the message that reports an exception, and the packed exception if it can be pickled. Never raises.
+
+    Args:
+        error: what was raised.
+        result_of_call: False if the rank failed before it ran the user's function.
+        returned: the function did return, and it is its value that cannot be pickled.
+    """
     when = time.monotonic()
     report = report_exception(error)
     packed = _pack_exception(error)
@@ -73,7 +79,7 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
 
 
 def _pack_exception(error: BaseException) -> Packed | None:
-    """The exception, so that unpickling it in the kernel will work; None if there is no way."""
+    """Pack an exception so that unpickling it in the kernel will work; return None if there is no way."""
     if not has_plain_text(error):
         return _pack_as((_rebuild_exception, (type(error), _shortened(_args(error)), {})), text_of(error))
     text = text_of(error)
@@ -82,7 +88,12 @@ def _pack_exception(error: BaseException) -> Packed | None:
 
 
 def _pack_as(candidate: tuple[Any, ...], text: str) -> Packed | None:
-    """Pickle what makes the exception again, if that makes one with this text."""
+    """Pack a function and its arguments that make an exception again; return None unless it then has the same text.
+
+    Args:
+        candidate: the function, and the tuple of its arguments.
+        text: of the original exception.
+    """
     packed: Packed | None = None
     try:
         packed = pack(candidate)
@@ -140,5 +151,5 @@ _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken p
 
 
 def _says_peer_lost(error: BaseException, text: str) -> bool:
-    """Does it only report that another rank went away? Torch has no type for that, just words."""
+    """Return whether an exception only reports that another rank went away. Torch has no type for that, only texts."""
     return issubclass(type(error), RuntimeError) and any(words in text.lower() for words in _PEER_LOST)

@@ -1,4 +1,4 @@
-"""A persistent rank: it meets the others in a process group, and runs cells.
+"""A rank that stays: it joins the others in a process group, and runs cells.
 
 ::
 
@@ -23,9 +23,9 @@ from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.call import answer, exits_well, fail
+from nb_accelerate.worker.debugger import InputRequests
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import abort_groups, close_groups, named, reach_store
-from nb_accelerate.worker.keyboard import Keyboard
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp
 from nb_accelerate.worker.shell import make_shell
@@ -43,32 +43,32 @@ SETUP_PROCESS = "nb_accelerate.process.setup:setup_process"
 ACCELERATOR = "nb_accelerate.accelerator:Accelerator"
 """The training half's, by dotted name: the notebook half does not import it."""
 
-_PATIENCE = timedelta(days=365)
-"""How long ranks wait for one another in a collective. Somebody may sit at a debugger of one of them, and nccl ends a
-rank that has waited for too long. Ranks that wait in vain are found, and told of, by the pool."""
+_GROUP_TIMEOUT = timedelta(days=365)
+"""For a collective: somebody may sit at a debugger of one rank, and nccl kills a rank that has waited for longer. Ranks
+that wait in vain are found, and reported, by the pool."""
 
 _MISSING = object()
 
 
 class PersistentRank:
-    """What a rank keeps between cells.
+    """Runs cells in one shell, and joins process groups; keeps variables and groups between cells.
 
     Args:
         channel: to the kernel.
-        gate: opened while users' code runs.
+        gate: lets interrupts in while users' code runs.
         mark: mark of the output frames.
     """
 
     def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
         self._gate = gate
         main = sys.modules["__main__"]
-        self._shell = make_shell(main, DisplayPort(channel, mark), Keyboard(channel))
+        self._shell = make_shell(main, DisplayPort(channel, mark), InputRequests(channel))
         self._names: dict[str, Any] = main.__dict__
         self._store: object = None
         self._alarm = Alarm()
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
-        """Do what the kernel asks; returns the answer and the parcel that travels with it."""
+        """Do what the kernel asks; return the answer, and the packed value whose descriptors are sent with it."""
         if isinstance(message, Join):
             return answer(lambda: (self._join, (message, fds), {}), self._gate)
         return self._run(message, fds)
@@ -86,7 +86,7 @@ class PersistentRank:
         rendezvous = reach_store(message.store, waiting.pop(0) if waiting else -1, self._alarm.is_given_up)
         self._alarm.on_given_up(rendezvous.give_up)
         self._store = rendezvous
-        context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_PATIENCE))
+        context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_GROUP_TIMEOUT))
         _make_group_of_one(context)
         rebuild_ddp(models)
         topology = context.topology
@@ -161,9 +161,10 @@ _MACHINERY = ("/IPython/", "/asyncio/", _OURS)
 
 
 def _without_shell(traceback: TracebackType | None) -> TracebackType | None:
-    """Without the frames between this file and users' code. The whole of it, if users' code is not in it.
+    """Return a traceback from the first frame of users' code on, or all of it if there is none.
 
-    Nor those below it that are ours: where it was interrupted, or asked for what a rank has not, is what they look for.
+    Frames of this package at its end are cut off too: the user looks for the line of theirs that was interrupted, or
+    that asked for something a rank does not have.
     """
     entries = []
     entry = traceback
@@ -188,7 +189,7 @@ def _visible(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _make_group_of_one(context: Any) -> None:
-    """One rank alone has a group too, so that a cell with a collective can be tried on it."""
+    """Make a process group for a rank that is alone, so that a cell with a collective can be tried on it."""
     if context.topology.world_size > 1:
         return
     import torch
@@ -207,7 +208,7 @@ def _make_group_of_one(context: Any) -> None:
 
 
 def _steps() -> dict[str, int]:
-    """Collectives that each process group has seen. Ranks in step have the same numbers."""
+    """Return how many collectives each process group has seen, by its name. Ranks in step have the same numbers."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return {}

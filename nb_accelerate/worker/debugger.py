@@ -2,25 +2,74 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.debugger import Pdb
 from typing_extensions import override
 
+from nb_accelerate.protocol.messages import Answer, Ask, GoesOn
+
 if TYPE_CHECKING:
-    from nb_accelerate.worker.keyboard import Keyboard
+    from nb_accelerate.protocol.channel import Channel
 
 _PROMPT = "ipdb> "
 
 
-class RankDebugger(Pdb):
-    """IPython's debugger; its commands come from the notebook's keyboard."""
+class InputRequests:
+    """Asks the user for lines, over the channel that cells come by: nothing else arrives there while a cell runs.
 
-    keyboard: Keyboard
+    Args:
+        channel: to the kernel.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        self._asked = 0
+
+    def ask(self, prompt: str) -> str:
+        """Return the line that the user typed, without its end.
+
+        Args:
+            prompt: shown in front of it.
+
+        Raises:
+            EOFError: nobody is there to answer, or this is another thread or process than the one that runs cells.
+            KeyboardInterrupt: the cell is interrupted.
+        """
+        if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
+            raise EOFError("only the thread that runs the cell can ask for input")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._asked += 1
+        self._channel.send(Ask(number=self._asked, prompt=prompt))
+        while True:
+            try:
+                message, _ = self._channel.recv()
+            except EOFError:
+                os._exit(1)  # the kernel is gone; nobody is left to tell
+            # An answer to what was asked before an interrupt may still have been on its way.
+            if isinstance(message, Answer) and message.number == self._asked:
+                if message.text is None:
+                    raise EOFError("nobody is there to answer")
+                return message.text
+
+    def leave(self) -> None:
+        """Report that the debugger let the code go on: the next line it asks for belongs to another stop."""
+        if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
+            self._channel.send(GoesOn())
+
+
+class RankDebugger(Pdb):
+    """IPython's debugger. The user types its commands in the notebook."""
+
+    requests: InputRequests
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(None, _Lines(self.keyboard), sys.stdout, **options)
+        super().__init__(None, _Commands(self.requests), sys.stdout, **options)
         self.use_rawinput = False
         self.prompt = ""  # it is shown with the question, at the place where the user types
 
@@ -29,23 +78,23 @@ class RankDebugger(Pdb):
         try:
             super().interaction(*args)  # type: ignore[no-untyped-call]
         finally:
-            self.keyboard.leave()
+            self.requests.leave()
 
 
-class _Lines:
-    """A file to read commands from."""
+class _Commands:
+    """The standard input of a debugger."""
 
-    def __init__(self, keyboard: Keyboard) -> None:
-        self._keyboard = keyboard
+    def __init__(self, requests: InputRequests) -> None:
+        self._requests = requests
 
     def readline(self) -> str:
-        """The next command; nothing where there will be none, which ends the debugger."""
+        """Return the next command; "" if there will be none, which ends the debugger."""
         try:
-            return self._keyboard.ask(_PROMPT) + "\n"
+            return self._requests.ask(_PROMPT) + "\n"
         except (EOFError, KeyboardInterrupt):  # pdb answers an interrupt by asking again; this one ends the cell
             return ""
 
 
 def set_breakpoint(*_: Any, **__: Any) -> None:
-    """What ``breakpoint()`` calls."""
+    """Stop in the debugger, as ``breakpoint()`` does, which calls it."""
     RankDebugger().set_trace(sys._getframe(1))  # type: ignore[no-untyped-call] # noqa: SLF001 - as pdb.set_trace does

@@ -1,4 +1,4 @@
-"""What a rank shows that is more than text: sent to the kernel, with its place among what is printed.
+"""Send what a rank displays to the kernel, with its place among what is printed.
 
 The data goes over the channel, an empty frame into the output pipe. The data is sent first, so whoever reads the
 frame finds the data waiting. Frames and data keep one order, whichever threads show something.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DisplayPort:
-    """The way out for displays of this process.
+    """Sends displays of this process to the kernel.
 
     Args:
         channel: to the kernel.
@@ -48,7 +48,7 @@ class DisplayPort:
 
 
 def _encode(value: object) -> object:
-    """What JSON has no word for: images as base64, anything else as its text."""
+    """Return what JSON can hold in the place of an object: base64 for bytes, such as an image, else its text."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return base64.b64encode(value).decode("ascii")
     return str(value)

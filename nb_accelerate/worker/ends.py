@@ -1,4 +1,4 @@
-"""The descriptors a rank is born with: its ends of everything that connects it to the kernel."""
+"""The file descriptors that a rank starts with: its ends of everything that connects it to the kernel."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import struct
 from dataclasses import dataclass, fields
 
 NUMBER = struct.Struct("=Q")
-"""Of a call or cell, in the interrupt pipe."""
+"""How the number of a call or cell is written into the interrupt pipe."""
 
 NUDGE = signal.SIGURG
-"""Comes after an interrupt. Ignored by programs that know nothing of it, and hardly used by others."""
+"""Signal that follows SIGINT. Programs that do not handle it ignore it, and few handle it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnds:
-    """Open file descriptors, owned by the rank.
+    """Open file descriptors. The rank owns them.
 
     Attributes:
         control: its end of the channel.
@@ -36,10 +36,10 @@ class RankEnds:
     store: int = -1
 
     def as_tuple(self) -> tuple[int, ...]:
-        """The open ones, in the order of the fields, as they are sent."""
+        """Return the open ones in the order of the fields, as they are sent."""
         return tuple(fd for fd in (getattr(self, field.name) for field in fields(self)) if fd >= 0)
 
     @classmethod
     def from_tuple(cls, fds: tuple[int, ...]) -> RankEnds:
-        """The inverse of `as_tuple`."""
+        """Return what `as_tuple` was called on."""
         return cls(**dict(zip((field.name for field in fields(cls)), fds, strict=False)))

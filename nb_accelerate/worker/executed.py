@@ -1,8 +1,8 @@
-"""A server that is a fresh interpreter, and starts ranks when it is told to.
+"""A server that is a fresh interpreter, and starts ranks when the kernel tells it to.
 
 It imports torch once; a rank forked from it starts in milliseconds, with none of the kernel's threads, locks, sockets
-or CUDA state. A few idle processes, as many as the last launches had ranks, are forked beforehand. One that imports
-nothing starts ranks that are fresh interpreters themselves.
+or CUDA state. A few idle processes, as many as the last launches had ranks, are forked beforehand. A server that
+imports nothing starts ranks that are fresh interpreters themselves.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ class StartRank:
     fresh: bool = False
 
 
-_QUIET = 0.002
-"""Seconds without anything to do after which there is time to fork an idle process."""
+_FORK_AFTER = 0.002
+"""Seconds without a message or an ended child after which an idle process is forked."""
 
 LATER = ("torch._dynamo",)
-"""Imports that can wait, a second of them: the first optimizer asks for it. If somebody waits for ranks already when
-the rest is imported, these get it by themselves when they need it, and the server once nobody waits."""
+"""Modules that the first optimizer of a rank imports, which takes a second. The server imports them at once only if no
+launch waits for ranks then; those ranks import them by themselves."""
 
-_PAUSE = 0.5
-"""Seconds without anything to do after which there is time for that."""
+_IMPORT_AFTER = 0.5
+"""Seconds without a message or an ended child, and without ranks, after which `LATER` is imported."""
 
-_MOST_IDLE = 8
+_MAX_IDLE = 8
+"""Idle processes that are kept, at most."""
 
 
 class _ExecutedServer(Server):
-    """See above.
+    """Forks a rank for each `StartRank`.
 
     Args:
         control: this end of the control channel.
@@ -73,7 +74,7 @@ class _ExecutedServer(Server):
     def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
         super().__init__(control, parent, Scratch())
         self._idle: dict[int, Channel] = {}
-        # One that starts fresh interpreters has nothing to gain.
+        # Nothing is gained by forking a process beforehand that becomes a fresh interpreter.
         self._keeps_idle = bool(preload)
         self._wanted = 2 if self._keeps_idle else 0
         self._broken = self._import(tuple(module for module in preload if module not in LATER))
@@ -102,7 +103,7 @@ class _ExecutedServer(Server):
             return error
 
     def _freeze(self) -> None:
-        """What is alive now stays alive: keep the collector from touching, and so copying, its pages in every rank."""
+        """Keep the collector from touching, and so copying, pages in every rank: what is alive now stays alive."""
         gc.collect()
         gc.freeze()
 
@@ -111,8 +112,8 @@ class _ExecutedServer(Server):
         if self._ranks:
             return None
         if len(self._idle) < self._wanted:
-            return _QUIET
-        return _PAUSE if self._later else None
+            return _FORK_AFTER
+        return _IMPORT_AFTER if self._later else None
 
     @override
     def _use_pause(self) -> None:
@@ -153,10 +154,14 @@ class _ExecutedServer(Server):
             os.close(fd)
         self.own(pid, message.key, status_fd)
         if self._keeps_idle:
-            self._wanted = min(_MOST_IDLE, max(self._wanted, len(self._ranks)))
+            self._wanted = min(_MAX_IDLE, max(self._wanted, len(self._ranks)))
 
     def _fork_idle(self) -> None:
-        """Fork a process that waits to be made a rank: a large process takes ten milliseconds to fork."""
+        """Fork a process that waits to become a rank. A large process takes ten milliseconds to fork.
+
+        Raises:
+            OSError: there is no room for another process.
+        """
         channel, there = Channel.pair()
         server = os.getpid()
         # Blocked until the rank has its own handler, or an interrupt in between would be Python's, and deadly.
@@ -171,7 +176,7 @@ class _ExecutedServer(Server):
         if pid == 0:
             try:
                 channel.close()
-                self._let_go()
+                self._leave_server()
                 self._wait_to_be_a_rank(Channel(there), server)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
@@ -179,8 +184,8 @@ class _ExecutedServer(Server):
         there.close()
         self._idle[pid] = channel
 
-    def _let_go(self) -> None:
-        """Close, in a child, what is the server's, and be in the kernel's process group."""
+    def _leave_server(self) -> None:
+        """Close, in a child, what belongs to the server, and join the kernel's process group."""
         join_group_of(self._parent)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -228,7 +233,16 @@ def _import_all(modules: tuple[str, ...]) -> BaseException | None:
 
 
 def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoReturn:
-    """Go on as a fresh interpreter with the same descriptors. SIGINT stays blocked until it has a handler."""
+    """Replace this process by a fresh interpreter with the same descriptors.
+
+    SIGINT stays blocked until that one has a handler.
+
+    Args:
+        ends: descriptors of the rank.
+        mark: mark of its output frames.
+        server: process id of the server.
+        scratch: a folder for the files of multiprocessing.
+    """
     for fd in ends.as_tuple():
         os.set_inheritable(fd, True)
     arguments = [mark.hex(), str(server), scratch, *map(str, ends.as_tuple())]
@@ -237,7 +251,7 @@ def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoRetu
 
 
 def fresh_rank() -> NoReturn:
-    """Entry of the interpreter that `_exec_rank` starts."""
+    """Run a rank in the interpreter that `_exec_rank` starts, as its command line says."""
     mark, server, scratch, *fds = sys.argv[1:]
     for fd in fds:
         os.set_inheritable(int(fd), False)
@@ -245,7 +259,7 @@ def fresh_rank() -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Entry of ``python -c`` with a descriptor, the kernel's process id and modules to import on the command line."""
+    """Run the server. The command line has a descriptor, the kernel's process id, and the modules to import."""
     set_name("nb-server")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the kernel blocked it until this line; the user may have others

@@ -2,12 +2,16 @@
 
 Forking a large process takes milliseconds, and the last rank waits for all of it. After a fork, the first write to each
 page copies it: what is done here costs several times what it would in the kernel. So the kernel makes what can be made
-before, the ranks are born with their descriptors, and they are forked before anything else is done.
+before, the ranks get their descriptors by inheritance, and they are forked before anything else is done.
 """
 
 from __future__ import annotations
 
+import asyncio
+import builtins
+import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -16,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
-from nb_accelerate.worker.inheritance import forget_parent
 from nb_accelerate.worker.process_tree import adopt_orphans, set_name, step_back
 from nb_accelerate.worker.rank import run_rank
 from nb_accelerate.worker.server import Server, refuse_rank
@@ -52,7 +55,7 @@ def serve_forked(
     call: tuple[Any, Any, Any],
     own_path: Sequence[str],
 ) -> NoReturn:
-    """Be the server in a process that was just forked from a kernel. SIGINT is blocked.
+    """Run the server in a process that was just forked from a kernel. SIGINT is blocked.
 
     Nothing of the kernel's may be used from here on: its streams, its event loop, its exit handlers.
 
@@ -101,7 +104,7 @@ def serve_forked(
 
 
 def _close_streams() -> None:
-    """Whoever reads what the kernel writes is not to wait for us, and Python has nowhere to complain to."""
+    """Close the kernel's output: who reads it to its end must not wait for this process."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -122,7 +125,7 @@ def _be_rank(
     _, *ends = birth.fds
     for fd in {control_fd, *(fd for one in births for fd in one.fds)}.difference(ends):
         os.close(fd)
-    forget_parent()
+    _forget_kernel()
     run_rank(
         RankEnds.from_tuple(tuple(ends)),
         birth.mark,
@@ -131,3 +134,54 @@ def _be_rank(
         inherited=call,
         own_path=own_path,
     )
+
+
+def _forget_kernel() -> None:
+    """Replace the copies of the kernel's streams, loops, pools and displays in this process.
+
+    A stream of the kernel's would send over its sockets, and can hang for ever on a lock that another thread held when
+    the process forked. What is shown with ``display`` would be lost without a word.
+    """
+    sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]
+    builtins.input = _no_input
+    asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
+    with contextlib.suppress(Exception):
+        asyncio.set_event_loop(None)
+    _forget_pools()
+    _show_as_text()
+
+
+def _no_input(_prompt: object = "", /) -> str:
+    raise EOFError("a rank has no keyboard")
+
+
+def _forget_pools() -> None:
+    """Do what `multiprocessing.Process` does in a child: the parent's children and finalizers are not ours."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is not None:
+        multiprocessing._children.clear()  # noqa: SLF001 - see above
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._finalizer_registry.clear()  # noqa: SLF001 - see above
+        util._run_after_forkers()  # noqa: SLF001 - see above
+
+
+def _show_as_text() -> None:
+    """Print what IPython displays in a forked rank: the kernel's publisher belongs to the kernel."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return
+    from IPython.core.displaypub import DisplayPublisher
+
+    class TextPublisher(DisplayPublisher):
+        def publish(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
+            print(data.get("text/plain", ""))  # noqa: T201 - it is users' output
+
+        def clear_output(self, wait: bool = False) -> None:
+            pass
+
+    shell.display_pub = TextPublisher(parent=None)  # type: ignore[no-untyped-call]
+    sys.displayhook = sys.__displayhook__
+    # Its thread did not survive the fork; its exit handler would wait for it.
+    shell.history_manager.enabled = False

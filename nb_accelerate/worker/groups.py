@@ -1,4 +1,4 @@
-"""A rank's process groups: the store they meet at, and the way out of them.
+"""Open the store of a rank's process groups, and abort and close the groups.
 
 What belongs to the training half is reached by a dotted name when it is needed, and never imported from here.
 """
@@ -17,39 +17,43 @@ if TYPE_CHECKING:
 
     from nb_accelerate.protocol.messages import StoreSpec
 
-_RENDEZVOUS = "nb_accelerate.process.rendezvous:Rendezvous"
-"""The training half's: where `init_process_group` finds the other ranks."""
+_HANDLER = "nb_accelerate.process.rendezvous:RendezvousHandler"
+"""The class by which `init_process_group` finds the other ranks."""
 
 _CLOSE = "nb_accelerate.process.group:close"
-"""The training half's way to leave every process group."""
+"""The function that destroys every process group."""
 
 
-class Rendezvous(Protocol):
-    """What the worker needs of it."""
+class StoreAccess(Protocol):
+    """What the worker needs of a `nb_accelerate.process.rendezvous.RendezvousHandler`."""
 
     served: object
 
     def give_up(self) -> None:
-        """Let this process wait no longer for other ranks; called in another thread."""
+        """End waits of this process for other ranks; called in another thread."""
 
 
 def named(dotted: str) -> Any:
-    """What ``module:name`` stands for."""
+    """Import a module, and return what it holds.
+
+    Args:
+        dotted: ``module:name``.
+    """
     module, _, name = dotted.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def has_group() -> bool:
-    """Is a default process group open in this process? Imports nothing to find out."""
+    """Return whether a default process group is open in this process. Imports nothing to find out."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def abort_groups() -> None:
-    """Break off what this process' nccl groups wait for. They stay known, and are of no use any more.
+    """Abort the collectives of this process' groups, where their backend can. The groups are of no use afterwards.
 
-    A group that is left waits for its collectives to end, and one that other ranks never joined does not. Other
-    backends have no collective that outlives the call.
+    Destroying a group waits for its collectives, and one of nccl that another rank never joins does not end. Backends
+    that cannot abort have no collective that outlives the call.
     """
     if not has_group():
         return
@@ -71,31 +75,31 @@ def abort_groups() -> None:
 
 
 def close_groups() -> None:
-    """Leave every process group, and forget what this process was in them."""
+    """Destroy every process group, and forget the rank and device that this process had in them."""
     named(_CLOSE)()
 
 
-def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lambda: False) -> Rendezvous:
-    """Have every process group that this process makes meet the other ranks through a store.
+def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lambda: False) -> StoreAccess:
+    """Make every process group that this process opens from now on meet the other ranks through a store.
 
     Args:
         store: which.
         fd: the descriptor that belongs to it, taken over; -1 if there is none.
-        is_given_up: asked while this rank waits for others; True makes it wait no longer.
+        is_given_up: called while this rank waits for others; True ends the wait.
 
     Returns:
         What must be kept as long as the groups.
     """
     is_file = store.kind == "file"
-    rendezvous = named(_RENDEZVOUS)(
+    handler = named(_HANDLER)(
         store.address, store.port, file=fd if is_file else None, polls=store.polls, is_given_up=is_given_up
     )
     if store.kind == "server":
         from torch._C._distributed_c10d import TCPStore
 
         # On a socket that the kernel has bound: no port to guess, and none open to more than it has to be.
-        rendezvous.served = TCPStore(
+        handler.served = TCPStore(
             store.address, store.port, store.world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd
         )
-    rendezvous.install()
-    return cast("Rendezvous", rendezvous)
+    handler.install()
+    return cast("StoreAccess", handler)

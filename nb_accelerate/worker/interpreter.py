@@ -1,8 +1,8 @@
-"""How a fresh interpreter is started: one like this, in which nothing is imported from the current folder.
+"""Start a fresh interpreter like this one, which imports nothing from the current folder.
 
-Whatever lies there, in a folder that several people share say, would otherwise run in the name of whoever launches:
-``python -c`` puts the current folder in front of everything else. What users' code may import is another matter. A rank
-takes over the kernel's path, with the current folder if it is in it, before it runs any of that code.
+``python -c`` puts the current folder in front of the path, so a file there, in a folder that several people share,
+would run with the rights of whoever launches. Users' code may import from there: a rank takes over the kernel's path,
+with the current folder if it is in it, before it runs any of that code.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _ENTER = (
     "import sys; cut = sys.argv.index('--'); sys.path[:] = sys.argv[cut + 1:]; del sys.argv[cut:]; "
     "from {module} import {function}; {function}()"
 )
-"""The path comes first. Before Python 3.11, which knows ``-P``, it still has the current folder in it until then."""
+"""The path is set first. Before Python 3.11, which knows ``-P``, it has the current folder in it until then."""
 
 _NEEDED = ("nb_accelerate", "torch")
-"""Where these are, what they need is."""
+"""Packages that a rank must find. What they import themselves is installed beside them."""
 
 
 def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[str]:
-    """The command line of a fresh interpreter.
+    """Return the command line of a fresh interpreter.
 
     Args:
         entry: ``"module:function"``, called there.
-        arguments: for `sys.argv`; none is ``"--"``.
+        arguments: for `sys.argv`; none of them may be ``"--"``.
         path: its `sys.path`.
     """
     module, _, function = entry.partition(":")
@@ -53,7 +53,10 @@ def command(entry: str, arguments: Sequence[str], path: Sequence[str]) -> list[s
 
 
 def safe_environ() -> Mapping[str, str]:
-    """The environment to start it with: no entry of PYTHONPATH means another folder now than when Python read it."""
+    """Return the environment to start it with, without relative entries of PYTHONPATH.
+
+    They would mean another folder now than when this interpreter read them.
+    """
     environ = dict(os.environ)
     if "PYTHONPATH" in environ:
         entries = environ["PYTHONPATH"].split(os.pathsep)
@@ -62,9 +65,9 @@ def safe_environ() -> Mapping[str, str]:
 
 
 def own_path() -> list[str]:
-    """The path from which this package and what it needs is imported: that of now, without the current folder.
+    """Return the path from which a rank imports this package and torch: `sys.path` without the current folder.
 
-    Where they are found in no other folder, because they were copied to where the notebook is, theirs comes last.
+    If one of them is nowhere else, because it was copied to where the notebook is, its folder comes last.
     """
     entries = [entry for entry in sys.path if isinstance(entry, str) and not _is_current(entry)]
     try:
@@ -82,7 +85,7 @@ def own_path() -> list[str]:
 
 @contextlib.contextmanager
 def imports_from(path: Sequence[str]) -> Iterator[None]:
-    """Meanwhile, import from `path`. For one that is users' already."""
+    """Import from `path` inside the block, in a process whose `sys.path` is the user's already."""
     users = list(sys.path)
     sys.path[:] = path
     try:

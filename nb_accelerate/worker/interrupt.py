@@ -1,4 +1,4 @@
-"""SIGINT reaches users' code only when it is meant for it.
+"""Let SIGINT reach users' code only when it is meant for it.
 
 Interrupting a kernel sends SIGINT to its whole process group, so every rank gets it: also one that is idle, or that
 belongs to another launch in the background. A rank therefore ignores SIGINT unless the kernel has said before, in the
@@ -6,8 +6,8 @@ rank's interrupt pipe, what it interrupts: the number of a call or cell, counted
 One that has not begun yet is interrupted as it begins, and one that has ended is not mistaken for the next.
 
 A signal that comes just before Python begins to wait for something would be noticed when that comes. The kernel
-therefore sends `NUDGE` after it: any signal ends the wait, and Python then sees to those that came before. Not SIGINT
-again, since users' own handlers may take a second one for impatience.
+therefore sends `NUDGE` after it: any signal ends the wait, and Python then handles those that came before. It does not
+send SIGINT twice, since users' own handlers may end the program at the second one.
 
 Where an event loop is at work, between two steps of tasks, the exception waits for the loop's next round. Raised at
 once, it could hit just when a task's next step is put into the queue or taken out of it, and that task would never
@@ -34,7 +34,7 @@ _LOOPS = ("asyncio", "selectors")
 
 
 class InterruptGate:
-    """Decides what a SIGINT means. Make it in the main thread.
+    """Decides what a SIGINT means. Created in the main thread.
 
     As a context it is entered once for each call or cell; inside, an interrupt raises KeyboardInterrupt.
     """
@@ -111,7 +111,7 @@ class InterruptGate:
 
 
 def _is_in_loop(frame: FrameType | None) -> bool:
-    """Was an event loop at work when the signal came? Also if it came while one before it was being handled."""
+    """Return whether a signal came while an event loop was at work, or while an earlier signal was handled there."""
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
     return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LOOPS

@@ -1,4 +1,4 @@
-"""What the system says when there is no room for another file, process or thread, as a sentence with a way out."""
+"""Turn errors about too many files, processes or threads into sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FILES_OF_A_RANK = 15
-"""That the process which starts it has open for each, at most."""
+"""Descriptors that the kernel has open for each rank, at most."""
 
 
 def limits() -> tuple[tuple[int, int], ...]:
-    """Those of this process that a start of ranks may meet."""
+    """Return the limits of this process on open files and processes, each as (soft, hard)."""
     return tuple(map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)))
 
 
 @contextlib.contextmanager
 def enough_room() -> Iterator[None]:
-    """For what has to be opened before ranks run: say which limit it meets, and how to have more.
+    """Turn an error inside the block that says that a limit was reached into one that says what to do.
 
     Raises:
-        StartError: a limit was met.
+        StartError: a limit was reached.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def enough_room() -> Iterator[None]:
 
 
 def why_no_room(error: OSError) -> str:
-    """The limit that was met, and what to do; "" if the error says something else."""
+    """Return the limit that was reached, and what to do; "" if the error says something else."""
     if error.errno == errno.EMFILE:
         return _no_file()
     if error.errno == errno.ENFILE:

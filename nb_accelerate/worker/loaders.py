@@ -1,7 +1,7 @@
-"""Loader workers, and other children of a rank, that are spawned and not forked.
+"""Pickle by value what a rank's spawned children run, such as workers of a DataLoader.
 
-The standard library pickles what such a child runs by name, and a data set whose class was defined in a cell has no
-module it could be imported from. In a rank it travels as it came: by value.
+The standard library pickles it by name, and a data set whose class was defined in a cell has no module it could be
+imported from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The variables of a rank, as the kernel asks for them: each function here is the function of a `Call`."""
+"""Read and change the variables of a rank. The kernel sends each of these functions in a `Call`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 
 from nb_accelerate.devices import DEVICE_KINDS
 
-_IPYTHONS = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__")
+_HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__")
 
 
 def is_hidden(name: str) -> bool:
-    """Is it one of the names IPython or Python keep in a namespace for themselves?"""
-    return _IPYTHONS.fullmatch(name) is not None
+    """Return whether a name is one that IPython or Python keep in a namespace for themselves."""
+    return _HIDDEN.fullmatch(name) is not None
 
 
 def push(values: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ def push(values: dict[str, Any]) -> None:
 
 
 def pull(names: tuple[str, ...]) -> list[Any]:
-    """Values of names.
+    """Return the values of names.
 
     Raises:
         NameError: there is no such name here; says which is near.
@@ -41,7 +41,7 @@ def pull(names: tuple[str, ...]) -> list[Any]:
 
 
 def reset(kept: tuple[str, ...]) -> None:
-    """Delete all variables of the user's."""
+    """Delete all variables of the user's but those that are named."""
     variables = _variables()
     for name in list(variables):
         if not is_hidden(name) and name not in kept:
@@ -59,7 +59,12 @@ def memory() -> dict[str, int]:
 
 
 def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
-    """What could stand at the cursor: where the completed part begins and ends, and the candidates."""
+    """Return where the part that can be completed begins and ends, and the candidates for it.
+
+    Args:
+        code: of a cell.
+        cursor: position in it, in characters.
+    """
     start = cursor
     while start > 0 and (code[start - 1].isalnum() or code[start - 1] in "_."):
         start -= 1
@@ -77,7 +82,12 @@ def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
 
 
 def inspect(name: str, detail: int) -> dict[str, Any] | None:
-    """What ``name?`` shows, as a MIME bundle; None if there is no such name."""
+    """Return what ``name?`` shows as a MIME bundle, or None if there is no such name.
+
+    Args:
+        name: may have dots.
+        detail: 1 for ``name??``, which also shows the source.
+    """
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()

@@ -1,4 +1,4 @@
-"""Who dies with whom, and who inherits orphans: Linux' process controls, and what stands in for them elsewhere."""
+"""Parents, children, orphans and process groups: Linux' process controls, and substitutes for them elsewhere."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def ending_with(parent: int) -> Iterator[None]:
-    """Meanwhile, end this process as soon as process `parent` ends, from which it was started in whichever thread.
+    """End this process if process `parent` ends while the block runs, whichever thread of it started this one.
 
-    A thread watches. It is gone when this is left, so that what is forked then inherits nothing of it. Nothing happens
-    where a process cannot be watched: it takes a process descriptor.
+    A thread watches. It has ended when the block is left, so that what is forked then inherits nothing of it. Does
+    nothing where the system has no process descriptors.
     """
     try:
         process = os.pidfd_open(parent)
@@ -71,28 +71,27 @@ def ending_with(parent: int) -> Iterator[None]:
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of descendants whose own parent ends. False where the system cannot do that."""
+    """Become the parent of descendants whose own parent ends. Return False where the system cannot do that."""
     return sys.platform == "linux" and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:
-    """What ``top`` and ``ps -o comm`` call this process: at most 15 characters."""
+    """Set the name that ``top`` and ``ps -o comm`` show: at most 15 characters."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def step_back() -> None:
-    """Never push another process from its core when there is something to do here; the share of time stays the same."""
+    """Make this process preempt no other when it wakes up. Its share of processor time stays the same."""
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def children() -> list[int]:
-    """Process ids of the children of this process, which has one thread; zombies too.
+    """Return the process ids of the children of this process, which must have one thread; zombies too.
 
-    Linux lists them within microseconds, the newest last. None is left out: they leave the list only when this process
-    reaps them.
+    Linux lists them within microseconds, the newest last. A child leaves the list only when this process reaps it.
     """
     listed = _read(f"/proc/self/task/{os.getpid()}/children")
     if listed is None:  # not Linux, or built without it
@@ -101,12 +100,15 @@ def children() -> list[int]:
 
 
 def is_tracker(pid: int) -> bool:
-    """Is it multiprocessing's tracker? It ends with the last process that uses it, and removes what was left behind."""
+    """Return whether a process is multiprocessing's resource tracker.
+
+    It ends with the last process that uses it, and removes shared memory that was left behind.
+    """
     return b"multiprocessing.resource_tracker" in (_read(f"/proc/{pid}/cmdline") or b"")
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
-    """Send a signal. False if the process belongs to another user by now, as one that was started with sudo does."""
+    """Send a signal. Return False if the process belongs to another user, as one that was started with sudo does."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
@@ -117,19 +119,23 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
 
 
 def leave_group() -> None:
-    """Be in a process group of this process alone: what ends the whole group of its parent does not end this one."""
+    """Move this process to a group of its own, so that a signal to the group of its parent does not reach it."""
     with contextlib.suppress(PermissionError):  # it leads a session
         os.setpgid(0, 0)
 
 
 def join_group_of(pid: int) -> None:
-    """Be in the process group of process `pid`: what ends that group, a hard shutdown of a kernel, ends this too."""
+    """Move this process to the group of another one, so that a hard shutdown of a kernel's group ends it too.
+
+    Args:
+        pid: the other process.
+    """
     with contextlib.suppress(PermissionError, ProcessLookupError):  # it has gone, or to another session
         os.setpgid(0, os.getpgid(pid))
 
 
 def _read(file: str) -> bytes | None:
-    """All that is in a file of the system's, in a fifth of the time that Python's files take; None if there is none."""
+    """Return what is in a file below ``/proc``, or None if there is none, in a fifth of the time of Python's files."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -1,11 +1,11 @@
-"""A rank: sets itself up, answers calls, and leaves.
+"""The main loop of a rank: set up the process, answer calls, and leave.
 
 ::
 
     descriptors in hand -> streams -> interrupt gate -> dies with its parent -> Setup -> Ready
         -> Call -> Result or Failure -> Call ... -> Quit -> groups closed, exit handlers, flush, exit
 
-A rank that stays and runs cells is this same process and loop, see `nb_accelerate.worker.cell`.
+A rank that stays for cells has the same loop; what it does with them is in `nb_accelerate.worker.cell`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_rank(
     broken: BaseException | None = None,
     own_path: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Be a rank until the kernel says `Quit` or goes away.
+    """Run a rank until the kernel sends `Quit` or ends.
 
     Args:
         ends: descriptors, taken over.
@@ -140,7 +140,20 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
 
 
 def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bool) -> object:
-    """Make this process what `setup` says; returns what must live as long as the rank."""
+    """Set environment, folder, path, sources and threads of this process as `setup` says.
+
+    Args:
+        setup: from the kernel.
+        sources: text of notebook cells, by file name.
+        store_fd: descriptor of the store; taken over.
+        is_fork: this process is a fork of the kernel.
+
+    Returns:
+        What must live as long as the rank, or None.
+
+    Raises:
+        StartError: the working directory cannot be entered.
+    """
     for name in [name for name in os.environ if name not in setup.environ]:
         del os.environ[name]
     for name, value in setup.environ.items():
@@ -183,10 +196,13 @@ def _go_to(folder: str) -> None:
 
 
 def _end_if_forked(rank: int, answer: object) -> None:
-    """End a process that users' code has forked from rank `rank`, if this is one: its code has come to its end.
+    """End this process if users' code has forked it from the rank.
 
-    It is not the rank, so it neither answers nor takes the next call or cell. Python would end it likewise at the end
-    of a script.
+    It has come to the end of its code. It is not the rank, so it neither answers nor takes the next call or cell.
+
+    Args:
+        rank: process id of the rank.
+        answer: what came of the code; decides the exit code.
     """
     if os.getpid() == rank:
         return
@@ -203,14 +219,14 @@ def _end_if_forked(rank: int, answer: object) -> None:
 
 
 def _reseed_numpy() -> None:
-    """Random numbers as in a fresh process: NumPy's state was made when the server imported it, once for all ranks."""
+    """Seed NumPy's random numbers anew: their state was made when the server imported it, once for all ranks."""
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
 
 
 def _leave() -> None:
-    """What a script's end would do: leave groups, end children, run exit handlers, flush."""
+    """Do what Python does at the end of a script: destroy groups, end children, run exit handlers, flush."""
     if has_group():
         # A process that leaves without destroying every gloo group sometimes aborts while it is torn down.
         with contextlib.suppress(Exception):

@@ -1,8 +1,7 @@
-"""DistributedDataParallel models go on working when their process group is replaced by a new one.
+"""Keep DistributedDataParallel models working when their process group is replaced by a new one.
 
-Such a model holds on to the group it was made with. It also knows how to come back from a pickle, where it takes the
-default group there is and makes what belongs to a group anew: that is what happens here, in place, so that optimizers
-and everybody else who holds the model or its parameters need not know.
+Such a model refers to the group it was made with. Unpickled, it takes the default group there is, and makes a reducer
+for it. That is done here in place, so that optimizers and others who hold the model or its parameters need not know.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import sys
 from typing import Any
 
 _OF_A_GROUP = ("process_group", "reducer", "logger")
+"""Attributes of a model that belong to one process group."""
 
 
 def ddp_models() -> list[Any]:
-    """All of this process. Ask before the group is left."""
+    """Return all models of this process that use the default process group. Call it before the group is destroyed."""
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     distributed: Any = sys.modules.get("torch.distributed")
     if parallel is None or distributed is None or not distributed.is_initialized():
@@ -29,7 +29,7 @@ def ddp_models() -> list[Any]:
 
 
 def rebuild_ddp(models: list[Any]) -> None:
-    """Move models to the default group there is now. Exchanges nothing with other ranks."""
+    """Move models to the default process group there is now. Exchanges nothing with other ranks."""
     for model in models:
         state = {name: value for name, value in vars(model).items() if name not in _OF_A_GROUP}
         hooks, state["_comm_hooks"] = state.get("_comm_hooks", []), []

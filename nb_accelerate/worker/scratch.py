@@ -1,8 +1,8 @@
-"""Where multiprocessing in ranks puts its files: one folder per server, there while it has ranks, locked as it lives.
+"""Folders for the files of multiprocessing in ranks: one for each server, locked while the server lives.
 
-A server that was killed cannot tidy up. Its lock is free then, and the next server that starts takes it and removes the
-folder. It knows the folder by a marker, which is there as soon as the lock is taken: another folder of such a name is
-left alone. Whoever wants to remove a folder locks it first and looks afterwards whether it is still there.
+A server that was killed cannot remove its folder. Its lock is free then, and the next server that starts takes the lock
+and removes the folder. A marker file, made as soon as the lock is taken, tells it from other folders with such a name.
+To remove a folder, lock it first, and look then whether it is still there.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import stat
 import tempfile
 
 _PREFIX = "nb-ranks-"
-"""Short, since the path of a socket has room for a hundred characters."""
+"""Of the name of a folder. Short, since the path of a socket may have a hundred characters."""
 
 _MARKER = ".nb_accelerate-ranks"
 
-_ROOM = 100 - len("/nb-ranks-12345678/123456/listener-12345678")
+_MAX_BASE_LENGTH = 100 - len("/nb-ranks-12345678/123456/listener-12345678")
 """Bytes of the path of the folder for temporary files, at most: multiprocessing makes sockets below it."""
 
-_SHORT = ("/tmp", "/var/tmp")  # noqa: S108 - where everybody may make a folder of their own
+_SHORT_BASES = ("/tmp", "/var/tmp")  # noqa: S108 - where everybody may make a folder of their own
 
 _WITHOUT_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EINVAL)
-"""What a file system says that cannot lock a folder. Nobody can take its folders for abandoned ones then."""
+"""Errors of a file system that cannot lock a folder. Folders there get no marker, and are never removed as
+abandoned."""
 
 
 class Scratch:
-    """The folders of a server's ranks."""
+    """Makes and removes the folders of a server's ranks."""
 
     def __init__(self) -> None:
         self._folder = ""
@@ -38,7 +39,7 @@ class Scratch:
         self._names: set[str] = set()
 
     def make(self, name: str) -> str:
-        """A new folder; its path. `remove` it also if this fails."""
+        """Make a folder and return its path. Call `remove` also if this fails."""
         if not self._folder:
             self._folder, self._lock = _new_folder()
         path = f"{self._folder}/{name}"
@@ -59,7 +60,7 @@ class Scratch:
             self.leave()
 
     def leave(self) -> None:
-        """In a process that was forked from the server: the lock is the server's alone, and ends with it."""
+        """Close the lock, in a process that was forked from the server: it is the server's, and ends with it."""
         if self._lock >= 0:
             os.close(self._lock)
         self._folder, self._lock = "", -1
@@ -74,7 +75,7 @@ def _remove(folder: str) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove what servers of this user have left behind that were killed."""
+    """Remove folders of servers of this user that were killed."""
     with contextlib.suppress(OSError), os.scandir(_base()) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX):
@@ -86,15 +87,19 @@ def remove_abandoned() -> None:
 
 
 def _base() -> str:
-    """The folder for temporary files, or a shorter one where sockets in it would have too long a path."""
+    """Return the folder for temporary files, or a shorter one if sockets below it would have too long a path."""
     wanted = tempfile.gettempdir()
-    if len(os.fsencode(wanted)) <= _ROOM:
+    if len(os.fsencode(wanted)) <= _MAX_BASE_LENGTH:
         return wanted
-    return next((folder for folder in _SHORT if os.access(folder, os.W_OK | os.X_OK)), wanted)
+    return next((folder for folder in _SHORT_BASES if os.access(folder, os.W_OK | os.X_OK)), wanted)
 
 
 def _is_marked(folder: int) -> bool:
-    """Was a folder made here? Given its descriptor."""
+    """Return whether a folder has the marker.
+
+    Args:
+        folder: its descriptor.
+    """
     try:
         marker = os.stat(_MARKER, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -115,7 +120,7 @@ def _new_folder() -> tuple[str, int]:
 
 
 def _lock(folder: str, how: int) -> int:
-    """The descriptor that has the lock of a folder of this user.
+    """Lock a folder of this user, and return the descriptor that has the lock.
 
     Raises:
         FileNotFoundError: it is gone.

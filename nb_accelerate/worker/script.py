@@ -1,4 +1,4 @@
-"""A script, a module or any program as what a rank runs, in place of a function."""
+"""Run a script, a module or any program in a rank, in place of a function."""
 
 from __future__ import annotations
 

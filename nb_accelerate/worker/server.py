@@ -1,4 +1,4 @@
-"""The process that owns the ranks of a launch or pool: single-threaded, and without anything of the notebook's at work.
+"""The process that starts and reaps the ranks of a launch or pool. It has one thread, and runs no user's code.
 
 ::
 
@@ -9,22 +9,22 @@
        <---- exit status, by a pipe --+                      |
        <--------------------------- channel, output ---------+
 
-There are two: one is a fresh interpreter and starts ranks whenever it is told to (`nb_accelerate.worker.executed`), the
-other a fork of the kernel and comes with its ranks (`nb_accelerate.worker.forked`). A server answers nothing on the
-control channel but that it is there (`Serves`) and that it quits: a rank speaks for itself, and its end is told by
-eight bytes in a pipe of its own.
+There are two kinds: one is a fresh interpreter and starts ranks whenever it is told to
+(`nb_accelerate.worker.executed`), the other is a fork of the kernel that forks its ranks at once
+(`nb_accelerate.worker.forked`). On the control channel a server sends `Serves` when it can take messages, and `Quit`
+when it ends. Ranks have channels of their own, and the exit status of each goes through a pipe of its own.
 
-Who dies with whom: the server ends when the kernel does (it waits for the kernel's process descriptor, and for the
-end of the channel), and kills its ranks first. Ranks end when the server does (parent-death signal). What a rank leaves
-behind, a loader's workers say, is adopted by the server and killed, also where it has begun a session of its own.
+The server ends when the kernel does (it waits for the kernel's process descriptor, and for the end of the channel), and
+kills its ranks first. Ranks end when the server does (parent-death signal). Processes that a rank leaves behind, such
+as workers of a loader, are adopted by the server and killed, also if they have begun a session of their own.
 
 ::
 
     process group of the kernel:  kernel, ranks        a hard shutdown of the kernel ends all of it at once
     of its own, in that session:  server               lives on for a moment, to end what ranks have left behind
 
-Being alone in its group, a server that was stopped is told to go on when its kernel ends (SIGHUP, SIGCONT): its group
-then is an orphan. It ends too, and its ranks with it.
+A server that was stopped (SIGSTOP) ends with its kernel too: its group is orphaned then, and the system sends such a
+group SIGHUP and SIGCONT.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class SignalRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Serves:
-    """The server takes messages from now on: what it had to import has been imported."""
+    """The server takes messages from now on. It has imported what it was told to."""
 
 
 _ENDING = 3.0
-"""Seconds for what ranks have left behind, which may fork and exit for ever."""
+"""Seconds in which processes that ranks have left behind are killed; they may fork for ever."""
 
-_GLANCE = 0.02
-"""Seconds after which to look again at processes that were killed and have not ended yet."""
+_KILLED_INTERVAL = 0.02
+"""Seconds between two looks at processes that were killed and have not ended yet."""
 
 
 @dataclass
@@ -83,11 +83,11 @@ class _Rank:
 
 
 def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
-    """Answer for a rank that could not be forked.
+    """Report that a rank could not be forked, over the rank's own channel and status pipe.
 
     Args:
         status_fd: write end of its status pipe; closed.
-        fds: its `RankEnds`; whoever has them closes them.
+        fds: its `RankEnds`; the caller closes them.
         error: why.
     """
     reason = StartError(f"a rank could not be forked: {': '.join(filter(None, (error.strerror, why_no_room(error))))}")
@@ -100,7 +100,7 @@ def refuse_rank(status_fd: int, fds: Sequence[int], error: OSError) -> None:
 
 
 class Server:
-    """Ranks, and all that is done for them after they are born.
+    """Signals ranks, reaps them, and ends what they leave behind.
 
     Args:
         control: this end of the control channel.
@@ -121,7 +121,7 @@ class Server:
         self._scratch = scratch
 
     def own(self, pid: int, key: int, status_fd: int) -> None:
-        """Look after a rank that was forked from here, and tell of its end.
+        """Reap a rank that was forked from here, and report its exit status.
 
         Args:
             pid: its process id.
@@ -131,7 +131,7 @@ class Server:
         self._ranks[pid] = _Rank(key, status_fd)
 
     def run(self) -> NoReturn:
-        """Be the server until the kernel ends, closes the channel or says `Quit`."""
+        """Run until the kernel ends, closes the channel or sends `Quit`."""
         wakeup_read, wakeup_write = os.pipe()
         for fd in (wakeup_read, wakeup_write):
             os.set_blocking(fd, False)
@@ -163,24 +163,29 @@ class Server:
                     self._end()
         self._end()
 
-    # What the two differ in.
+    # What the two kinds differ in.
 
     def _pause(self) -> float | None:
-        """Seconds without anything to do after which there is time for `_use_pause`; None if nothing is left for it."""
+        """Return after how many idle seconds `_use_pause` is called; None for never."""
         return None
 
     def _use_pause(self) -> None:
-        """Nobody waits for anything now."""
+        """Do what can wait until nobody waits for anything else."""
 
     def _take(self, message: Any, fds: tuple[int, ...]) -> None:
-        """A message that is not every server's."""
+        """Handle a message that not every server knows.
+
+        Args:
+            message: from the kernel.
+            fds: descriptors that came with it; taken over.
+        """
 
     def _spare(self) -> Collection[int]:
-        """Process ids of children that are no ranks."""
+        """Return the process ids of children that are no ranks."""
         return ()
 
     def _has_ended(self, pid: int) -> None:
-        """A child that was no rank has ended."""
+        """Forget a child that was no rank and has ended."""
 
     # What they have in common.
 
@@ -221,7 +226,7 @@ class Server:
             os.close(rank.status_fd)
 
     def _kill_adopted(self) -> None:
-        """End what ranks left behind."""
+        """Kill the processes that ranks left behind."""
         deadline = time.monotonic() + _ENDING
         asked: set[int] = set()
         while self._adopts and time.monotonic() < deadline:
@@ -232,7 +237,7 @@ class Server:
             if not ending:
                 return
             if not ended and asked.issuperset(ending):
-                time.sleep(_GLANCE)  # a large one takes its time
+                time.sleep(_KILLED_INTERVAL)  # a large one takes its time
             asked.update(ending)
 
     def _end(self) -> NoReturn:

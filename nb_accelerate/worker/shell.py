@@ -1,4 +1,4 @@
-"""IPython in a rank: magics, ``await``, displays and plots as in a notebook, without a kernel around it."""
+"""IPython's shell in a rank: magics, ``await``, displays and plots as in a notebook, without a kernel."""
 
 from __future__ import annotations
 
@@ -30,12 +30,18 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult
 
     from nb_accelerate.protocol.messages import RunCell
+    from nb_accelerate.worker.debugger import InputRequests
     from nb_accelerate.worker.displays import DisplayPort
-    from nb_accelerate.worker.keyboard import Keyboard
 
 
-def make_shell(main: types.ModuleType, port: DisplayPort, keyboard: Keyboard) -> RankShell:
-    """The shell of this process. Its variables are the globals of `main`."""
+def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequests) -> RankShell:
+    """Create the shell of this process.
+
+    Args:
+        main: module whose globals are its variables.
+        port: where displays go.
+        requests: where debuggers get their commands.
+    """
     config = Config()
     config.HistoryManager.enabled = False  # no database, and no thread that writes to it
     config.InteractiveShell.cache_size = 0  # Out[...] would keep every tensor that was shown
@@ -46,7 +52,7 @@ def make_shell(main: types.ModuleType, port: DisplayPort, keyboard: Keyboard) ->
     if InteractiveShell.initialized():
         InteractiveShell.clear_instance()
     builtins.input = _no_input
-    RankDebugger.keyboard = keyboard
+    RankDebugger.requests = requests
     sys.breakpointhook = set_breakpoint
     # IPython's advice after sys.exit(), for a terminal.
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
@@ -66,7 +72,7 @@ def _no_input(_prompt: object = "", /) -> NoReturn:
 
 
 class _Publisher(DisplayPublisher):
-    """``display``, ``update_display`` and ``clear_output``."""
+    """Sends what ``display``, ``update_display`` and ``clear_output`` are given."""
 
     def publish(
         self,
@@ -87,7 +93,7 @@ class _Publisher(DisplayPublisher):
 
 
 class _ValueHook(DisplayHook):
-    """The value of a cell's last expression."""
+    """Sends the value of a cell's last expression."""
 
     def quiet(self) -> bool:
         compiler = RankShell.instance().compile
@@ -131,7 +137,7 @@ class _CellCompiler(CachingCompiler):
 
 
 class _Events(EventManager):
-    """What is called around cells. An interrupt that reaches it is the cell's: IPython's own would go on."""
+    """Calls what is registered for before and after a cell. Unlike IPython's, an interrupt of it ends the cell."""
 
     @override
     def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +150,7 @@ class _Events(EventManager):
 
 
 class RankShell(InteractiveShell):
-    """Make it with `make_shell`."""
+    """The shell of a rank. `make_shell` creates it."""
 
     port: DisplayPort
     is_rank = True
@@ -167,7 +173,7 @@ class RankShell(InteractiveShell):
         self.events.callbacks.update(registered)
 
     def run(self, cell: RunCell) -> ExecutionResult:
-        """Run a cell. What it raises is in the result, and nowhere else."""
+        """Run a cell. What it raises is in the result, and is not printed."""
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.filename, compiler.source, compiler.above = cell.filename, cell.source, cell.above
@@ -189,14 +195,14 @@ class RankShell(InteractiveShell):
 
     @override
     def init_virtualenv(self) -> None:
-        """The rank's path is the kernel's."""
+        """Do nothing: the path of a rank is the kernel's."""
 
     @override
     def enable_gui(self, gui: str | None = None) -> None:
-        """No windows here; ``%matplotlib`` asks for this and goes on."""
+        """Do nothing, and let ``%matplotlib``, which calls it, go on: a rank opens no windows."""
 
     def ask_exit(self) -> None:
-        """Called by ``exit`` and ``quit``."""
+        """Answer ``exit`` and ``quit``, which call it."""
         print("A rank ends with %distributed stop.", file=sys.stderr)  # noqa: T201 - an answer to users' code
 
     @override
@@ -225,7 +231,7 @@ class RankShell(InteractiveShell):
 
     @override
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
-        """Raised in the notebook too."""
+        """Print nothing: the error is raised in the notebook."""
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:

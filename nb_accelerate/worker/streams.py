@@ -1,4 +1,4 @@
-"""What a rank prints goes to the kernel: replaces streams and descriptors 0, 1 and 2.
+"""Send what a rank prints to the kernel: replace its streams, and descriptors 0, 1 and 2.
 
 This is the first thing a rank does. A stream inherited from a kernel belongs to the kernel: writing to it mixes
 lines of several ranks, and can hang for ever on a lock that another thread held when the process forked.
@@ -26,7 +26,7 @@ _ENCODING, _ERRORS = "utf-8", "backslashreplace"
 
 
 class _StderrFrames(io.RawIOBase):
-    """Writes to descriptor 1, in frames, what is meant for stderr."""
+    """Writes to descriptor 1, in frames, what is printed to stderr."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
@@ -45,7 +45,7 @@ class _StderrFrames(io.RawIOBase):
 
 
 class _AtOnce(io.BufferedWriter):
-    """Keeps nothing back, so that bytes and text keep their order."""
+    """Flushes each write, so that bytes and text keep their order."""
 
     def write(self, data: Buffer, /) -> int:
         size = super().write(data)
@@ -54,9 +54,9 @@ class _AtOnce(io.BufferedWriter):
 
 
 class _RankStream(io.TextIOWrapper):
-    """A text stream that keeps nothing back: what was printed survives a crash on the next line.
+    """A text stream without a buffer: what was printed survives a crash on the next line.
 
-    Text goes past the layers below to the descriptor, at a third of their cost; threads do not write into each
+    Text is written to the descriptor without the layers between, which costs a third. Threads do not write into each
     other's lines, however long.
     """
 
@@ -66,7 +66,7 @@ class _RankStream(io.TextIOWrapper):
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """For a forked process: the thread that held the lock may not be there."""
+        """Replace the lock, in a forked process: the thread that held it may not be there."""
         self._lock = threading.RLock()
 
     def write(self, text: str, /) -> int:
@@ -80,7 +80,12 @@ class _RankStream(io.TextIOWrapper):
 
 
 def send_record(mark: bytes, record: bytes) -> None:
-    """Send something to be kept, in its place among what is printed."""
+    """Send logged values, in their place among what is printed.
+
+    Args:
+        mark: mark of the output frames.
+        record: the values as JSON; at most `nb_accelerate.protocol.output.MAX_PAYLOAD` bytes.
+    """
     os.write(1, frame(mark, record, "record"))
 
 
@@ -107,7 +112,7 @@ def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
 
 
 def _print_in_one(original: Callable[..., None]) -> Callable[..., None]:
-    """A `print` that writes a line in one piece. Python's own writes the newline apart, as one more system call."""
+    """Return a `print` that writes a line in one system call. Python's own writes the newline in a second one."""
 
     @functools.wraps(original)
     def print(  # noqa: A001 - it takes its place, and is pickled by its name
