@@ -17,7 +17,7 @@ by an import::
      6     strategies  checkpoint                                                                     worker  display
      5     optim  data  tracking  bigmodel                                                            diagnostics
      4     precision  comm                                                                            protocol
-     3     process  nested
+     3     process  pytree
      2                                                                          topology  lazy
      1                                                                          config  board  records
      0                                                                          errors  version  devices  start_methods

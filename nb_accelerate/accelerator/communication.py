@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.comm import operations
 from nb_accelerate.data.plan import real_rows_of_padded
-from nb_accelerate.nested import map_tensors, tensors_in
+from nb_accelerate.pytree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from nb_accelerate.comm.torch_distributed import TorchCollectives
 from nb_accelerate.errors import CollectiveMismatchError
-from nb_accelerate.nested import paths_of_tensors
+from nb_accelerate.pytree import paths_of_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

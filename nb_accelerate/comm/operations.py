@@ -12,7 +12,7 @@ from torch.nn import functional
 from nb_accelerate.comm.packing import packed
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.errors import CannotPadNestedTensorWarning
-from nb_accelerate.nested import map_tensors, tensors_in
+from nb_accelerate.pytree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ import torch
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.config.precision import resolve_precision
-from nb_accelerate.nested import to_float32
 from nb_accelerate.precision import select_precision
 from nb_accelerate.precision.forward import Float32Forward
+from nb_accelerate.pytree import to_float32
 from nb_accelerate.state.choices import current_process, newest_choices
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 

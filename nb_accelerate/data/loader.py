@@ -14,8 +14,8 @@ from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.rows import count_rows
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.nested import find_batch_size, map_tensors, send_to_device, tensors_in
 from nb_accelerate.process.rng import RNGType
+from nb_accelerate.pytree import find_batch_size, map_tensors, send_to_device, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nb_accelerate.nested import find_batch_size
+from nb_accelerate.pytree import find_batch_size
 
 Rebuild = Callable[[list[Any]], Any]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from nb_accelerate.nested import to_float32
+from nb_accelerate.pytree import to_float32
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,5 +23,5 @@ from nb_accelerate.config.project import (
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
 )
-from nb_accelerate.nested.structures import TensorInformation as TensorInformation
 from nb_accelerate.process.rng import RNGType as RNGType
+from nb_accelerate.pytree.structures import TensorInformation as TensorInformation

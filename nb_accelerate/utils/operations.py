@@ -17,7 +17,7 @@ from nb_accelerate.errors import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     DistributedOperationException as DistributedOperationException,
 )
-from nb_accelerate.nested.structures import (
+from nb_accelerate.pytree.structures import (
     concatenate as concatenate,
     find_batch_size as find_batch_size,
     find_device as find_device,

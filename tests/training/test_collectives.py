@@ -18,7 +18,7 @@ from nb_accelerate.errors import (
     ConfigError,
     DistributedOperationException,
 )
-from nb_accelerate.nested import find_batch_size, map_tensors, paths_of_tensors, send_to_device, tensors_in
+from nb_accelerate.pytree import find_batch_size, map_tensors, paths_of_tensors, send_to_device, tensors_in
 from nb_accelerate.utils import copy_tensor_to_devices
 
 Point = namedtuple("Point", ["x", "y"])

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.data.samplers import BatchSamplerShard
 from nb_accelerate.data.split import split_between
-from nb_accelerate.nested import send_to_device
+from nb_accelerate.pytree import send_to_device
 
 
 class Graph:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from nb_accelerate.nested.nested import is_half, map_tensors
+from nb_accelerate.pytree.pytree import is_half, map_tensors
 
 if TYPE_CHECKING:
     import torch
