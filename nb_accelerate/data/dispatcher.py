@@ -25,7 +25,7 @@ from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.data.counted import counted
 from nb_accelerate.data.dealing import GroupEnd, cut, deal_rows, deal_whole, joined
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.parcel import ALIGNMENT, Label, pack, unpack, write
+from nb_accelerate.data.packing import ALIGNMENT, Label, pack, unpack, write
 from nb_accelerate.data.plan import dealt
 from nb_accelerate.data.reading import failing, next_of
 from nb_accelerate.data.rows import count_rows

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
-from nb_accelerate.data.parcel import pack, unpack, write
+from nb_accelerate.data.packing import pack, unpack, write
 from nb_accelerate.data.plan import dealt
 from nb_accelerate.errors import DispatchError
 
