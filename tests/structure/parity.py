@@ -163,9 +163,14 @@ DIFFERENCES = {
         "A tracker whose library is missing is an error, not a warning."
     ),
     "test_libraries_that_ask_accelerate_itself_see_one_process_until_it_is_told": (
-        "Libraries that ask accelerate itself how many processes there are see one: the losses of "
-        "transformers for object detection and instance segmentation are then normalised by the boxes of each "
-        "process, not of all. Write `accelerate.PartialState()` after `Accelerator()` to tell it."
+        "Libraries that ask accelerate itself how many processes there are see one. Write "
+        "`accelerate.PartialState()` after `Accelerator()` to tell it."
+    ),
+    "test_losses_of_boxes_in_transformers_are_those_of_one_process": (
+        "transformers' losses for object detection and instance segmentation ask accelerate, and where it knows of "
+        "N processes they divide the number of boxes, or of masks, by N twice: with accelerate the losses of boxes "
+        "and masks are N times those of one process. Here accelerate is not told, and they are those of one process, "
+        "normalised by the boxes of each rank."
     ),
     "test_words_are_printed_as_their_values": (
         "Enums are printed as their values: `MULTI_CPU`, not `DistributedType.MULTI_CPU`."

@@ -324,3 +324,24 @@ def test_libraries_that_ask_accelerate_itself_see_one_process_until_it_is_told(o
     for found in on_two_ranks:
         assert found["accelerate knows"] is True
         assert found["accelerate knows then"] == (2, 1.5)
+
+
+def test_losses_of_boxes_in_transformers_are_those_of_one_process(run_ranks):
+    pytest.importorskip("transformers")
+
+    def box_losses():
+        rank = nb_accelerate.Accelerator(cpu=True).process_index
+        from transformers.loss.loss_for_object_detection import HungarianMatcher, ImageLoss
+
+        loss = ImageLoss(HungarianMatcher(), num_classes=2, eos_coef=0.1, losses=["boxes"])
+        images = torch.arange(2) + 2 * rank  # each has one box, which is off by a hundredth of its number in each side
+        found = {"logits": torch.zeros(2, 1, 3), "pred_boxes": (0.5 + images / 100).reshape(2, 1, 1).expand(2, 1, 4)}
+        true = [{"class_labels": torch.tensor([1]), "boxes": torch.full((1, 4), 0.5)} for _ in images]
+        untold = loss(found, true)["loss_bbox"]
+        accelerate.PartialState(cpu=True)
+        return untold.item(), loss(found, true)["loss_bbox"].item()
+
+    ours, told = (sum(ranks) / 2 for ranks in zip(*run_ranks(box_losses), strict=True))
+    of_one_process = sum(4 * number / 100 for number in range(4)) / 4
+    assert ours == pytest.approx(of_one_process)
+    assert told == pytest.approx(2 * of_one_process)  # transformers divides by the number of processes twice

@@ -91,7 +91,7 @@ def test_examples_report_on_two_processes_what_they_report_with_accelerate(run_r
 def test_scripts_with_models_of_transformers_report_what_they_report_with_accelerate(ranks, run_ranks, tmp_path):
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    scripts = ["transformers_classification", "transformers_language_modelling"]
+    scripts = ["transformers_classification", "transformers_language_modelling", "transformers_vision"]
     if ranks == 1:
         found = [[play(scripts, package, str(tmp_path)) for package in ("accelerate", "nb_accelerate")]]
     else:
