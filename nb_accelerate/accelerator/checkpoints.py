@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.board import Phase
 from nb_accelerate.checkpoint import loading, state
+from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.model import write_model
 from nb_accelerate.checkpoint.numbered import keep_newest, newest_whole
-from nb_accelerate.checkpoint.sharing import Place
-from nb_accelerate.checkpoint.together import together
+from nb_accelerate.checkpoint.sharing import RankIdentity
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.errors import CheckpointError, ConfigError
@@ -163,7 +163,7 @@ class CheckpointSlice(Slice):
                 has_published = state.save_state(
                     folder,
                     collectives=collectives,
-                    place=self._place(),
+                    identity=self._identity(),
                     on_each_machine=project.save_on_each_node,
                     weights=self._weights,
                     parts=self._parts(),
@@ -173,7 +173,7 @@ class CheckpointSlice(Slice):
                 )
             if automatic and project.total_limit is not None:
                 limit = project.total_limit
-                together(core.collectives, lambda: keep_newest(folder, limit) if has_published else None)
+                run_on_all_ranks(core.collectives, lambda: keep_newest(folder, limit) if has_published else None)
         project.iteration += 1
         return folder
 
@@ -209,34 +209,34 @@ class CheckpointSlice(Slice):
                 named, and nothing was changed.
             ConfigError: there is no such folder.
         """
-        core, place = self.core, self._place()
+        core, identity = self.core, self._identity()
         on_device = load_model_func_kwargs.pop("map_location", None) or "cpu"
         map_location = core.device if check_choice("map_location", on_device, ("cpu", "on_device")) != "cpu" else "cpu"
         strict = load_model_func_kwargs.pop("strict", True)
         project, collectives = core.recording.project, core.collectives
         automatic = input_dir is None and project.automatic_checkpoint_naming
         if automatic:
-            parent = together(collectives, self._numbered_folders)
-            folder, next_number = newest_whole(parent, collectives=collectives, place=place)
+            parent = run_on_all_ranks(collectives, self._numbered_folders)
+            folder, next_number = newest_whole(parent, collectives=collectives, identity=identity)
         else:
-            folder, next_number = together(collectives, lambda: _there(input_dir)), project.iteration
-            damaged = loading.damage_on_all_ranks(folder, collectives=collectives, place=place)
+            folder, next_number = run_on_all_ranks(collectives, lambda: _there(input_dir)), project.iteration
+            damaged = loading.damage_on_all_ranks(folder, collectives=collectives, identity=identity)
             if damaged:
                 raise CheckpointError("\n".join(damaged))
         models, parts, hooks = list(core.prepared.models), self._parts(), core.registry.before_load
-        found = together(
+        found = run_on_all_ranks(
             collectives,
             lambda: loading.open_checkpoint(folder, parts=parts, num_models=len(models), strict=strict),
         )
 
         def read_weights() -> list[dict[str, Any]]:
-            return together(
+            return run_on_all_ranks(
                 collectives, lambda: loading.read_weights(found, models, map_location=map_location, strict=strict)
             )
 
         weights = [] if hooks else read_weights()
-        states = together(
-            collectives, lambda: loading.read_states(found, parts=parts, place=place, **(load_kwargs or {}))
+        states = run_on_all_ranks(
+            collectives, lambda: loading.read_states(found, parts=parts, identity=identity, **(load_kwargs or {}))
         )
         if hooks:  # which may load what they like, so they come when nothing else is left that might be refused
             for hook in hooks.values():
@@ -249,7 +249,7 @@ class CheckpointSlice(Slice):
             weights,
             loaders=core.prepared.loaders,
             collectives=collectives,
-            place=place,
+            identity=identity,
             **load_model_func_kwargs,
         )
         if states.step is not None:
@@ -264,9 +264,9 @@ class CheckpointSlice(Slice):
         finally:
             self.core.board.enter(Phase.RUNNING)
 
-    def _place(self) -> Place:
+    def _identity(self) -> RankIdentity:
         topology = self.core.process.topology
-        return Place(
+        return RankIdentity(
             rank=topology.rank,
             world_size=topology.world_size,
             node_rank=topology.node_rank,
@@ -326,7 +326,7 @@ class CheckpointSlice(Slice):
                 )
             return folder
 
-        return together(self.core.collectives, check)
+        return run_on_all_ranks(self.core.collectives, check)
 
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir

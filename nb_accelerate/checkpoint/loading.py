@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.files import load_state_dict, read
 from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes
 from nb_accelerate.checkpoint.manifest import Manifest, damage
@@ -20,7 +21,6 @@ from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from nb_accelerate.checkpoint.publishing import published
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, name_of
-from nb_accelerate.checkpoint.together import gathered, together
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nb_accelerate.checkpoint.sharing import Place
+    from nb_accelerate.checkpoint.sharing import RankIdentity
     from nb_accelerate.checkpoint.state import Part
     from nb_accelerate.comm import Collectives
 
@@ -41,7 +41,7 @@ _RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
 _TO_TRAIN_WITH = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 
-def damage_on_all_ranks(folder: Path, *, collectives: Collectives, place: Place) -> list[str]:
+def damage_on_all_ranks(folder: Path, *, collectives: Collectives, identity: RankIdentity) -> list[str]:
     """Return a sentence for each file of a checkpoint that is not as it was written. All ranks call it together.
 
     Ranks of one machine share the reading, so that each byte is read once.
@@ -49,7 +49,7 @@ def damage_on_all_ranks(folder: Path, *, collectives: Collectives, place: Place)
     Args:
         folder: of the checkpoint.
         collectives: of all ranks.
-        place: of this rank.
+        identity: of this rank.
     """
 
     def look() -> list[str]:
@@ -61,16 +61,16 @@ def damage_on_all_ranks(folder: Path, *, collectives: Collectives, place: Place)
         except CheckpointError as error:
             return [str(error)]
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        loads = [0] * place.local_world_size
+        loads = [0] * identity.local_world_size
         mine = []
         for name in by_size:
             least = loads.index(min(loads))
             loads[least] += manifest.files[name].size
-            if least == place.local_rank:
+            if least == identity.local_rank:
                 mine.append(name)
         return damage(where, manifest.files, only=mine)
 
-    found = list(dict.fromkeys(text for texts in gathered(collectives, look) for text in texts))
+    found = list(dict.fromkeys(text for texts in gather_from_all_ranks(collectives, look) for text in texts))
     if len(found) > 1:
         found.append(f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint.")
     return found
@@ -107,7 +107,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class States:
+class LoadedStates:
     """What was read, the weights of models apart. Made by `read_states`.
 
     Attributes:
@@ -143,21 +143,23 @@ def open_checkpoint(folder: Path, *, parts: Sequence[Part], num_models: int, str
     return Checkpoint(folder=where, there=there, manifest=manifest)
 
 
-def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], place: Place, **kwargs: Any) -> States:
+def read_states(
+    checkpoint: Checkpoint, *, parts: Sequence[Part], identity: RankIdentity, **kwargs: Any
+) -> LoadedStates:
     """Read everything but the weights of models, and look whether it fits.
 
     Args:
         checkpoint: where it is.
         parts: see `parts_of`.
-        place: of this rank.
+        identity: of this rank.
         **kwargs: those of `torch.load`.
 
     Raises:
         CheckpointError: something is missing, would run code, or does not fit.
     """
     manifest = checkpoint.manifest
-    took_part = manifest is None or place.rank in manifest.ranks
-    rank = place.rank if took_part or manifest is None else min(manifest.ranks, default=0)
+    took_part = manifest is None or identity.rank in manifest.ranks
+    rank = identity.rank if took_part or manifest is None else min(manifest.ranks, default=0)
     states = []
     # To the CPU: an optimizer moves on what belongs to the device. It does not move back what does not: with the
     # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
@@ -174,13 +176,13 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], place: Place, 
             part.check(str(path), state, part.thing)
         states.append((part, path, state))
     numbers = None
-    own = RANDOM_NUMBERS.format(place.rank)
+    own = RANDOM_NUMBERS.format(identity.rank)
     if took_part and own in checkpoint.there:
         numbers = read(checkpoint.folder / own, "cpu", if_trusted=_IF_TRUSTED)
         check_random_numbers(str(checkpoint.folder / own), numbers)
     step = None if numbers is None else numbers.get("step")
     # What the manifest says is the same on all ranks, those without random numbers of their own too.
-    return States(of_parts=states, numbers=numbers, step=step if manifest is None else manifest.step)
+    return LoadedStates(of_parts=states, numbers=numbers, step=step if manifest is None else manifest.step)
 
 
 def _check_names(folder: Path, there: frozenset[str], *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
@@ -252,13 +254,13 @@ def read_weights(
 
 def apply(
     checkpoint: Checkpoint,
-    states: States,
+    states: LoadedStates,
     models: Sequence[nn.Module],
     weights: Sequence[Mapping[str, Any]],
     *,
     loaders: Sequence[Any],
     collectives: Collectives,
-    place: Place,
+    identity: RankIdentity,
     **kwargs: Any,
 ) -> None:
     """Put what was read into its places. All ranks call it together.
@@ -273,7 +275,7 @@ def apply(
         weights: what `read_weights` returned for them.
         loaders: as prepared.
         collectives: of all ranks.
-        place: of this rank.
+        identity: of this rank.
         **kwargs: those of `torch.nn.Module.load_state_dict`.
 
     Raises:
@@ -293,16 +295,16 @@ def apply(
                 _load(part, file, state)
         for model, tensors in zip(models, weights, strict=True):
             model.load_state_dict(tensors, strict=False, **kwargs)
-        _restore_numbers(checkpoint, states, loaders, place)
+        _restore_numbers(checkpoint, states, loaders, identity)
 
     try:
-        together(collectives, load_others)
+        run_on_all_ranks(collectives, load_others)
     except Exception:
         for thing, state in reversed(before):
             with contextlib.suppress(Exception):  # one that takes back nothing must not hide the cause
                 thing.load_state_dict(state)
         raise
-    together(collectives, load_checked)
+    run_on_all_ranks(collectives, load_checked)
 
 
 def _is_of_an_optimizer(part: Part) -> bool:
@@ -330,7 +332,9 @@ def _deep(thing: Any) -> Any:
         return thing
 
 
-def _restore_numbers(checkpoint: Checkpoint, states: States, loaders: Sequence[Any], place: Place) -> None:
+def _restore_numbers(
+    checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], identity: RankIdentity
+) -> None:
     """Restore random numbers, and the epochs and seeds of loaders."""
     manifest = checkpoint.manifest
     if manifest is not None:
@@ -340,14 +344,14 @@ def _restore_numbers(checkpoint: Checkpoint, states: States, loaders: Sequence[A
             if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
                 loader.get_sampler().initial_seed = seed
     if states.numbers is not None:
-        rng.restore(states.numbers, place.kind)
+        rng.restore(states.numbers, identity.kind)
         return
-    were = place.world_size if manifest is None else manifest.num_processes
+    were = identity.world_size if manifest is None else manifest.num_processes
     logger.warning(
         "%s is not there: rank %d goes on with other random numbers than it had. %s",
-        checkpoint.folder / RANDOM_NUMBERS.format(place.rank),
-        place.rank,
-        f"It was saved by {were} processes, and this run has {place.world_size}."
-        if were != place.world_size
+        checkpoint.folder / RANDOM_NUMBERS.format(identity.rank),
+        identity.rank,
+        f"It was saved by {were} processes, and this run has {identity.world_size}."
+        if were != identity.world_size
         else "Was save_state called on the main process only?",
     )

@@ -6,16 +6,16 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks
 from nb_accelerate.checkpoint.loading import damage_on_all_ranks
 from nb_accelerate.checkpoint.manifest import Manifest, damage
 from nb_accelerate.checkpoint.publishing import published, remove
-from nb_accelerate.checkpoint.together import gathered
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nb_accelerate.checkpoint.sharing import Place
+    from nb_accelerate.checkpoint.sharing import RankIdentity
     from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
@@ -33,7 +33,7 @@ def numbered(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def newest_whole(parent: Path, *, collectives: Collectives, place: Place) -> tuple[Path, int]:
+def newest_whole(parent: Path, *, collectives: Collectives, identity: RankIdentity) -> tuple[Path, int]:
     """Return the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
 
     A line says which were passed over, and why.
@@ -45,16 +45,16 @@ def newest_whole(parent: Path, *, collectives: Collectives, place: Place) -> tup
         CheckpointError: there are some, and none is whole.
         ConfigError: there is none.
     """
-    everywhere = gathered(collectives, lambda: [number for number, _ in numbered(parent)])
+    everywhere = gather_from_all_ranks(collectives, lambda: [number for number, _ in numbered(parent)])
     numbers = sorted(set(everywhere[0]).intersection(*everywhere), reverse=True)
     if not numbers:
         raise ConfigError(f"There is no checkpoint in {parent} yet.")
     passed_over: list[str] = []
     for number in numbers:
         folder = next(path for one, path in numbered(parent) if one == number)
-        found = damage_on_all_ranks(folder, collectives=collectives, place=place)
+        found = damage_on_all_ranks(folder, collectives=collectives, identity=identity)
         if not found:
-            if passed_over and place.local_rank == 0:
+            if passed_over and identity.local_rank == 0:
                 logger.warning(
                     "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
                 )

@@ -19,6 +19,7 @@ What a save that was killed has left is locked by nobody; the next save removes 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -31,7 +32,6 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.checkpoint.exchange import exchange
 from nb_accelerate.checkpoint.names import OF_A_MODEL, OF_A_STATE
 from nb_accelerate.errors import CheckpointError, ConfigError
 
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 _OURS = {"state": OF_A_STATE, "model": OF_A_MODEL}
 _STAGED = re.compile(r"(\..+)?\.nb_accelerate-([0-9a-f]{4})[0-9a-f]{12}")
-_A_DAY = 86400.0
+_A_DAY = 86400.0  # seconds after which what a save on another machine has left is taken to be abandoned
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _COMMITTED = re.compile(r"\.nb_accelerate-(state|model)-(\d{1,9})")
 
 
@@ -284,6 +286,20 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
         with Path(target).open("rb") as file:
             os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two folders each other's name, so that nobody ever sees either name missing.
+
+    Returns:
+        Whether it was done. Linux can on most local file systems; elsewhere nothing has changed.
+    """
+    # Absent from C libraries older than glibc 2.28, and from other systems than Linux.
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
+    return done == 0
 
 
 def _is_here(folder: Path) -> bool:

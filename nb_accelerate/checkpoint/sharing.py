@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks
 from nb_accelerate.checkpoint.publishing import Staging, folder_of
-from nb_accelerate.checkpoint.together import gathered
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankIdentity:
     """Which rank this is.
 
     Attributes:
@@ -71,13 +71,13 @@ class SharedStaging:
             self.staging.discard()
 
 
-def share(folder: Path, *, collectives: Collectives, place: Place, on_each_machine: bool) -> SharedStaging:
+def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_each_machine: bool) -> SharedStaging:
     """Make a staging folder. All ranks call it together.
 
     Args:
         folder: what is to be published.
         collectives: of those that save.
-        place: of this rank.
+        identity: of this rank.
         on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
 
     Raises:
@@ -91,15 +91,15 @@ def share(folder: Path, *, collectives: Collectives, place: Place, on_each_machi
         if not is_needed:
             return ""
         staging = Staging.begin(folder, "state")
-        for rank in range(place.world_size):
+        for rank in range(identity.world_size):
             staging.folder_of(rank).mkdir()
         return str(staging.path)
 
     try:
-        path = gathered(collectives, lambda: begin(collectives.rank == 0))[0]
-        sees = gathered(collectives, lambda: folder_of(Path(path), place.rank).is_dir())
+        path = gather_from_all_ranks(collectives, lambda: begin(collectives.rank == 0))[0]
+        sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), identity.rank).is_dir())
         if all(sees):
-            ranks = list(range(place.world_size)) if collectives.world_size > 1 else [place.rank]
+            ranks = list(range(identity.world_size)) if collectives.world_size > 1 else [identity.rank]
         elif not on_each_machine:
             raise CheckpointError(
                 f"What the main process makes beside {folder} rank {sees.index(False)} does not see: their machines do "
@@ -107,13 +107,13 @@ def share(folder: Path, *, collectives: Collectives, place: Place, on_each_machi
                 "ProjectConfiguration(save_on_each_node=True)."
             )
         else:
-            is_blind = not sees[place.rank]
-            makes = is_blind and place.local_rank == 0
-            found = gathered(collectives, lambda: (place.node_rank, begin(makes)))
+            is_blind = not sees[identity.rank]
+            makes = is_blind and identity.local_rank == 0
+            found = gather_from_all_ranks(collectives, lambda: (identity.node_rank, begin(makes)))
             ranks = [
                 rank
                 for rank, (node, _) in enumerate(found)
-                if (not sees[rank] and node == place.node_rank if is_blind else sees[rank])
+                if (not sees[rank] and node == identity.node_rank if is_blind else sees[rank])
             ]
             if is_blind:
                 path = found[ranks[0]][1]
@@ -121,4 +121,4 @@ def share(folder: Path, *, collectives: Collectives, place: Place, on_each_machi
         if staging is not None:
             staging.discard()
         raise
-    return SharedStaging(staging=staging, path=Path(path), ranks=ranks, rank=place.rank)
+    return SharedStaging(staging=staging, path=Path(path), ranks=ranks, rank=identity.rank)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.files import write
 from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of
 from nb_accelerate.checkpoint.manifest import Manifest, record_all
@@ -23,7 +24,6 @@ from nb_accelerate.checkpoint.names import (
     WEIGHTS_NAME,
 )
 from nb_accelerate.checkpoint.sharing import share
-from nb_accelerate.checkpoint.together import gathered, together
 from nb_accelerate.process import rng
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nb_accelerate.checkpoint.manifest import FileRecord
-    from nb_accelerate.checkpoint.sharing import Place
+    from nb_accelerate.checkpoint.sharing import RankIdentity
     from nb_accelerate.comm import Collectives
 
 RANDOM_NUMBERS = f"{RNG_STATE_NAME}_{{}}.pkl"
@@ -94,7 +94,7 @@ def save_state(
     folder: Path,
     *,
     collectives: Collectives,
-    place: Place,
+    identity: RankIdentity,
     on_each_machine: bool,
     weights: Callable[[Path], Sequence[Mapping[str, Any]]],
     parts: Sequence[Part],
@@ -107,7 +107,7 @@ def save_state(
     Args:
         folder: made if it is not there.
         collectives: of those that save: all ranks, or the main one alone.
-        place: of this rank.
+        identity: of this rank.
         on_each_machine: see `share`.
         weights: returns the weights of the models, given the folder that hooks may write to.
         parts: see `parts_of`.
@@ -121,7 +121,7 @@ def save_state(
     Raises:
         CheckpointError: it could not be written, on this rank or another. What was there is there still.
     """
-    shared = share(folder, collectives=collectives, place=place, on_each_machine=on_each_machine)
+    shared = share(folder, collectives=collectives, identity=identity, on_each_machine=on_each_machine)
 
     def write_own() -> tuple[int, dict[str, FileRecord]]:
         states = weights(shared.own)
@@ -133,13 +133,15 @@ def save_state(
             if part.on_every_rank or shared.staging is not None:
                 write(
                     part.thing.state_dict(),
-                    shared.own / part.name_on(place.rank),
+                    shared.own / part.name_on(identity.rank),
                     safe_serialization=False,
                     with_checksums=False,
                 )
-        numbers = {"step": step, SAVED_BY: "nb_accelerate", **rng.capture(place.kind)}
-        write(numbers, shared.own / RANDOM_NUMBERS.format(place.rank), safe_serialization=False, with_checksums=False)
-        return place.rank, record_all(shared.own)
+        numbers = {"step": step, SAVED_BY: "nb_accelerate", **rng.capture(identity.kind)}
+        write(
+            numbers, shared.own / RANDOM_NUMBERS.format(identity.rank), safe_serialization=False, with_checksums=False
+        )
+        return identity.rank, record_all(shared.own)
 
     def publish(written: Mapping[int, dict[str, FileRecord]]) -> None:
         if shared.staging is None:
@@ -149,20 +151,20 @@ def save_state(
             files |= written[rank]
         manifest = Manifest(
             step=step,
-            num_processes=place.world_size,
+            num_processes=identity.world_size,
             ranks=shared.ranks,
             epochs=[loader.whereabouts[0] for loader in loaders],
             seeds=[_seed(loader) for loader in loaders],
             kinds={part.file: class_of(part.thing) for part in parts if part.check is not None},
             files=dict(sorted(files.items())),
         )
-        shared.staging.join(place.world_size)
+        shared.staging.join(identity.world_size)
         manifest.write(shared.path)
         shared.staging.publish()
 
     try:
-        written = dict(gathered(collectives, write_own))
-        together(collectives, lambda: publish(written))
+        written = dict(gather_from_all_ranks(collectives, write_own))
+        run_on_all_ranks(collectives, lambda: publish(written))
         return shared.staging is not None
     except BaseException:
         shared.discard()

@@ -1,4 +1,4 @@
-"""Do something on all ranks, and fail on all of them if it fails on one."""
+"""Run an action on all ranks, and raise on all of them if it fails on one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def together(collectives: Collectives, action: Callable[[], T]) -> T:
+def run_on_all_ranks(collectives: Collectives, action: Callable[[], T]) -> T:
     """Return what ``action`` returns on this rank, when it has ended on all. All ranks call it together.
 
     A rank that cannot read a file would otherwise leave the others waiting in their next collective.
@@ -23,12 +23,12 @@ def together(collectives: Collectives, action: Callable[[], T]) -> T:
         CheckpointError: it failed on other ranks only. On those, their own errors are raised.
     """
     kept: list[T] = []
-    gathered(collectives, lambda: kept.append(action()))
+    gather_from_all_ranks(collectives, lambda: kept.append(action()))
     return kept[0]
 
 
-def gathered(collectives: Collectives, action: Callable[[], T]) -> list[T]:
-    """Do as `together` does, and return what ``action`` returns on each rank, in rank order. It travels pickled."""
+def gather_from_all_ranks(collectives: Collectives, action: Callable[[], T]) -> list[T]:
+    """Return what ``action`` returns on each rank, in rank order: it travels pickled. See `run_on_all_ranks`."""
     error: Exception | None = None
     result: list[T] = []
     try:
