@@ -20,11 +20,11 @@ from nb_accelerate.checkpoint.sharing import RankIdentity
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
+from nb_accelerate.strategies.parts import OptimizerPart
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
 
@@ -46,13 +46,17 @@ class CheckpointSlice(Slice):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the weights of a model by name.
 
+        All processes call it together where models are sharded. There, only those that write weights (see
+        `should_save_model`) get them, in host memory, and others an empty dict.
+
         Args:
             model: prepared or not.
             unwrap: under the names of the user's model; else under those that the prepared one has.
         """
+        strategy = self.core.strategy
         if unwrap:
-            model = extract_model_from_parallel(model, keep_torch_compile=False)
-        return model.state_dict()
+            model = strategy.unwrap(model, keep_torch_compile=False)
+        return strategy.model_state(model, keep=self.should_save_model)
 
     def save_model(
         self,
@@ -79,10 +83,11 @@ class CheckpointSlice(Slice):
         lacking = [name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)]
         if lacking:
             raise CheckpointError(f"{lacking[0]} is on the device meta: it has no numbers that could be saved.")
+        weights = self.get_state_dict(model)
         if self.should_save_model:
             with self._shown_as_saving():
                 write_model(
-                    self.get_state_dict(model),
+                    weights,
                     save_directory,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
@@ -160,13 +165,15 @@ class CheckpointSlice(Slice):
             collectives = core.collectives if automatic else self._who_saves(folder)
             has_published = False
             if collectives is not None:
+                parts = self._parts()
+                weights = run_on_all_ranks(collectives, lambda: self._collect(parts))
                 has_published = state.save_state(
                     folder,
                     collectives=collectives,
                     identity=self._identity(),
                     on_each_machine=project.save_on_each_node,
-                    weights=self._weights,
-                    parts=self._parts(),
+                    weights=lambda folder: self._weights(weights, folder),
+                    parts=parts,
                     loaders=core.prepared.loaders,
                     step=core.accumulation.step,
                     safe_serialization=safe_serialization,
@@ -250,6 +257,7 @@ class CheckpointSlice(Slice):
             loaders=core.prepared.loaders,
             collectives=collectives,
             identity=identity,
+            load_weights=core.strategy.load_model_state,
             **load_model_func_kwargs,
         )
         if states.step is not None:
@@ -281,7 +289,7 @@ class CheckpointSlice(Slice):
         None if the main process has done so without this one.
         """
         core = self.core
-        known = arrivals_here() if core.collectives.world_size > 1 else None
+        known = arrivals_here() if core.collectives.world_size > 1 and core.strategy.is_replicated else None
         if known is None:
             return core.collectives
         whereabouts = [list(loader.whereabouts) for loader in core.prepared.loaders]
@@ -300,18 +308,31 @@ class CheckpointSlice(Slice):
     def _parts(self) -> list[state.Part]:
         prepared = self.core.prepared
         return state.parts_of(
-            optimizers=prepared.optimizers,
+            optimizers=[OptimizerPart(one.optimizer, self.core.strategy) for one in prepared.optimizers],
             schedulers=prepared.schedulers,
             loaders=prepared.loaders,
             scaler=self.core.precision.scaler,
             custom=self.core.registry.objects,
         )
 
-    def _weights(self, folder: Path) -> Sequence[Mapping[str, Any]]:
-        models = list(self.core.prepared.models)
-        weights = [self.get_state_dict(model) for model in models]
+    def _collect(self, parts: list[state.Part]) -> list[dict[str, Any]]:
+        """Collect the states that may be sharded, and return those of models.
+
+        Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
+        """
+        strategy = self.core.strategy
+        keep = self.core.process.topology.is_local_main  # of these, some publish: see `share`
+        inner = [strategy.unwrap(model, keep_torch_compile=False) for model in self.core.prepared.models]
+        weights = [strategy.model_state(model, keep=keep) for model in inner]
+        for part in parts:
+            if isinstance(part.thing, OptimizerPart):
+                part.thing.collect(keep=keep)
+        return weights
+
+    def _weights(self, weights: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+        """Return the weights that hooks leave to be written."""
         for hook in self.core.registry.before_save.values():
-            hook(models, weights, str(folder))
+            hook(list(self.core.prepared.models), weights, str(folder))
         return weights
 
     def _next_folder(self) -> Path:

@@ -18,6 +18,7 @@ from nb_accelerate.comm import Trigger
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
+from nb_accelerate.config.engines import EngineOptions
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
@@ -124,6 +125,7 @@ class Core:
         """What states show of this."""
         return Choices(
             mixed_precision=self.precision.name,
+            distributed_type=self.strategy.distributed_type,
             dynamo=self.dynamo,
             accumulation=self.accumulation,
             tracker=self.tracker,
@@ -192,15 +194,17 @@ def build_core(
         check_flag("cpu", cpu)
 
     process = setup_process(cpu=cpu, options=handlers.process_group, environment=environment)
-    strategy = select_strategy(process, ddp=handlers.ddp)
+    strategy = select_strategy(process, EngineOptions(ddp=handlers.ddp))
     shared = shared_training()
     shared.window.join()
-    precision = select_precision(
-        chosen_precision,
-        process.kind,
-        autocast=handlers.autocast,
-        scaler=handlers.scaler,
-        scaler_before=shared.scaler,
+    precision = strategy.adapt_precision(
+        select_precision(
+            chosen_precision,
+            process.kind,
+            autocast=handlers.autocast,
+            scaler=handlers.scaler,
+            scaler_before=shared.scaler,
+        )
     )
     shared.scaler = precision.scaler or shared.scaler
     core = Core(

@@ -12,6 +12,7 @@ from nb_accelerate.state.identity import Identity
 
 if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.process.context import ProcessContext
 
 
@@ -25,6 +26,11 @@ class IdentitySlice(Slice, Identity):
     @override
     def _collectives(self) -> Collectives:
         return self.core.collectives
+
+    @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        return self.core.strategy.distributed_type
 
     @property
     def state(self) -> AcceleratorState:

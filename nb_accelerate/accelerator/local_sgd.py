@@ -38,8 +38,8 @@ class LocalSGD:
         enabled: False leaves training as it is.
 
     Raises:
-        ConfigError: ``local_sgd_steps`` is not a whole number above 0, or the Accelerator accumulates gradients in a
-            way that synchronises every batch.
+        ConfigError: ``local_sgd_steps`` is not a whole number above 0, the Accelerator accumulates gradients in a
+            way that synchronises every batch, or its strategy shards models.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -49,6 +49,8 @@ class LocalSGD:
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0
         self._block: contextlib.AbstractContextManager[Any] | None = None
+        if self.enabled:
+            accelerator.core.strategy.check_supports("LocalSGD")
         if self.enabled and accelerator.core.accumulation.sync_each_batch:
             raise ConfigError(
                 "LocalSGD keeps gradients on their rank, but GradientAccumulationPlugin(sync_each_batch=True) sends "

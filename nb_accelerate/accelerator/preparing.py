@@ -1,9 +1,10 @@
-"""``prepare``: wrap models, optimizers, loaders and schedulers for the run."""
+"""`PreparingSlice`: ``prepare`` wraps models, optimizers, loaders and schedulers; `free_memory` releases them."""
 
 from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.state import GradientState
-from nb_accelerate.strategies.unwrapping import extract_model_from_parallel, innermost
+from nb_accelerate.strategies import ModelRequest
+from nb_accelerate.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +32,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+_SCHEDULERS = (LRScheduler, AcceleratedScheduler)  # the second: one that another Accelerator prepared
+_KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, *_SCHEDULERS, type(None))
+
 
 class PreparingSlice(Slice):
-    """What wraps and unwraps the user's objects."""
+    """Wrap and unwrap the user's objects."""
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Make objects ready for the run. Any number, in any order; they come back in that order.
+        """Prepare objects for the run. Any number, in any order; they come back in that order.
 
         Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows,
         loaders yield this process's part. What this `Accelerator` prepared before is returned as it is, and so is None;
@@ -54,112 +59,153 @@ class PreparingSlice(Slice):
             CollectiveMismatchError: ranks prepare loaders of different lengths together with a model.
         """
         if device_placement is None:
-            places = [self.core.device_placement] * len(args)
+            places: Sequence[bool] = [self.core.device_placement] * len(args)
         elif len(device_placement) == len(args):
-            places = list(device_placement)
+            places = device_placement
         else:
             raise ConfigError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects. "
                 "Write one for each object."
             )
-        results: list[Any] = [None] * len(args)
-        for number in sorted(range(len(args)), key=lambda number: self._turn_of(args[number])):
-            results[number] = self._prepare_one(args[number], places[number])
-        has_model = any(isinstance(item, nn.Module) for item in args)
-        # All ranks are here for the sake of a model. One that prepares a loader by itself must not wait for others.
-        if has_model or Environment().debug_mode:
-            check_alike(self.core.collectives, [item for item in results if isinstance(item, DataLoaderShard)])
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def _prepare_one(self, item: Any, place: bool) -> Any:
-        if self._is_scheduler(item):
-            return self.prepare_scheduler(item)
-        if isinstance(item, AcceleratedScheduler):
-            return self.prepare_scheduler(item)  # type: ignore[arg-type]  # one that another Accelerator prepared
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item, device_placement=place)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item)
-        if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item, device_placement=place)
-        if item is None:
-            return item
-        raise ConfigError(
-            f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
-            "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
-            "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
+        for item in args:
+            _check_kind(item)
+        models = [number for number, item in enumerate(args) if isinstance(item, nn.Module)]
+        optimizers = [number for number, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
+        results: dict[int, Any] = dict.fromkeys(range(len(args)))
+        trained = self._prepare_training(
+            [ModelRequest(model=args[number], place=places[number]) for number in models],
+            [(args[number], self.core.device_placement) for number in optimizers],
         )
-
-    def _turn_of(self, item: Any) -> int:
-        """Models first: an optimizer's state follows them to the device. Schedulers look for prepared optimizers."""
-        return 0 if isinstance(item, nn.Module) else 2 if self._is_scheduler(item) else 1
-
-    @staticmethod
-    def _is_scheduler(item: Any) -> bool:
-        return isinstance(item, LRScheduler)
+        results |= zip([*models, *optimizers], [*trained[0], *trained[1]], strict=True)
+        results |= {
+            number: self.prepare_data_loader(item, device_placement=places[number])
+            for number, item in enumerate(args)
+            if isinstance(item, DataLoader)
+        }
+        # Last, because they look for their prepared optimizers.
+        results |= {
+            number: self.prepare_scheduler(item) for number, item in enumerate(args) if isinstance(item, _SCHEDULERS)
+        }
+        # A model is prepared on all ranks together, so the lengths of its loaders can be compared. A rank that prepares
+        # a loader alone must not wait for others.
+        if models or Environment().debug_mode:
+            check_alike(self.core.collectives, [item for item in results.values() if isinstance(item, DataLoaderShard)])
+        return results[0] if len(results) == 1 else tuple(results.values())
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Make a model ready for the run.
+        """Prepare a model. `prepare` takes it together with its optimizer, which some strategies need.
 
         Args:
             model: on any device.
             device_placement: move it to the device; by default as the `Accelerator` says.
-            evaluation_mode: it will not be trained, so its gradients need not travel.
+            evaluation_mode: it will not be trained, so its gradients are not exchanged.
 
         Raises:
-            ConfigError: the model is spread over several devices, and there are several ranks.
+            ConfigError: the layers of the model are on several devices, and there are several ranks.
+        """
+        place = self.core.device_placement if device_placement is None else device_placement
+        request = ModelRequest(model=model, place=place, training=not evaluation_mode)
+        return self._prepare_training([request], [])[0][0]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer.
+
+        Args:
+            optimizer: over the parameters of a model, which may be prepared before or after.
+            device_placement: move the state it may already have to the devices of its parameters; by default as the
+                `Accelerator` says.
+        """
+        place = self.core.device_placement if device_placement is None else device_placement
+        return self._prepare_training([], [(optimizer, place)])[1][0]
+
+    def _prepare_training(
+        self, models: Sequence[ModelRequest], optimizers: Sequence[tuple[torch.optim.Optimizer, bool]]
+    ) -> tuple[list[nn.Module], list[AcceleratedOptimizer]]:
+        """Prepare models and optimizers together. What this `Accelerator` has prepared before is returned as it is.
+
+        Args:
+            models: those of one call, in the order of the arguments.
+            optimizers: likewise, each with whether to move its state to the devices of its parameters.
+
+        Returns:
+            What takes the place of each.
         """
         core = self.core
-        if any(known is model for known in core.prepared.models):
-            return model
-        spread = verify_device_map(model)
-        if spread and core.collectives.world_size > 1:
+        requests = {
+            id(one.model): self._checked(one) for one in models if not _contains(core.prepared.models, one.model)
+        }
+        given = {id(one[0]): one for one in optimizers if not _contains(core.prepared.optimizers, one[0])}
+        for request in requests.values():
+            core.precision.prepare_model(innermost(request.model))
+        wrapped, engines = core.strategy.prepare(
+            list(requests.values()),
+            [_inside(optimizer) for optimizer, _ in given.values()],
+            earlier=[known.optimizer for known in core.shared.optimizers],
+        )
+        made: dict[int, Any] = {}
+        for key, model in zip(requests, wrapped, strict=True):
+            made[key] = self._finish_model(model)
+        for (key, (optimizer, place)), engine in zip(given.items(), engines, strict=True):
+            made[key] = self._finish_optimizer(optimizer, engine, place)
+        return (
+            [made.get(id(one.model), one.model) for one in models],
+            [made.get(id(optimizer), optimizer) for optimizer, _ in optimizers],
+        )
+
+    def _checked(self, request: ModelRequest) -> ModelRequest:
+        """Return a request without ``place`` for a model whose layers are on several devices; refuse it on ranks."""
+        if not verify_device_map(request.model):
+            return request
+        world_size = self.core.collectives.world_size
+        if world_size > 1:
             raise ConfigError(
-                f"This {type(model).__name__} has its layers on several devices (device_map), and there are "
-                f"{core.collectives.world_size} ranks that would each want all of it. Load it without device_map to "
-                "train it on all ranks, or start one process."
+                f"This {type(request.model).__name__} has its layers on several devices (device_map), and there are "
+                f"{world_size} ranks that would each want all of it. Load it without device_map to train it on all "
+                "ranks, or start one process."
             )
-        place = core.device_placement if device_placement is None else device_placement
-        core.precision.prepare_model(innermost(model))
-        prepared = core.strategy.prepare_model(model, place=place and not spread, training=not evaluation_mode)
-        prepared = compiled(prepared, core.dynamo)
+        return replace(request, place=False)
+
+    def _finish_model(self, model: nn.Module) -> nn.Module:
+        """Compile a model that the strategy has prepared, and remember it."""
+        core = self.core
+        prepared = compiled(model, core.dynamo)
         note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         return prepared
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    def _finish_optimizer(
+        self, optimizer: torch.optim.Optimizer, engine: torch.optim.Optimizer, place: bool
     ) -> AcceleratedOptimizer:
-        """Make an optimizer ready for the run.
+        """Wrap an optimizer that the strategy has prepared, and remember it.
 
         Args:
-            optimizer: over the parameters of a model, which may be prepared before or after.
-            device_placement: move the state it may have to where its parameters are; by default as the
-                `Accelerator` says.
+            optimizer: what the user gave: a plain optimizer, or one that another `Accelerator` prepared.
+            engine: what the strategy made of the plain one.
+            place: move its state to the devices of its parameters.
         """
         core = self.core
-        if any(known is optimizer for known in core.prepared.optimizers):
-            return optimizer  # type: ignore[return-value]  # so it is a prepared one
-        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         if isinstance(optimizer, AcceleratedOptimizer) and optimizer.is_lent_scaler:
             prepared = optimizer
         else:
             training = OptimizerTraining(
                 accumulation=core.accumulation,
-                step=core.precision.bind(inner),
+                step=core.precision.bind(engine),
                 scaler=core.precision.scaler,
                 before_first_step=partial(check_owned, models=core.shared.models),
-                complete_gradients=core.strategy.complete_gradients(inner, core.shared.models),
+                complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
+                drop_gradients=core.strategy.drop_gradients(core.shared.models),
             )
             if isinstance(optimizer, AcceleratedOptimizer):
                 prepared = optimizer
+                prepared.optimizer = engine
                 prepared.join(training)
             else:
-                place = core.device_placement if device_placement is None else device_placement
-                prepared = AcceleratedOptimizer(optimizer, place, training=training)
+                prepared = AcceleratedOptimizer(engine, place, training=training)
         core.prepared.optimizers.append(prepared)
         core.shared.add_optimizer(prepared)
         return prepared
@@ -196,11 +242,11 @@ class PreparingSlice(Slice):
         if prepared is not data_loader:
             note_use(core.loader, "the loader that was prepared", advice="Set it before accelerator.prepare(loader).")
         prepared.track(core.tracker)
-        if not any(known is prepared for known in core.prepared.loaders):
+        if not _contains(core.prepared.loaders, prepared):
             core.prepared.loaders.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Make a scheduler step when its optimizer does.
 
         Args:
@@ -208,7 +254,7 @@ class PreparingSlice(Slice):
         """
         core = self.core
         if isinstance(scheduler, AcceleratedScheduler):
-            if not any(known is scheduler for known in core.prepared.schedulers):
+            if not _contains(core.prepared.schedulers, scheduler):
                 scheduler.join(core.accumulation)
                 core.prepared.schedulers.append(scheduler)
             return scheduler
@@ -265,7 +311,9 @@ class PreparingSlice(Slice):
             keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
             keep_torch_compile: False also takes it out of `torch.compile`.
         """
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return self.core.strategy.unwrap(
+            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
+        )
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything prepared, and give memory back to the device.
@@ -288,3 +336,21 @@ class PreparingSlice(Slice):
     def clear(self, *objects: Any) -> list[None]:
         """Do what `free_memory` does; both names are in use."""
         return self.free_memory(*objects)
+
+
+def _check_kind(item: Any) -> None:
+    if not isinstance(item, _KINDS):
+        raise ConfigError(
+            f"prepare was given a {type(item).__name__}, which is not a model (torch.nn.Module), an optimizer "
+            "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
+            "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
+        )
+
+
+def _contains(known: Sequence[Any], item: Any) -> bool:
+    return any(one is item for one in known)
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the user's optimizer inside one that another `Accelerator` prepared."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

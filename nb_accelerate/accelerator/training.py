@@ -185,6 +185,7 @@ class TrainingSlice(Slice):
             optimizers=core.shared.optimizers,
             accumulation=core.accumulation,
             precision=core.precision,
+            strategy=core.strategy,
         )
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -201,6 +202,7 @@ class TrainingSlice(Slice):
             optimizers=core.shared.optimizers,
             accumulation=core.accumulation,
             precision=core.precision,
+            strategy=core.strategy,
         )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:

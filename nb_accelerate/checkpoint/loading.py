@@ -25,7 +25,7 @@ from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -261,6 +261,7 @@ def apply(
     loaders: Sequence[Any],
     collectives: Collectives,
     identity: RankIdentity,
+    load_weights: Callable[..., None],
     **kwargs: Any,
 ) -> None:
     """Put what was read into its places. All ranks call it together.
@@ -276,6 +277,7 @@ def apply(
         loaders: as prepared.
         collectives: of all ranks.
         identity: of this rank.
+        load_weights: `nb_accelerate.strategies.Strategy.load_model_state`.
         **kwargs: those of `torch.nn.Module.load_state_dict`.
 
     Raises:
@@ -294,7 +296,7 @@ def apply(
             if _is_of_an_optimizer(part):
                 _load(part, file, state)
         for model, tensors in zip(models, weights, strict=True):
-            model.load_state_dict(tensors, strict=False, **kwargs)
+            load_weights(model, tensors, strict=False, **kwargs)
         _restore_numbers(checkpoint, states, loaders, identity)
 
     try:

@@ -1,11 +1,10 @@
-"""Limit gradients: on their true values, once per optimizer step."""
+"""Clip gradients when they are complete: averaged over all ranks, and divided by the loss scale."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,13 +16,24 @@ if TYPE_CHECKING:
     from nb_accelerate.precision import Precision
 
 
-def unscale(parameters: Sequence[Tensor], optimizers: Sequence[AcceleratedOptimizer], precision: Precision) -> None:
-    """Make the gradients of ``parameters`` complete: of all ranks, and not multiplied with a loss scale."""
-    wanted = {id(parameter) for parameter in parameters}
-    for optimizer in optimizers:
-        if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
-            optimizer.complete_gradients()
-    precision.unscale(parameters)  # of optimizers that another Accelerator prepared
+class ClipsGradients(Protocol):
+    """The part of `nb_accelerate.strategies.Strategy` that clipping needs; the arguments are described there."""
+
+    def current_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters that are trained in place of those given."""
+        ...
+
+    def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all gradients together."""
+        ...
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale gradients down to a norm, and return the norm before."""
+        ...
+
+    def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Limit every element of the gradients."""
+        ...
 
 
 def clip_grad_norm(
@@ -34,28 +44,29 @@ def clip_grad_norm(
     optimizers: Sequence[AcceleratedOptimizer],
     accumulation: AccumulationState,
     precision: Precision,
+    strategy: ClipsGradients,
 ) -> Tensor:
     """Scale gradients down so that their norm is at most ``max_norm``.
 
-    Inside an accumulation window gradients are not complete: they are measured and left as they are.
+    Inside an accumulation window gradients are not complete: the norm is returned, and they are not changed.
 
     Args:
         parameters: whose gradients.
         max_norm: the greatest norm allowed.
-        norm_type: 2 for the Euclidean norm, ``inf`` for the greatest element.
+        norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
         optimizers: those that may own the parameters.
         accumulation: knows whether the window closes.
-        precision: knows what gradients are multiplied with before they are unscaled.
+        precision: divides gradients by the loss scale.
+        strategy: computes norms, also of gradients that are sharded over ranks.
 
     Returns:
-        The norm before clipping: a tensor without dimensions.
+        The norm before clipping: a tensor of shape ``()``.
     """
-    items = _as_list(parameters)
+    items = strategy.current_parameters(_as_list(parameters))
     if not accumulation.sync_gradients:
-        gradients = [item.grad for item in items if item.grad is not None]
-        return precision.without_scale(nn.utils.get_total_norm(gradients, norm_type), items)
-    unscale(items, optimizers, precision)
-    return nn.utils.clip_grad_norm_(items, max_norm, norm_type)
+        return precision.without_scale(strategy.grad_norm(items, norm_type), items)
+    _complete(items, optimizers, precision)
+    return strategy.clip_grad_norm(items, max_norm, norm_type)
 
 
 def clip_grad_value(
@@ -65,6 +76,7 @@ def clip_grad_value(
     optimizers: Sequence[AcceleratedOptimizer],
     accumulation: AccumulationState,
     precision: Precision,
+    strategy: ClipsGradients,
 ) -> None:
     """Limit every element of the gradients to between ``-clip_value`` and ``clip_value``.
 
@@ -73,15 +85,25 @@ def clip_grad_value(
     Args:
         parameters: whose gradients.
         clip_value: the greatest absolute value allowed.
-        optimizers: those that may own the parameters.
-        accumulation: knows whether the window closes.
-        precision: knows what gradients are multiplied with before they are unscaled.
+        optimizers: see `clip_grad_norm`.
+        accumulation: see `clip_grad_norm`.
+        precision: see `clip_grad_norm`.
+        strategy: see `clip_grad_norm`.
     """
     if not accumulation.sync_gradients:
         return
-    items = _as_list(parameters)
-    unscale(items, optimizers, precision)
-    nn.utils.clip_grad_value_(items, clip_value)
+    items = strategy.current_parameters(_as_list(parameters))
+    _complete(items, optimizers, precision)
+    strategy.clip_grad_value(items, clip_value)
+
+
+def _complete(parameters: Sequence[Tensor], optimizers: Sequence[AcceleratedOptimizer], precision: Precision) -> None:
+    """Average gradients over all ranks, and divide them by the loss scale."""
+    wanted = {id(parameter) for parameter in parameters}
+    for optimizer in optimizers:
+        if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.complete_gradients()
+    precision.unscale(parameters)  # of optimizers that another Accelerator prepared
 
 
 def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

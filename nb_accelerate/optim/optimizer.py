@@ -1,4 +1,4 @@
-"""An optimizer that steps when its accumulation window closes, in the precision of its run."""
+"""The prepared optimizer: it steps when its accumulation window closes, in the precision of the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerTraining:
-    """What an `Accelerator` lends to an optimizer.
+    """What an `Accelerator` gives to a prepared optimizer.
 
     Attributes:
         accumulation: knows whether the window closes.
-        step: how the precision takes a step.
-        scaler: what multiplies losses, if something has to.
-        before_first_step: called once with the optimizer inside, when all has been prepared that will be.
-        complete_gradients: makes gradients those of all ranks; None if backward did.
+        step: takes steps in the precision of the run.
+        scaler: scales losses; None where the precision needs none.
+        before_first_step: called once, with the optimizer inside, before its first step.
+        complete_gradients: averages the gradients that backward has not averaged; None if backward averages all.
+        drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
     """
 
     accumulation: AccumulationState
@@ -36,23 +37,24 @@ class OptimizerTraining:
     scaler: torch.amp.GradScaler | None = None
     before_first_step: Callable[[torch.optim.Optimizer], None] | None = None
     complete_gradients: Callable[[], None] | None = None
+    drop_gradients: Callable[[], None] | None = None
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """A user's optimizer, prepared. Made by ``prepare``; made by hand it follows the newest `Accelerator`.
+    """Wrap a user's optimizer. ``prepare`` makes it; made by hand it follows the newest `Accelerator`.
 
-    Inside an accumulation window `step` and `zero_grad` do nothing; when it closes they do what they say. State,
-    parameter groups and hooks are those of the optimizer inside.
+    Inside an accumulation window `step` and `zero_grad` do nothing. State, parameter groups and hooks are those of the
+    optimizer inside.
 
     Args:
         optimizer: the user's.
-        device_placement: move the state it may have to where its parameters are.
+        device_placement: move the state it may already have to the devices of its parameters.
         scaler: scales the loss, for a loop that calls ``scaler.scale(loss).backward()`` itself.
-        training: what an `Accelerator` lends it; by default the newest one is followed.
+        training: what an `Accelerator` gives it; by default what belongs to the newest one.
 
     Attributes:
         optimizer: the one inside.
-        accelerated_step: how it steps; clipping asks it to unscale gradients.
+        accelerated_step: takes steps in the precision of the run; clipping makes it unscale gradients.
 
     Raises:
         NotPreparedError: it was made by hand, and there is no `Accelerator` yet.
@@ -66,7 +68,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         *,
         training: OptimizerTraining | None = None,
     ) -> None:
-        # Optimizer.__init__ would make parameter groups of our own; ours are those of the optimizer inside.
+        # Optimizer.__init__ is not called: it would make parameter groups, and ours are those of the optimizer inside.
         self.optimizer = optimizer
         self.device_placement = device_placement
         self._takes_set_to_none = _takes_set_to_none(optimizer)
@@ -77,19 +79,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             )
         self.join(training)
         if device_placement and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # which moves it to where the parameters are
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the devices of the parameters
 
     def join(self, training: OptimizerTraining) -> None:
-        """Belong to an `Accelerator` from now on. Called by ``prepare``."""
+        """Follow another `Accelerator` from now on. Called by ``prepare``."""
         self.scaler = training.scaler
         self.accelerated_step = training.step
         self._accumulation = training.accumulation
         self._before_first_step = training.before_first_step
         self._complete_gradients = training.complete_gradients
+        self._drop_gradients = training.drop_gradients
 
     @property
     def is_lent_scaler(self) -> bool:
-        """Whether the user scales the loss, with a scaler given to this object when it was made by hand."""
+        """Whether this was made by hand with a scaler, so that the user scales the loss."""
         return isinstance(self.accelerated_step, GivenScalerStep)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -122,7 +125,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return None
 
     def complete_gradients(self) -> None:
-        """Make gradients those of all ranks, without a loss scale. Called before they are clipped."""
+        """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped."""
         if self._complete_gradients is not None:
             self._complete_gradients()
         self.accelerated_step.unscale()
@@ -131,10 +134,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Drop gradients if the accumulation window closes.
 
         Args:
-            set_to_none: keep no zeros, as torch does by default.
+            set_to_none: False fills gradients with zeros instead; the default is torch's, True.
 
         Raises:
-            ConfigError: the optimizer inside does not let one choose.
+            ConfigError: the optimizer inside has no such argument.
         """
         if self._accumulation.sync_gradients:
             if self._takes_set_to_none:
@@ -147,6 +150,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                     f"{type(self.optimizer).__name__} does not take. Write optimizer.zero_grad()."
                 )
             self.accelerated_step.discard()
+            if self._drop_gradients is not None:
+                self._drop_gradients()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -193,22 +198,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Tell a schedule-free optimizer that training goes on; others have nothing to tell."""
+        """Switch a schedule-free optimizer to training; does nothing for others."""
         getattr(self.optimizer, "train", _nothing)()
 
     def eval(self) -> None:
-        """Tell a schedule-free optimizer that evaluation comes; others have nothing to tell."""
+        """Switch a schedule-free optimizer to evaluation; does nothing for others."""
         getattr(self.optimizer, "eval", _nothing)()
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is not found here: hooks and attributes of the optimizer inside, which is not there yet
-        # while this is unpickled.
+        # Hooks and attributes of the optimizer inside; it is missing while this object is unpickled.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What an Accelerator lends belongs to this process.
+        # The OptimizerTraining belongs to this process and is not pickled.
         given = self.scaler if self.is_lent_scaler else None
         return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": given}
 
@@ -228,7 +232,7 @@ def _takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _completed(closure: Callable[[], float], complete_gradients: Callable[[], None]) -> Callable[[], float]:
-    """Return a closure whose gradients are those of all ranks."""
+    """Return a closure that also averages its gradients over all ranks."""
 
     def completed() -> float:
         loss = closure()
@@ -239,4 +243,4 @@ def _completed(closure: Callable[[], float], complete_gradients: Callable[[], No
 
 
 def _nothing() -> None:
-    """Do nothing, for optimizers without a mode."""
+    """Stand in for ``train`` and ``eval`` of optimizers that have none."""

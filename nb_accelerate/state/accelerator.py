@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.precision import resolve_precision
 from nb_accelerate.errors import ConfigError
@@ -76,6 +77,13 @@ class AcceleratorState(ProcessView):
         return self._fixed[0] if self._fixed else current_process()
 
     @property
+    @override
+    def distributed_type(self) -> DistributedType:
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        chosen = choices.distributed_type if choices else None
+        return super().distributed_type if chosen is None else chosen
+
+    @property
     def mixed_precision(self) -> str:
         """The precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
         choices = self._fixed[1] if self._fixed else newest_choices()
@@ -103,8 +111,8 @@ class AcceleratorState(ProcessView):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded with FSDP's second version."""
-        return False
+        """Whether models are sharded with FSDP's second version, the only one there is here."""
+        return self.distributed_type is DistributedType.FSDP
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

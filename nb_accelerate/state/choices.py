@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.data.tracker import LoaderTracker
     from nb_accelerate.process.context import ProcessContext
@@ -30,6 +31,7 @@ class Choices:
 
     Attributes:
         mixed_precision: the name of the precision.
+        distributed_type: the name of the strategy; None where no `Accelerator` has chosen one.
         dynamo: how models are compiled.
         accumulation: the accumulation window, and the batch of it that the loop is at.
         tracker: which loader is being iterated.
@@ -40,6 +42,7 @@ class Choices:
     dynamo: TorchDynamoPlugin
     accumulation: AccumulationState
     tracker: LoaderTracker
+    distributed_type: DistributedType | None = None
     variables: Mapping[str, str] = field(default_factory=lambda: _variables(Environment()))
 
     @classmethod

@@ -82,7 +82,7 @@ class Identity(ABC):
     @property
     def multi_device(self) -> bool:
         """Whether there is more than one process, each with a device that is not a CPU."""
-        return self.use_distributed and self.distributed_type is not DistributedType.MULTI_CPU
+        return self.use_distributed and self._process().distributed_type is not DistributedType.MULTI_CPU
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print, on the first process of each machine."""

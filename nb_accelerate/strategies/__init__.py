@@ -1,6 +1,6 @@
-"""One class per distributed setup, chosen once by `select_strategy`; afterwards nobody asks which one it is."""
+"""Distributed setups: one class each, chosen once by `select_strategy`; nobody asks afterwards which one it is."""
 
 from nb_accelerate.strategies.select import select_collectives, select_strategy
-from nb_accelerate.strategies.strategy import Strategy
+from nb_accelerate.strategies.strategy import ModelRequest, Strategy
 
-__all__ = ["Strategy", "select_collectives", "select_strategy"]
+__all__ = ["ModelRequest", "Strategy", "select_collectives", "select_strategy"]

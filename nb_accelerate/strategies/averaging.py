@@ -1,8 +1,8 @@
-"""See to it that gradients are those of all ranks, at the step of their optimizer.
+"""Average, before an optimizer steps, the gradients that backward has not averaged.
 
-DistributedDataParallel averages the gradients of the model inside, while backward runs. A temperature that is learned,
-a soft prompt or an image is a tensor of no model, and a layer may be made trainable after its model was wrapped: their
-gradients are averaged here.
+DistributedDataParallel averages the gradients of the model that it wraps while backward runs. It does not know tensors
+outside of models (a learned temperature, a soft prompt, an image), nor layers that were made trainable after their
+model was wrapped. `GradientAverage` averages their gradients.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ logger = logging.getLogger("nb_accelerate")
 
 
 class AveragesGradients(Protocol):
-    """A model in a wrapper that averages gradients over ranks while backward runs."""
+    """A prepared model whose backward averages gradients over ranks."""
 
     def averaged(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients it averages."""
+        """Return the parameters whose gradients its backward averages."""
         ...
 
     def check_averaged(self) -> None:
-        """Refuse gradients that it could not average, because there are parameters that got none."""
+        """Check that the last backward averaged all gradients. Called before each step.
+
+        Raises:
+            ConfigError: it could not, because parameters got no gradient, and the wrapper was not told to expect that.
+        """
         ...
 
 
 class GradientAverage:
-    """Completes the gradients of one optimizer. All ranks call it together, before each step.
+    """Averages what backward left alone of the gradients of one optimizer. Collective: called before each step.
 
     Args:
         optimizer: whose gradients.
-        collectives: how ranks talk to each other.
-        wrappers: returns those that average gradients in backward.
+        collectives: how ranks exchange data.
+        wrappers: returns the prepared models whose backward averages gradients.
     """
 
     def __init__(
@@ -57,34 +61,34 @@ class GradientAverage:
         self._wrappers = wrappers
         self._own: weakref.WeakSet[AveragesGradients] = weakref.WeakSet()
         self._known: set[int] = set()
-        self._alone: list[Tensor] = []
+        self._unaveraged: list[Tensor] = []
 
     def __call__(self) -> None:
-        """Average gradients that no wrapper averages; a rank that has none of a parameter takes part with zeros.
+        """Average the gradients; a rank without a gradient for a parameter contributes zeros.
 
         Raises:
-            ConfigError: parameters of a model got no gradient, and it was not told to expect that.
+            ConfigError: see `AveragesGradients.check_averaged`.
         """
         groups = self._optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != len(self._known):
-            self._find_out([parameter for group in groups for parameter in group["params"]])
+            self._classify([parameter for group in groups for parameter in group["params"]])
         for wrapper in self._own:
             wrapper.check_averaged()
-        alone = [parameter for parameter in self._alone if parameter.requires_grad]
-        if not alone:
+        unaveraged = [parameter for parameter in self._unaveraged if parameter.requires_grad]
+        if not unaveraged:
             return
         collectives = self._collectives
-        has = torch.tensor([parameter.grad is not None for parameter in alone], dtype=torch.uint8)
+        has = torch.tensor([parameter.grad is not None for parameter in unaveraged], dtype=torch.uint8)
         has = operations.reduce(collectives, has.to(collectives.device), "max")
-        used = [parameter for parameter, anywhere in zip(alone, has.tolist(), strict=True) if anywhere]
+        used = [parameter for parameter, anywhere in zip(unaveraged, has.tolist(), strict=True) if anywhere]
         if not used:
             return
         mine = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in used]
         for parameter, mean in zip(used, operations.reduce(collectives, mine, "mean"), strict=True):
             parameter.grad = mean
 
-    def _find_out(self, parameters: list[Tensor]) -> None:
-        """Look which parameters, of those that came since the last time, no wrapper takes care of."""
+    def _classify(self, parameters: list[Tensor]) -> None:
+        """Find out which of the parameters that were added since the last call no wrapper averages."""
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._known}
         self._known = {id(parameter) for parameter in parameters}
         for wrapper in self._wrappers():
@@ -92,11 +96,11 @@ class GradientAverage:
             if not averaged.isdisjoint(self._known):
                 self._own.add(wrapper)
             new = {number: parameter for number, parameter in new.items() if number not in averaged}
-        self._alone += new.values()
-        self._begin([parameter for parameter in new.values() if parameter.requires_grad])
+        self._unaveraged += new.values()
+        self._synchronise([parameter for parameter in new.values() if parameter.requires_grad])
 
-    def _begin(self, parameters: list[Tensor]) -> None:
-        """Give parameters the values of rank 0, as prepared models get them, and say that they travel by themselves."""
+    def _synchronise(self, parameters: list[Tensor]) -> None:
+        """Broadcast the values of rank 0, as for prepared models, and warn that no model averages their gradients."""
         if not parameters:
             return
         with torch.no_grad():
@@ -105,8 +109,8 @@ class GradientAverage:
                 parameter.copy_(value)
         if self._collectives.rank == 0:
             logger.warning(
-                "%d tensors that %s trains (the first has the shape %s) belong to no prepared model, so nobody "
-                "averages their gradients over ranks while backward runs. They are averaged at each step. If they "
+                "%d tensors that %s trains (the first has the shape %s) belong to no prepared model, so "
+                "backward does not average their gradients over ranks. They are averaged at each step. If they "
                 "belong to a model, prepare it: model = accelerator.prepare(model).",
                 len(parameters),
                 type(self._optimizer).__name__,

@@ -1,4 +1,4 @@
-"""Every rank has the whole model; gradients are averaged while backward runs (DistributedDataParallel)."""
+"""Train with the whole model on every rank; average gradients while backward runs (DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+    from nb_accelerate.strategies.strategy import ModelRequest
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's wrapper, with errors that say what to write.
 
     Attributes:
-        first_batch_travels: whether torch still has to see a backward that sends gradients, to learn a static graph.
+        needs_first_sync: with ``static_graph=True``, whether torch has not yet seen a backward that exchanges
+            gradients, from which it learns the graph.
     """
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
-        self.first_batch_travels = bool(kwargs.get("static_graph"))
-        # A layer that is made trainable later sends nothing; who said to leave a parameter alone means it.
+        self.needs_first_sync = bool(kwargs.get("static_graph"))
+        # torch registers hooks now, so a layer that is made trainable later is not averaged. A parameter to ignore
+        # counts as averaged, because the user does not want it to be.
         self._averaged = [
             parameter
             for name, parameter in module.named_parameters()
@@ -44,16 +48,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ]
 
     def averaged(self) -> Iterable[Tensor]:
-        """Return the parameters whose gradients it averages."""
+        """See `AveragesGradients.averaged`."""
         return self._averaged
 
     def check_averaged(self) -> None:
-        """Refuse gradients that it could not average.
-
-        Raises:
-            ConfigError: parameters got no gradient, and it was not told to expect that.
-        """
-        self.first_batch_travels = False
+        """See `AveragesGradients.check_averaged`."""
+        self.needs_first_sync = False
         try:
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]  # what the next forward would find out, one step too late
         except RuntimeError as error:
@@ -87,30 +87,32 @@ class DDPStrategy(Strategy):
     """Train with DistributedDataParallel.
 
     Args:
-        device: where models live.
-        collectives: how ranks talk to each other.
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        distributed_type: the name of the setup, which depends on the kind of device.
         options: arguments of DistributedDataParallel.
-        pass_device_ids: whether to tell it the number of the device; on a CPU it wants none.
+        pass_device_ids: whether to give it the index of the device; on a CPU it takes none.
     """
 
     def __init__(
         self,
         device: torch.device,
         collectives: Collectives,
+        distributed_type: DistributedType,
         *,
         options: DistributedDataParallelKwargs,
         pass_device_ids: bool,
     ) -> None:
-        super().__init__(device, collectives)
+        super().__init__(device, collectives, distributed_type)
         self._options = options
         self._device_ids = [device] if pass_device_ids else None
-        self._as_they_were: WeakSet[nn.Module] = WeakSet()  # prepared, with no gradients to send
+        self._unwrapped: WeakSet[nn.Module] = WeakSet()  # prepared without a wrapper: nothing in them is trained
 
     @override
-    def prepare_model(self, model: nn.Module, *, place: bool = True, training: bool = True) -> nn.Module:
-        prepared = super().prepare_model(model, place=place, training=training)
-        if prepared is model:
-            self._as_they_were.add(model)
+    def prepare_model(self, request: ModelRequest) -> nn.Module:
+        prepared = super().prepare_model(request)
+        if prepared is request.model:
+            self._unwrapped.add(prepared)
         return prepared
 
     @override
@@ -122,7 +124,7 @@ class DDPStrategy(Strategy):
         wrapped = _wrapped(model)
         if wrapped is not None and _is_alive(wrapped.process_group):
             return model
-        model = model if wrapped is None else wrapped.module  # its group ended, and there is another one
+        model = model if wrapped is None else wrapped.module  # wrapped for a process group that has ended
         if not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without anything to train
         wrapped = DistributedDataParallel(
@@ -145,8 +147,8 @@ class DDPStrategy(Strategy):
         model = wrapped
         before = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
-        # What a forward outside of no_sync does: get the buckets ready. No outputs are searched for parameters
-        # without a gradient, since there may have been several forwards.
+        # A forward outside of no_sync would have prepared the buckets. No outputs are given, so torch does not search
+        # them for unused parameters: several forwards may share this backward.
         model.reducer.prepare_for_backward([])
         try:
             yield
@@ -161,10 +163,10 @@ class DDPStrategy(Strategy):
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
         for wrapped in self._wrappers(models):
-            if getattr(wrapped, "first_batch_travels", False):
+            if getattr(wrapped, "needs_first_sync", False):
                 raise ConfigError(
-                    "DistributedDataParallelKwargs(static_graph=True) needs a first backward that sends gradients, and "
-                    "no_sync keeps them on their rank. Leave static_graph out, or run one batch before."
+                    "DistributedDataParallelKwargs(static_graph=True) needs a first backward that exchanges gradients, "
+                    "and no_sync exchanges none. Leave static_graph out, or run one batch before."
                 )
             block.enter_context(wrapped.no_sync())
         return block
@@ -173,8 +175,8 @@ class DDPStrategy(Strategy):
     def accumulate(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
         for wrapped in self._wrappers(models):
-            if getattr(wrapped, "first_batch_travels", False):
-                vars(wrapped)["first_batch_travels"] = False  # parts of the sum may be averaged before
+            if getattr(wrapped, "needs_first_sync", False):
+                vars(wrapped)["needs_first_sync"] = False  # averaging a part of the sum gives the same gradients
             else:
                 block.enter_context(wrapped.no_sync())
         return block
@@ -195,17 +197,17 @@ class DDPStrategy(Strategy):
             wrapped = _wrapped(model)
             if wrapped is not None:
                 found.append(wrapped)
-            elif getattr(model, "_orig_mod", model) not in self._as_they_were:
+            elif getattr(model, "_orig_mod", model) not in self._unwrapped:
                 raise NotPreparedError(
-                    f"accumulate or no_sync was given a {type(model).__name__} that did not come out of prepare, so "
-                    "its gradients cannot be kept from travelling. Give it what prepare returned: "
+                    f"accumulate or no_sync was given a {type(model).__name__} that prepare did not return, so the "
+                    "exchange of its gradients cannot be held back. Give it what prepare returned: "
                     "model = accelerator.prepare(model)."
                 )
         return found
 
 
 def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:
-    """Return the wrapper of a prepared model, also of one that was compiled afterwards; None if it has none."""
+    """Return the DistributedDataParallel of a prepared model, which may be compiled; None if it has none."""
     model = getattr(model, "_orig_mod", model)
     return model if isinstance(model, parallel.DistributedDataParallel) else None
 
@@ -213,5 +215,5 @@ def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:
 def _is_alive(group: dist.ProcessGroup) -> bool:
     try:
         return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):  # torch does not know it any more
+    except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
         return False

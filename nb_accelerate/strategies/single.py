@@ -6,4 +6,4 @@ from nb_accelerate.strategies.strategy import Strategy
 
 
 class SingleStrategy(Strategy):
-    """Train in one process: all defaults."""
+    """Train in one process, which is what the defaults of `Strategy` do."""

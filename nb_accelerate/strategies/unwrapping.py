@@ -1,4 +1,4 @@
-"""Find the user's model inside of what distributes and compiles it."""
+"""Find the user's model inside the wrappers that distribute and compile it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model inside of what distributes it.
+    """Return the user's model inside DistributedDataParallel or DataParallel.
 
     Args:
         model: prepared or not.
-        keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
-        keep_torch_compile: False also takes it out of `torch.compile`. Where that was around what distributes the
-            model, the model inside is compiled anew, in the same way, at its next call; not if only regions were.
-        recursive: also unwrap the parts of the model.
+        keep_fp32_wrapper: False also restores the forward that mixed precision replaced.
+        keep_torch_compile: False also removes `torch.compile`. True on a compiled wrapper returns the model inside,
+            compiled with the same options at its next call, unless only regions of it were compiled.
+        recursive: also unwrap the submodules of the model.
     """
-    outside: Any = model if hasattr(model, "_orig_mod") else None  # also one with compiled regions
+    outside: Any = model if hasattr(model, "_orig_mod") else None  # compiled, whole or by regions
     inner: Any = model._orig_mod if outside is not None else model  # noqa: SLF001 - torch.compile's name for it
     wrapped = isinstance(inner, _WRAPPERS)
     while isinstance(inner, _WRAPPERS):
@@ -42,12 +42,12 @@ def extract_model_from_parallel(
         return inner  # type: ignore[no-any-return]
     if not wrapped:
         return outside  # type: ignore[no-any-return]
-    again = getattr(outside, "dynamo_ctx", None)  # where regions were compiled there is none
-    return inner if again is None else again(inner)  # type: ignore[no-any-return]
+    compile_again = getattr(outside, "dynamo_ctx", None)  # missing where only regions were compiled
+    return inner if compile_again is None else compile_again(inner)  # type: ignore[no-any-return]
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the user's model inside of all that was put around it; the model stays as it is."""
+    """Return the user's model inside all wrappers, `torch.compile` included; the model is not changed."""
     inner: Any = model
     while isinstance(inner, _WRAPPERS) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, _WRAPPERS) else inner._orig_mod  # noqa: SLF001 - torch.compile's name

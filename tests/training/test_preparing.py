@@ -149,7 +149,7 @@ def test_a_forgotten_model_is_noticed_on_several_ranks(run_ranks):
             "prepare too; it stays as it is.",
         )
         assert accumulate[0] == NotPreparedError.__name__
-        assert "given a Linear that did not come out of prepare" in accumulate[1]
+        assert "given a Linear that prepare did not return" in accumulate[1]
 
 
 # Not batched_power_sgd: torch's own fails an assertion of its own in 2.13.
