@@ -1,1 +1,1 @@
-"""This process: its device, its process group, its random numbers, and whether it is the main one."""
+"""The device, process group, random numbers and memory of this process."""

@@ -1,4 +1,4 @@
-"""Run on the processor cores that are near this process's device."""
+"""Restrict this process to the processor cores near its device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is known once per process: the only module-level state of the package.
+"""The rank, device and process group of this process, kept in a module-level variable.
 
-Every `Accelerator` in a process shares one `ProcessContext`: what the process is. It is made by
-`nb_accelerate.process.setup`, and forgotten when the process leaves its group. What is trained outlives that: prepared
-objects stay prepared, so `training` is a slot of its own. `reset` forgets both.
+Every `Accelerator` in a process shares one `ProcessContext`. `nb_accelerate.process.setup` makes it, and it is
+forgotten when the process leaves its group. What is trained outlives that: prepared objects stay prepared, so
+`training` is a slot of its own. `reset` forgets both.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """Room for one thing that a higher level keeps for this process. Forgotten together with the context.
+    """Holds one object that a package of a higher level keeps for this process.
 
     Attributes:
-        value: the thing, or None.
+        value: the object, or None.
     """
 
     __slots__ = ("value",)
@@ -40,17 +40,17 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessContext:
-    """What this process is.
+    """The rank, device and process group of one process.
 
     Attributes:
-        topology: its place among all processes.
-        kind: what its device can do.
+        topology: its rank and the other numbers that tell it from other processes.
+        kind: row of its device in the device table.
         device: where its model and batches live.
         group: the default process group, or None when it is alone.
-        owns_group: whether we made that group, and so may destroy it.
-        options: what the group was asked to be made with.
-        newest: what the newest `Accelerator` chose, for those who ask without having one.
-        pid: the process this describes. A forked child inherits the variable, but is not that process.
+        owns_group: whether this package made that group, and so may destroy it.
+        options: arguments that the group was made with.
+        newest: what the newest `Accelerator` chose, for functions that have no `Accelerator` at hand.
+        pid: process id. A forked child inherits the object, but is another process.
     """
 
     topology: Topology
@@ -64,22 +64,22 @@ class ProcessContext:
 
     @property
     def is_here(self) -> bool:
-        """Whether it describes the process that asks."""
+        """Whether it describes this process."""
         return self.pid == _pid
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What this setup is called."""
+        """What accelerate calls this setup."""
         return DistributedType(self.kind.distributed_type if self.topology.world_size > 1 else DistributedType.NO)
 
 
 _context: ProcessContext | None = None
 
 training = Slot()
-"""What every `Accelerator` of this process shares about training: a ``SharedTraining``, or None."""
+"""Holds what every `Accelerator` of this process shares about training: a ``SharedTraining``, or None."""
 
 _pid = os.getpid()
-"""Of this process. Every backward compares it, and a system call costs more than the rest of what we add there."""
+"""Process id. Every backward compares it, and a system call costs more than all else that this package adds there."""
 
 
 def _forked() -> None:
@@ -92,10 +92,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def current() -> ProcessContext | None:
-    """Return what this process is, or None if nobody asked yet.
+    """Return the context of this process, or None if there is none yet.
 
-    A description is out of date, and None is returned, when it was inherited by a fork or when the process group
-    it names is no longer torch's default one.
+    One that was inherited by a fork, or whose process group is no longer torch's default one, does not count.
     """
     if _context is None or not _context.is_here or _context.group is not default_group():
         return None
@@ -103,26 +102,26 @@ def current() -> ProcessContext | None:
 
 
 def topology_here() -> Topology:
-    """Return the place of this process, without connecting it: before that, what its launcher's variables say."""
+    """Return the numbers of this process without connecting it: before that, as its launcher's variables say."""
     known = current()
     return known.topology if known else read_topology(Environment().variables)
 
 
 def install(context: ProcessContext) -> ProcessContext:
-    """Make ``context`` the description of this process."""
-    global _context  # noqa: PLW0603 - the one module-level variable of the package
+    """Set the context of this process, and return it."""
+    global _context  # noqa: PLW0603 - one per process
     _context = context
     return context
 
 
 def leave() -> None:
-    """Forget what this process is; the next `Accelerator` looks again. The process group stays."""
+    """Forget the context; the next `Accelerator` makes another. The process group stays."""
     global _context  # noqa: PLW0603 - as above
     _context = None
 
 
 def reset() -> None:
-    """Forget what this process is and what is trained in it. The process group stays."""
+    """Forget the context and what is trained in this process. The process group stays."""
     leave()
     training.value = None
 

@@ -1,4 +1,4 @@
-"""Which device is this process' own: chosen from the table in `nb_accelerate.devices`."""
+"""Choose the device of this process, from the table in `nb_accelerate.devices`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device_kind(name: str) -> DeviceKind:
 
 
 def idle_kind() -> DeviceKind | None:
-    """Return the kind of accelerator that is of no use to ranks whose group is one for the CPU, or None."""
+    """Return the kind of accelerator that ranks leave unused if their process group is one for the CPU, or None."""
     return next((kind for kind in DEVICE_KINDS if kind.backend and not kind.is_host and kind.is_available()), None)
 
 
@@ -78,8 +78,8 @@ def device_of_group(
 
     Args:
         bound: the one that the group was told of.
-        topology: the place of this process.
-        guessed: whether nobody knows which of the processes on this machine it is.
+        topology: the numbers of this process.
+        guessed: whether its local rank is a guess.
         cpu: use the CPU.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The life of the process group: made when there are several ranks, adopted when it exists, ended by its owner."""
+"""Make the default process group, and destroy it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-"""Of the process groups that are made here."""
+"""Numbers the process groups that are made here."""
 
-_LET_GO = 0.001
-"""Seconds."""
+_GLOO_RELEASE = 0.001
+"""Seconds in which a thread of gloo's drops its last reference to a Python object."""
 
 
 def create(
@@ -85,7 +85,7 @@ def _place(
     options: InitProcessGroupKwargs,
     environment: Environment,
 ) -> dict[str, Any]:
-    """Where the ranks meet, as arguments of `init_process_group`."""
+    """Return where the ranks meet, as arguments of `init_process_group`."""
     is_bound = backend_named(backend).binds_device and device.index is not None
     uuid = kind.uuid(device.index) if is_bound else None
     if options.init_method is not None or not (environment.has_agent_store or uuid):
@@ -105,7 +105,7 @@ def _place(
 
 
 def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
-    """Say that a device is this rank's: nccl would fail with an error of its own if it were another's too.
+    """Claim a device for this rank. Where two ranks use one, nccl's own error does not say so.
 
     Args:
         store: of the group that is about to be made.
@@ -114,7 +114,7 @@ def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
         uuid: its name among all devices.
 
     Raises:
-        ConfigError: another rank was here before.
+        ConfigError: another rank has claimed it.
     """
     owner = int(store.compare_set(f"device {uuid}", "", str(rank)))
     if owner != rank:
@@ -126,7 +126,7 @@ def claim(store: Any, rank: int, device: torch.device, uuid: str) -> None:
 
 
 def backend(group: dist.ProcessGroup) -> str:
-    """Return the name of what carries tensors in a group."""
+    """Return the name of a group's backend."""
     return str(dist.get_backend(group))
 
 
@@ -136,29 +136,29 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def close() -> None:
-    """Destroy every process group of this process and forget what it was.
+    """Destroy every process group of this process, and forget its context.
 
     Called by a rank when it ends. Never raises, and does nothing where there is no group.
     """
     atexit.unregister(close)
     context.leave()
     if dist.is_available() and dist.is_initialized():
-        # A thread of gloo's may be about to let go of the last collective, and waits for the interpreter to do so,
-        # because there is a Python object in it. If the interpreter ends before, torch aborts the process.
-        time.sleep(_LET_GO)
+        # A thread of gloo's may be about to drop the last collective, and needs the interpreter for the Python object
+        # in it. If the interpreter ends before, torch aborts the process. Nothing tells when the thread has done so.
+        time.sleep(_GLOO_RELEASE)
         try:
             dist.destroy_process_group()
-        except Exception:  # on the way out there is nobody left to handle it
+        except Exception:  # at the end of the process nobody can handle it
             logger.debug("a process group could not be destroyed", exc_info=True)
     if dist.is_available() and not dist.is_initialized():
         _forget_unfinished()
 
 
 def _forget_unfinished() -> None:
-    """Forget groups whose making was broken off, as `destroy_process_group` forgets those that were made.
+    """Forget groups whose creation was interrupted, as `destroy_process_group` forgets complete ones.
 
     Ranks meet under the name of a group, which is its number. torch keeps the number and the name of one that failed:
-    this rank would wait for new ones under another number than they for it, or find the name taken.
+    this rank would wait for the others under another number than they do, or find the name taken.
     """
     module: Any = dist.distributed_c10d
     world = module._world  # noqa: SLF001 - torch forgets them nowhere

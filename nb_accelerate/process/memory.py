@@ -1,4 +1,4 @@
-"""Memory of the device: give it back, and find a batch size that fits."""
+"""Give memory of the device back, and find a batch size that fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Let go of objects, and give their memory back to the device.
+    """Drop references to objects, and give their memory back to the device.
 
     Example::
 
@@ -134,7 +134,11 @@ def find_executable_batch_size(
 
 
 def _check_call(name: str, wanted: list[str], before: int, args: tuple[Any, ...]) -> None:
-    """Say it plainly when a caller passes the batch size, which pushes every argument one place on."""
+    """Refuse a call that passes the batch size, which would push every argument one place on.
+
+    Raises:
+        TypeError: there are more arguments than the function takes besides the batch size.
+    """
     if len(args) - before <= len(wanted) - before - 1 or not args:
         return
     others = ", ".join(wanted[before + 1 :])

@@ -1,4 +1,4 @@
-"""A progress bar for one's own loops."""
+"""Progress bars for users' own loops."""
 
 from __future__ import annotations
 

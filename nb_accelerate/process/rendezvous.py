@@ -1,4 +1,4 @@
-"""Where `init_process_group` finds the other ranks of a launch, whoever calls it: this package, torch, any library.
+"""Let `init_process_group` find the other ranks of a launch, whoever calls it: this package, torch, any library.
 
 ::
 
@@ -8,8 +8,8 @@
 On one machine the store is a file without a name, whose descriptor only the ranks have: nothing listens, so no other
 user of the machine can write keys or garbage into it. On several machines it is torch's own, at the master's address.
 
-Each process group of all ranks that is made gets a part of the store to itself. In one part for all, the second group
-would find the addresses that the first one left there.
+Each process group of all ranks has a part of the store to itself. In one part for all, the second group would find the
+addresses that the first one left there.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 _torch: Any = importlib.import_module("torch.distributed.rendezvous")
 """Not by an import statement: the package has a function of that name."""
 
-_SHORTEST, _GROWTH, _LONGEST = 0.0002, 1.2, 0.01
-"""Seconds between two looks for a key, at first; how much longer each one is than the one before; and at most."""
+_FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.0002, 1.2, 0.01
+"""Seconds between the first two looks for a key, the factor by which each interval grows, and seconds at most."""
 
-_LONG = 30.0
-"""Seconds after which it is said for whom a rank waits."""
+_WARN_AFTER = 30.0
+"""Seconds of waiting after which a warning names the ranks that are missing."""
 
-
-_MOMENT = timedelta(milliseconds=1)
+_GIVE_UP_TIMEOUT = timedelta(milliseconds=1)
+"""Timeout of the store that makes waits in torch's code fail at once."""
 
 
 def _never() -> bool:
@@ -51,16 +51,16 @@ def _never() -> bool:
 
 
 class RendezvousHandler:
-    """Hands out stores to whoever makes a process group of all ranks. One per rank, in use from `install` on.
+    """Gives stores to whoever makes a process group of all ranks. One per rank, in use from `install` on.
 
     Args:
-        address: of the store, as ``MASTER_ADDR`` has it. What asks for another address gets it from torch.
+        address: of the store, as ``MASTER_ADDR`` has it. Requests for another address are left to torch.
         port: of the store, as ``MASTER_PORT`` has it.
         file: descriptor of the file that is the store, which has to stay open as long as this process lives; None on
             several machines.
         polls: wait for keys of the file in Python. It takes a fraction of a millisecond where torch looks every 10 ms,
             and can be interrupted. Not for nccl, whose own threads use the store: they would have to wait for Python.
-        is_given_up: asked while this rank waits; True makes it wait no longer.
+        is_given_up: called while this rank waits; True ends the wait.
 
     Attributes:
         served: the server of the store, if this rank is the one that serves it: it lives as long as this object.
@@ -96,9 +96,9 @@ class RendezvousHandler:
             handlers[scheme] = functools.partial(self._answer, original)
 
     def give_up(self) -> None:
-        """Let waits of this process fail soon that are in torch's code; called in another thread."""
+        """Make waits of this process that are in torch's code fail soon; called in another thread."""
         if self._file is not None:
-            self._file.set_timeout(_MOMENT)
+            self._file.set_timeout(_GIVE_UP_TIMEOUT)
 
     def _answer(
         self,
@@ -107,7 +107,7 @@ class RendezvousHandler:
         timeout: timedelta = _torch.default_pg_timeout,
         **options: Any,
     ) -> Iterator[tuple[Store, int, int]]:
-        """A handler as torch wants it: yields the store, the rank and the number of ranks."""
+        """Yield the store, the rank and the number of ranks, as torch's rendezvous handlers do."""
         asked = _parse(url)
         if asked is None or asked[0] != self._place:
             yield from original(url, timeout=timeout, **options)
@@ -120,7 +120,7 @@ class RendezvousHandler:
         raise RuntimeError("a process group that was made cannot meet a second time; make another one")
 
     def _meet(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """Say that this rank is there; returns the part of the store that belongs to this process group.
+        """Announce this rank, wait for the others, and return the part of the store for this process group.
 
         Raises:
             DistStoreError: not all ranks came, or two processes take themselves for the same.
@@ -145,18 +145,18 @@ class RendezvousHandler:
 
 
 def _key(rank: int) -> str:
-    """What a rank sets when it comes."""
+    """Return the key that a rank sets when it comes."""
     return f"rank {rank} is here"
 
 
 class _Waiting:
-    """Waits for keys of a store, and says who has not come.
+    """Waits for keys of a store, and names the ranks that have not come.
 
     Args:
         store: of one process group.
-        rank: which waits.
+        rank: of this process.
         world_size: number of ranks.
-        is_given_up: asked meanwhile; True ends it.
+        is_given_up: called between two looks; True ends the wait.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, is_given_up: Callable[[], bool]) -> None:
@@ -166,14 +166,14 @@ class _Waiting:
         self._is_given_up = is_given_up
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Look again and again until all keys are there.
+        """Poll until all keys are there.
 
         Raises:
             DistStoreError: the time is over, or the wait was given up.
         """
         limit = timeout.total_seconds()
         began = time.monotonic()
-        pause = _SHORTEST
+        pause = _FIRST_POLL
         was_said = False
         while not self._store.check(keys):
             if self._is_given_up():
@@ -181,12 +181,12 @@ class _Waiting:
             waited = time.monotonic() - began
             if waited >= limit:
                 raise dist.DistStoreError(self._explain(keys, limit))
-            if waited >= _LONG and not was_said:
+            if waited >= _WARN_AFTER and not was_said:
                 was_said = True
                 if missing := self._missing():
                     logger.warning("rank %d has waited %.0f s for %s to come", self._rank, waited, missing)
             time.sleep(pause)
-            pause = min(pause * _GROWTH, _LONGEST)
+            pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
 
     def _explain(self, keys: list[str], limit: float) -> str:
         missing = self._missing()
@@ -200,13 +200,13 @@ class _Waiting:
         )
 
     def _missing(self) -> str:
-        """``rank 1`` or ``ranks 1, 2``, or "" if all are there."""
+        """Return ``rank 1`` or ``ranks 1, 2``, or "" if all are there."""
         ranks = [str(rank) for rank in range(self._world_size) if not self._store.check([_key(rank)])]
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
 
 
 class _PollingStore(Store):
-    """A store that notices a key soon after it was set, and whose waits can be interrupted and given up."""
+    """A store whose waits poll in Python: they end soon after a key was set, and can be interrupted and given up."""
 
     def __init__(self, store: Store, waiting: _Waiting) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _PollingStore(Store):
 
 
 def _parse(url: str) -> tuple[tuple[str | None, int | None], int, int] | None:
-    """The address, the rank and the number of ranks that a URL stands for; None if they are not all there."""
+    """Return the address, the rank and the number of ranks in a URL, or None if one of them is missing."""
     parts = urlparse(url)
     given = dict(parse_qsl(parts.query))
     variables: Mapping[str, str] = os.environ if parts.scheme == "env" else {}

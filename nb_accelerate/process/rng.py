@@ -1,4 +1,4 @@
-"""Random numbers: seed them all, and give all ranks the state of rank 0."""
+"""Seed random numbers, save and restore their states, and give all ranks the state of rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RNGType(str, Enum):
-    """Which random numbers are kept in step over ranks."""
+    """A source of random numbers that ranks can keep in step."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -61,7 +61,7 @@ def capture(kind: DeviceKind) -> dict[str, Any]:
     """Return the states of all random numbers of this process, under accelerate's names for them.
 
     Args:
-        kind: of its devices. Others are not touched: that would wake them up.
+        kind: of its devices. Others are not touched: that would start their runtime.
     """
     states = {
         "random_state": random.getstate(),

@@ -1,4 +1,4 @@
-"""Find out what this process is, and connect it with the others.
+"""Find the rank and device of this process, and connect it with the others.
 
 ::
 
@@ -39,14 +39,14 @@ def setup_process(
     options: InitProcessGroupKwargs | None = None,
     environment: Environment | None = None,
 ) -> ProcessContext:
-    """Return what this process is; the first call finds out, and later calls return the same.
+    """Return the context of this process; the first call makes it, and later calls return the same.
 
     A process group that exists already is adopted and never destroyed by us.
 
     Args:
         cpu: train on the CPU; None leaves it to the environment and to the devices there are.
-        options: how to make the process group.
-        environment: where to read; that of this process by default.
+        options: arguments for the process group.
+        environment: variables to read; those of this process by default.
 
     Raises:
         ConfigError: the environment contradicts itself, or this call contradicts an earlier one.
@@ -106,7 +106,7 @@ def _select(kind: DeviceKind, device: torch.device) -> None:
 
 
 def _topology_of_group(read: Topology) -> Topology:
-    """Return the place of this process in the group that exists; the environment only adds the machine."""
+    """Return rank and world size of this process in the group that exists; the environment only adds the machine."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (read.rank, read.world_size) == (rank, world_size):
         return read

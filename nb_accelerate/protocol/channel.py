@@ -1,4 +1,4 @@
-"""Whole messages, and file descriptors, over one end of a private Unix socket pair.
+"""Send and receive messages and file descriptors over a private Unix socket pair.
 
 A frame is a header (length, number of descriptors) and a pickled message. Both ends belong to one user's process
 family and neither has a name, so no stranger can write to one: that is why unpickling here is safe.
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!QB")
 _MAX_FDS = 16
+"""Descriptors in one message, at most."""
+
 _CHUNK = 1 << 16
+"""Bytes that are read at once."""
 
 
 class Received(NamedTuple):
-    """A message and the descriptors that came with it; whoever takes it owns them."""
+    """A message and the descriptors that came with it. The receiver owns them."""
 
     message: Any
     fds: tuple[int, ...]
@@ -44,17 +47,17 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """A channel to keep and the socket to give to the process at the other end."""
+        """Return a channel to keep, and the socket to give to the process at the other end."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(here), there
 
     @classmethod
     def from_fd(cls, fd: int) -> Channel:
-        """Take over a descriptor that was received or inherited."""
+        """Return a channel over a descriptor that was received or inherited; it is taken over."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._socket.fileno()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
@@ -84,7 +87,7 @@ class Channel:
                 raise EOFError("the other end of the channel was closed")
 
     def drain(self) -> tuple[list[Received], bool]:
-        """Everything that has arrived, without waiting, and whether the other end is still open."""
+        """Return everything that has arrived, without waiting, and whether the other end is still open."""
         while self._read(socket.MSG_DONTWAIT):
             pass
         return list(self._parse()), not self._ended
@@ -97,7 +100,7 @@ class Channel:
         self._socket.close()
 
     def _read(self, flags: int) -> bool:
-        """Read one chunk; False at the end of the stream, or when nothing is there and we may not wait."""
+        """Read one chunk. Return False at the end of the stream, or if nothing is there and `flags` forbid to wait."""
         if self._ended:
             return False
         try:

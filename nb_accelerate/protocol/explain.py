@@ -1,7 +1,7 @@
-"""Why something cannot be pickled: which part of it, and where that part sits.
+"""Find the part of an object that cannot be pickled.
 
 Pickle's own message names a type ("cannot pickle '_thread.lock' object") and leaves the search to the reader. This
-descends into whatever failed, one level at a time, and stops at the smallest part that still fails alone.
+descends into what failed, one level at a time, and stops at the smallest part that still fails alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MAX_DEPTH = 20
+"""Levels to descend, at most."""
+
 _USERS = (Exception, SystemExit)
-"""What users' code may raise where it takes part."""
+"""What users' methods that pickling calls may raise."""
 
 
 def find_unpicklable(
     value: object, name: str, error: BaseException, dumps: Callable[[Any], bytes]
 ) -> tuple[str, str, str]:
-    """The smallest part of `value` that `dumps` refuses.
+    """Find the smallest part of a value that cannot be pickled.
+
+    Args:
+        value: which cannot.
+        name: what the path begins with.
+        error: what pickling it raised.
+        dumps: pickles a part, or raises.
 
     Returns:
         Its path (``args[0].lock``), a short description of it, and the reason.
@@ -60,7 +68,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    """What `value` refers to when it is pickled by value, with how a reader would write the way there."""
+    """Yield what `value` refers to when it is pickled by value, each with the step to it as a reader would write it."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Interrupts that wait until what belongs together is done."""
+"""Put interrupts off while what must not be left half done is done."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def interrupts_later() -> Iterator[None]:
-    """An interrupt of the cell waits until this is left.
+    """Put off an interrupt of the cell until the block is left.
 
-    It must not end a child before that has said what SIGINT means to it, nor leave half of what belongs together done.
-    Blocking it is for the child; here another thread may get it, and then Python's handler runs in the main thread.
+    It must not end a child before that one has set its handler of SIGINT, nor come between two steps of which the
+    second undoes the first. SIGINT is blocked for the sake of the child; in this process another thread may get it, so
+    Python's handler is replaced too.
     """
     came: list[int] = []
     handler = signal.getsignal(signal.SIGINT)

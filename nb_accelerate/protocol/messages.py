@@ -1,4 +1,4 @@
-"""What the kernel and a rank say to one another: frozen dataclasses, nothing else crosses the channel.
+"""The messages between the kernel and a rank: frozen dataclasses. Nothing else crosses the channel.
 
 ::
 
@@ -62,7 +62,7 @@ class StoreSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a rank is to be before it runs anything.
+    """Set up a rank, before it runs anything.
 
     Attributes:
         rank: its number among all ranks.
@@ -73,8 +73,7 @@ class Setup:
         num_threads: intra-op threads of torch.
         sources: text of notebook cells by file name, so that tracebacks and `inspect.getsource` find them; a
             parcel, since a long notebook is more than a socket's buffer takes.
-        store: through which the ranks meet, with the descriptor that the rank was born with; None if a `Join` will
-            tell.
+        store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
     """
 
     rank: int
@@ -100,7 +99,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Quit:
-    """End: every rank has answered."""
+    """End the rank: every rank has answered. A server sends it when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +175,12 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Meet the other ranks of the pool in a new process group; groups of before are left. Answered like a `Call`.
+    """Leave all process groups, and join the other ranks of the pool in a new one. Answered like a `Call`.
 
     Attributes:
-        meeting: counts them.
-        environ: variables that say where.
-        has_alarm: comes with the rank's end of its alarm channel, to be kept.
+        meeting: number of the rendezvous, counted by the pool.
+        environ: variables to set, such as ``MASTER_ADDR``.
+        has_alarm: the first descriptor is the rank's end of its alarm channel, to be kept.
         store: through which the ranks meet; its descriptor comes along.
     """
 
@@ -193,10 +192,10 @@ class Join:
 
 @dataclass(frozen=True, kw_only=True)
 class CutOff:
-    """Over the alarm channel: whatever this rank waits for in a collective will not come.
+    """Break off the collective that this rank is in. Sent over the alarm channel.
 
     Attributes:
-        meeting: in which the collective is.
+        meeting: number of the rendezvous that made the group of the collective.
         fellows: process ids of the other ranks; connections to them are broken off.
     """
 
@@ -212,9 +211,9 @@ class RunCell:
         code: the cell's body, as it was written.
         filename: what tracebacks call it; the kernel knows the text by that name.
         source: the text of the whole cell, with the line of the magic.
-        above: how many lines of it come before the body.
+        above: lines of it that come before the body.
         is_python: there are no magics in it.
-        names: holds a mapping of names to values to define first, or None.
+        names: a packed mapping of names to values to define first, or None.
         wants_value: send the value of the last expression back.
         wants_accelerator: the cell uses the name ``accelerator``.
     """
@@ -231,7 +230,7 @@ class RunCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Display:
-    """Something a rank shows that is more than a line of text. Its place is marked in the output pipe.
+    """Something that a rank displays. Its place among what is printed is marked in the output pipe.
 
     Attributes:
         kind: ``result``, ``display_data``, ``update_display_data`` or ``clear_output``.
@@ -251,7 +250,7 @@ class CellEnd:
         bound: names that the cell bound, or bound to something else.
         unbound: names that it deleted.
         steps: how many collectives each process group has seen, by the group's name.
-        has_names: the names that came along were defined, or there were none.
+        has_names: the names that came with the cell were defined, or there were none.
     """
 
     answer: Result | Failure
@@ -263,10 +262,10 @@ class CellEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A debugger in a cell wants a line from the user.
+    """Ask the user for a line, on behalf of a debugger in a cell.
 
     Attributes:
-        number: comes back with the `Answer`.
+        number: of the request; the `Answer` has it too.
         prompt: what to show.
     """
 
@@ -276,12 +275,17 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class GoesOn:
-    """The debugger that asked lets the cell go on; it may ask again at the next line, or never."""
+    """The debugger lets the cell go on. It may ask again at the next line, or never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The line that was asked for, without its end; None if there is nobody to ask."""
+    """The line that was asked for, without its end; None if nobody can be asked.
+
+    Attributes:
+        number: of the `Ask`.
+        text: the line.
+    """
 
     number: int
     text: str | None

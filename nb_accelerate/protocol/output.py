@@ -1,4 +1,4 @@
-r"""One pipe for everything a rank prints, in the order it printed it.
+r"""The format of the pipe that carries all that a rank prints, in the order it printed it.
 
 A rank's file descriptor 1 is a pipe to the kernel. ``sys.stdout`` and C code write to it as they are;
 ``sys.stderr`` writes to the *same* pipe inside small frames, so that the two keep their order::
@@ -41,31 +41,41 @@ MAX_PAYLOAD = select.PIPE_BUF - _HEAD
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some bytes of one stream, the place of a display, or a record."""
+    """Bytes of one stream, the place of a display, or a record of logged values."""
 
     stream: StreamName | Literal["display", "record"]
     data: bytes
 
 
 def new_mark() -> bytes:
-    """A mark for the output of one rank."""
+    """Return a mark for the output of one rank."""
     return b"\xff" + os.urandom(MARK_SIZE - 1)
 
 
 def frame(mark: bytes, payload: bytes | memoryview, kind: Kind = "stderr") -> bytes:
-    """`payload` (at most `MAX_PAYLOAD` bytes), to be written in one call."""
+    """Return a frame, to be written in one call.
+
+    Args:
+        mark: of the rank.
+        payload: at most `MAX_PAYLOAD` bytes.
+        kind: what the payload is.
+    """
     return mark + _FIELDS.pack(_KINDS.index(kind), len(payload)) + bytes(payload)
 
 
 class Decoder:
-    """Takes the pipe apart again."""
+    """Splits what is read from the pipe into chunks.
+
+    Args:
+        mark: of the rank that writes.
+    """
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """What `data`, the next bytes of the pipe, completes."""
+        """Yield the chunks that the next bytes of the pipe complete."""
         data = self._rest + data
         self._rest = b""
         position = 0
@@ -91,7 +101,7 @@ class Decoder:
             position = end
 
     def _tail(self, data: bytes, position: int) -> int:
-        """Length of a beginning of the mark at the end of `data`."""
+        """Return how many bytes at the end of `data` are a beginning of the mark."""
         for length in range(min(MARK_SIZE - 1, len(data) - position), 0, -1):
             if self._mark.startswith(data[-length:]):
                 return length

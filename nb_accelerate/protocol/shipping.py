@@ -1,10 +1,10 @@
-"""Functions, arguments and results on their way between processes.
+"""Pickle functions, arguments and results for another process.
 
-`pack` pickles by value whatever lives in a notebook (cloudpickle) and leaves large buffers, those of NumPy arrays
-and of torch's CPU storages, where they are. Small parcels travel inside their message. Large ones are written once
-into an anonymous memory file whose descriptor travels along; every receiver maps it privately, so a 1 GB tensor is
-copied once for any number of ranks, nothing gets a name in ``/dev/shm``, and the memory goes when the last
-process does.
+`pack` pickles by value what was defined in a notebook (cloudpickle), and does not copy large buffers, those of NumPy
+arrays and of torch's CPU storages, into the pickle. Small parcels are part of their message. Large ones are written
+once into an anonymous memory file, a segment, whose descriptor is sent with the message. Every receiver maps it
+privately: a 1 GB tensor is copied once for any number of ranks, nothing gets a name in ``/dev/shm``, and the memory is
+freed when the last process ends.
 
 Tensors on an accelerator arrive on the CPU: unpickling must not touch a device in a kernel that may still fork.
 """
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _INLINE_LIMIT = 1 << 15
-"""Bytes. A frame stays below what a socket buffer takes, so that sending to a busy rank does not block."""
+"""Bytes of a pickle that is part of its message, at most: sending to a busy rank must not fill the socket's buffer."""
 
 _SMALL_BUFFER = 1 << 10
-"""Bytes. Copying less than this is cheaper than a segment."""
+"""Bytes of a buffer that is copied into the pickle, at most: that is cheaper than a segment."""
 
 _ALIGNMENT = 64
-"""Bytes. What torch aligns its own CPU storages to."""
+"""Bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages."""
 
 
 class Packed:
-    """A pickled object, ready to be sent to any number of receivers. Close it when all have it.
+    """A pickled object, to be sent to any number of receivers. Close it when it was sent to all.
 
     Attributes:
         parcel: what goes into a message.
-        codes: of the functions that will find their globals where they arrive.
+        codes: code of the functions that take the globals of the ``__main__`` where they are unpickled.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Packed:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """The descriptors that go with the parcel."""
+        """The descriptors to send with the parcel."""
         return () if self._segment is None or self._segment.closed else (self._segment.fileno(),)
 
     def close(self) -> None:
-        """Let go of the segment; receivers keep theirs."""
+        """Close the segment; receivers have descriptors of their own."""
         if self._segment is not None:
             self._segment.close()
 
@@ -87,15 +87,15 @@ def pack(
     into_main: bool = False,
     limit: int | None = None,
 ) -> Packed:
-    """Pickle `value`.
+    """Pickle an object.
 
     Args:
-        value: anything; functions and classes of ``__main__`` travel by value.
+        value: anything. Functions and classes of ``__main__`` are pickled by value.
         name: what to call it in an error.
-        by_value: modules whose functions and classes travel by value too, as they are in memory here. Those of all
-            other modules are imported where they arrive.
-        into_main: functions of ``__main__`` find their globals in the ``__main__`` where they arrive, and bring none.
-        limit: refuse to copy more bytes than this.
+        by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
+            other modules are imported where they are unpickled.
+        into_main: functions of ``__main__`` bring no globals, and take those of the ``__main__`` that unpickles them.
+        limit: bytes to copy, at most.
 
     Raises:
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
@@ -137,7 +137,15 @@ def _pack(value: object, name: str, *, into_main: bool, limit: int | None) -> Pa
 
 
 def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
-    """The object in a parcel. Takes over the descriptors. Raises whatever unpickling it raises."""
+    """Return the object in a parcel.
+
+    Args:
+        parcel: from a message.
+        fds: descriptors that came with it; taken over.
+
+    Raises:
+        BaseException: what unpickling it raises.
+    """
     if not parcel.sizes:
         return pickle.loads(parcel.pickled)
     (fd,) = fds
@@ -201,7 +209,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.codes: list[types.CodeType] = []
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        """Where cloudpickle gives a function copies of the globals it uses."""
+        """Replace the globals that cloudpickle copies for a function, if they are to be those where it arrives."""
         code, own_globals, *rest = super()._function_getnewargs(func)
         return (code, _MAIN if func.__globals__ is self._main else own_globals, *rest)
 
@@ -229,7 +237,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Main:
-    """Stands for the globals of ``__main__`` where it arrives."""
+    """Is pickled in place of the globals of ``__main__``; becomes those of the process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _main_globals, ()

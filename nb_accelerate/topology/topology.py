@@ -1,4 +1,4 @@
-"""The numbers of one process among all: computed here, written to its environment here, and read from there here.
+"""Compute rank, local rank and world size of a process, write them to its environment, and read them from there.
 
 A launcher is a row of `LAUNCHERS`: which variables hold which number. The first row whose rank and world size are both
 set wins; a process without any is alone. Our own launcher writes the variables of the first row.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The numbers of one process.
+    """Rank, local rank, world size and machine of one process.
 
     Attributes:
         rank: its number among all processes, from 0.
@@ -106,7 +106,13 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables in which one launcher says who a process is; several names are tried in order."""
+    """The variables that one launcher sets for a process. Of several names, the first that is set counts.
+
+    Attributes:
+        name: of the launcher.
+        rank, world_size: the variables that have these numbers. A process without both was not started by it.
+        local_rank, local_world_size, node_rank, num_nodes: likewise; may be missing.
+    """
 
     name: str
     rank: str
