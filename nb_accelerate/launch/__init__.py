@@ -1,6 +1,6 @@
-"""Starting ranks from a notebook, watching over them, and ending them.
+"""Start ranks from a notebook, watch them, and end them.
 
-Names are imported when they are first used: `warm_up`, which loading the extension calls, needs little of this.
+Names are imported when they are first used: `warm_up` needs little of what `notebook_launcher` does.
 """
 
 from __future__ import annotations

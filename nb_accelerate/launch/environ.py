@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.rendezvous import Meeting
 
 _KERNELS_OWN = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT", "PYTEST_CURRENT_TEST")
-"""Variables that say who the kernel is; a rank is somebody else."""
+"""Variables that describe the kernel's process, and are not true of a rank."""
 
 
 def rank_environ(
@@ -28,14 +28,14 @@ def rank_environ(
     attempt: int = 0,
     max_restarts: int = 0,
 ) -> dict[str, str]:
-    """The whole environment of one rank.
+    """Return the whole environment of one rank.
 
     Args:
         plan: the launch.
         meeting: where its ranks meet.
-        local_rank: which one, of those on this machine.
+        local_rank: number of the rank on this machine.
         base: the kernel's environment as it is now.
-        extra: what the user asked for; wins over everything but the choice among the devices that it names.
+        extra: the user's variables; they override all others but those that select among devices.
         attempt: how often the ranks were started before.
         max_restarts: how often they may be started again.
     """
@@ -70,7 +70,7 @@ def rank_environ(
 
 
 def working_directory() -> str:
-    """Of this process, for its ranks; "" if somebody has deleted it, which a rank then says."""
+    """Return the working directory of this process; "" if it was deleted, which ranks then report."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One rank in this very process, for a debugger: breakpoints and ``%debug`` reach users' code directly."""
+"""Run one rank in this very process, for a debugger: breakpoints and ``%debug`` reach users' code directly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object
     before = dict(os.environ)
     with meet(options, plan) as meeting:
         os.environ.update(rank_environ(plan, meeting, 0, base=before, extra=options.env))
-        # Whoever opens a group in this process makes a store itself.
+        # A group that is opened in this process makes a store by itself.
         if meeting.listener is not None:
             meeting.listener.close()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -1,4 +1,4 @@
-"""``notebook_launcher``: a function, on every rank, from one cell."""
+"""``notebook_launcher``: run a function on every rank, from one cell."""
 
 from __future__ import annotations
 

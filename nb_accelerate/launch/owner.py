@@ -1,7 +1,7 @@
-"""The process that starts ranks and tells of their ends, as the kernel sees it: does it answer, and if not, why?
+"""Watch the process of a server: whether it answers, and if not, why.
 
-It may have been stopped (SIGSTOP), or import PyTorch still. Who waits for it then does without it: the kernel knows its
-process and those of the ranks, and ends them by itself.
+It may have been stopped (SIGSTOP), or still import PyTorch. The kernel then does without it: it knows its process and
+those of the ranks, and ends them by itself.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ if TYPE_CHECKING:
 
     from nb_accelerate.protocol.channel import Channel
 
-_BEGINNING = 60.0
-"""Seconds until a server that has not begun to serve is taken for one that never will."""
+_START_TIMEOUT = 60.0
+"""Seconds a server has to begin to serve; later it is taken for one that never will."""
 
-_ENDING = 1.0
-"""Seconds for processes that were killed to be gone."""
-
+_KILL_TIMEOUT = 1.0
+"""Seconds for processes that were killed to end."""
 
 _STOPPED = "Process {pid}, which starts the ranks, is stopped (SIGSTOP). To let it go on: kill -CONT {pid}"
 
 
 class Owner:
-    """A server's process.
+    """The process of a server, which has forked the ranks.
 
     Args:
         pid: a child of this process that was not reaped yet.
         channel: this end of its control channel.
-        serves: it has nothing to import first.
-        log: gives what it wrote, which is nothing unless something is wrong with it.
+        serves: it takes messages at once, because it has nothing to import first.
+        log: returns what it wrote, which is nothing unless something is wrong with it.
 
     Attributes:
         pid, log: as given.
-        is_given_up: nobody is to start ranks with it any more.
+        is_given_up: no more ranks are to be started with it.
     """
 
     def __init__(self, pid: int, channel: Channel, *, serves: bool = False, log: Callable[[], str] = str) -> None:
@@ -59,7 +58,7 @@ class Owner:
         self._process = open_process(pid)
 
     def serves(self) -> bool:
-        """Has it begun to take messages?"""
+        """Return whether it has begun to take messages."""
         with self._reading:
             if not self._serves:
                 messages, _ = self._channel.drain()
@@ -67,25 +66,32 @@ class Owner:
             return self._serves
 
     def is_stopped(self) -> bool:
-        """Was it stopped, as by SIGSTOP?"""
+        """Return whether it is stopped, as by SIGSTOP."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def silence(self) -> str:
-        """Why it cannot answer now, as what it does; "" if it can, or is gone, which its descriptors tell."""
+        """Return why it cannot answer now, as the end of a sentence about it.
+
+        That is "" if it can answer, or has ended, which its descriptors tell.
+        """
         if self.is_stopped():
             return f"is stopped (SIGSTOP). To let it go on: kill -CONT {self.pid}"
         return "" if self.serves() else "has not begun to start ranks yet"
 
     def give_up(self) -> None:
-        """The end of a rank was not told. One that has still to begin is forgiven, since the next launch may wait."""
-        begins = not self.serves() and time.monotonic() < self._begun + _BEGINNING
+        """Note that it did not report the end of a rank.
+
+        A server that is stopped, or has been serving, gets no more ranks. One that still imports is kept: the next
+        launch may wait for it.
+        """
+        begins = not self.serves() and time.monotonic() < self._begun + _START_TIMEOUT
         self.is_given_up = self.is_given_up or self.is_stopped() or not begins
 
     def kill(self) -> None:
-        """End it, and all that was started by it, or by its ranks. Whoever waits for it reaps it."""
+        """Kill it, its ranks, and all that they have started. The caller reaps it."""
         descendants: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             descendants = psutil.Process(self.pid).children(recursive=True)
@@ -97,21 +103,21 @@ class Owner:
                     process.kill()
                     ending.add(open_process(process.pid))
         ending.discard(-1)
-        left, deadline = set(ending), time.monotonic() + _ENDING
+        left, deadline = set(ending), time.monotonic() + _KILL_TIMEOUT
         while left and (ended := wait(left, max(0.0, deadline - time.monotonic()))):
             left.difference_update(ended)
         for descriptor in ending:
             os.close(descriptor)
 
     def close(self) -> None:
-        """It has been reaped."""
+        """Close its descriptor, when it has been reaped."""
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
 
 
 def open_process(pid: int) -> int:
-    """A descriptor of a process, readable when it has ended; -1 where there are none."""
+    """Return a descriptor of a process, readable when it has ended; -1 where the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # not on macOS, not on old or emulated kernels; or it has ended
@@ -119,7 +125,16 @@ def open_process(pid: int) -> int:
 
 
 def send_signal(process: int, pid: int, signum: int) -> bool:
-    """Signal a process by its descriptor, or by its number if there is none. False if this is not allowed."""
+    """Send a signal to a process.
+
+    Args:
+        process: its descriptor; -1 to go by its id, which the system may have given to another process meanwhile.
+        pid: its process id.
+        signum: the signal.
+
+    Returns:
+        False if this process may not signal it.
+    """
     try:
         if process >= 0:
             signal.pidfd_send_signal(process, signum)
@@ -133,7 +148,7 @@ def send_signal(process: int, pid: int, signum: int) -> bool:
 
 
 class Watch:
-    """Looks for servers that were stopped, for as long as somebody waits for their ranks.
+    """Reports servers that are stopped while their ranks are waited for.
 
     Args:
         say: shows a line to the user.
@@ -144,7 +159,7 @@ class Watch:
         self._stopped: set[int] = set()
 
     def look(self, owners: set[Owner]) -> None:
-        """Say which one was stopped, or goes on, since the last time."""
+        """Report which servers were stopped or continued since the last call."""
         for owner in owners:
             is_stopped = owner.is_stopped()
             if is_stopped and owner.pid not in self._stopped:
@@ -155,5 +170,5 @@ class Watch:
                 self._say(f"process {owner.pid}, which starts the ranks, goes on")
 
     def note(self) -> str:
-        """Which are stopped, as a line; "" if none."""
+        """Return a line for each server that is stopped; "" if none is."""
         return "\n".join(_STOPPED.format(pid=pid) for pid in sorted(self._stopped))

@@ -55,7 +55,7 @@ _keepers: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def close_keepers() -> None:
-    """Close what keeps ports free, in a process that was forked from this one to start ranks."""
+    """Close the sockets that keep ports free, in a process that was forked from this one to start ranks."""
     for keeper in list(_keepers):
         keeper.close()
 

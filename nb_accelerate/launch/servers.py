@@ -1,6 +1,6 @@
-"""The kernel's side of the processes that own ranks; see `nb_accelerate.worker.server`.
+"""The kernel's side of the processes that start ranks; see `nb_accelerate.worker.server`.
 
-Three births, one way of working afterwards:
+There are three kinds:
 
 - warm (`warm_server`): a fresh interpreter with torch imported, kept between launches (``forkserver``);
 - cold (`ColdServer`): a fresh interpreter with nothing imported, which starts fresh interpreters (``spawn``);
@@ -50,18 +50,20 @@ PRELOAD = (
     "nb_accelerate.worker.cell",
     *LATER,
 )
-"""What every rank needs, imported once in the warm server."""
+"""Modules that every rank needs, imported once in the warm server."""
 
 _ENTRY = "nb_accelerate.worker.executed:main"
+"""The function that a fresh interpreter runs to become a server."""
+
 CLOSE_TIMEOUT = 5.0
 """Seconds a server has to end its ranks and itself, before it is killed."""
 
 
 class RankServer(ABC):
-    """Starts ranks, signals them, and ends with them."""
+    """A process that starts ranks, and signals them for the kernel. Its ranks end when it does."""
 
     inherits_call = False
-    """Ranks have the function in memory, so it is not sent to them."""
+    """Whether ranks have the function in memory, so that it is not sent to them."""
 
     _channel: Channel
 
@@ -73,24 +75,36 @@ class RankServer(ABC):
     def start(self, handles: Iterable[RankHandle]) -> None:
         """Start ranks; each then waits for `Setup` on its handle's channel.
 
+        Args:
+            handles: of the ranks. The next handle is taken when the rank before it is on its way.
+
         Raises:
             StartError: the server is gone, or the system has no room for another process.
         """
 
     def forget(self) -> None:  # noqa: B027 - most inherit nothing
-        """Wait until nobody has what was open here when the last ranks were started; they have ended."""
+        """Wait until no process has copies of the descriptors that were open here when the last ranks were started.
+
+        Called when these ranks have ended.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """End the server and, if any are left, its ranks."""
 
     def _tell_to_quit(self) -> None:
-        # Said and not left to the end of the channel: a process that was forked from here meanwhile holds a copy.
+        # Closing the channel does not suffice: a process that was forked from here meanwhile holds a copy of it.
         with contextlib.suppress(OSError):
             self._channel.send(Quit())
 
     def _tell(self, handle: RankHandle, key: int, owner: Owner) -> None:
-        """Its rank is on its way."""
+        """Tell a handle that its rank is being started, and how to signal it.
+
+        Args:
+            handle: of the rank.
+            key: names the rank in `SignalRank`.
+            owner: the process of the server.
+        """
         channel = self._channel
 
         def send_signal(signum: int) -> None:
@@ -101,10 +115,14 @@ class RankServer(ABC):
 
 
 class _ExecutedServer(RankServer):
-    """A fresh interpreter."""
+    """A server that is a fresh interpreter.
+
+    Args:
+        preload: modules that it imports first.
+    """
 
     fresh = False
-    """Ranks are fresh interpreters too."""
+    """Whether ranks are fresh interpreters too."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         super().__init__()
@@ -134,20 +152,20 @@ class _ExecutedServer(RankServer):
         return self._process.pid
 
     def alive(self) -> bool:
-        """Does it run?"""
+        """Return whether it runs."""
         return self._process.poll() is None
 
     def is_usable(self) -> bool:
-        """Can ranks be started with it?"""
+        """Return whether ranks can be started with it."""
         is_well = self.alive() and not self.owner.is_given_up and not self.owner.is_stopped()
         return is_well and self._limits == limits()  # its ranks have those that it was born with
 
     def has_ranks(self) -> bool:
-        """Does somebody still have ranks that it has started?"""
+        """Return whether a launch or pool still has ranks that it has started."""
         return self.alive() and any(not (handle.ended or handle.closed) for handle in self._handles)
 
     def log(self) -> str:
-        """What it wrote: nothing, unless something is wrong with it."""
+        """Return what it wrote: nothing, unless something is wrong with it."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip()
 
@@ -183,14 +201,14 @@ class _ExecutedServer(RankServer):
 
 
 class WarmServer(_ExecutedServer):
-    """Has torch imported. Start it once and keep it: the first rank waits for the import, later ones do not."""
+    """A server with torch imported. It is started once and kept: only the first rank waits for the import."""
 
     def __init__(self) -> None:
         super().__init__(PRELOAD)
 
 
 class ColdServer(_ExecutedServer):
-    """Has nothing imported; its ranks are fresh interpreters. For one launch."""
+    """A server with nothing imported, whose ranks are fresh interpreters. For one launch."""
 
     fresh = True
 
@@ -199,30 +217,30 @@ class ColdServer(_ExecutedServer):
 
 
 def _fill_streams() -> None:
-    """Let no channel have a number from 0 to 2, which children redirect: without streams, the next ones would."""
+    """Fill descriptors 0 to 2 if this process has no streams: children redirect these, and no channel may be one."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
 
 
-_births = threading.Lock()
+_fork_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """What is opened for ranks is inherited by them alone: meanwhile no other thread has ranks forked from here."""
-    with _births:
+    """Keep other threads from forking ranks inside the block: they would inherit descriptors opened for these ranks."""
+    with _fork_lock:
         yield
 
 
 _lock = threading.Lock()
 _warm: WarmServer | None = None
 _retired: list[WarmServer] = []
-"""Those that were given up while somebody else had ranks of theirs."""
+"""Warm servers that start no more ranks, and end when the ranks have ended that they have."""
 
 
 def warm_server() -> WarmServer:
-    """The warm server of this process, started if there is none that can be used."""
+    """Return the warm server of this process; start one if there is none that can be used."""
     global _warm  # noqa: PLW0603 - one per process is what "warm" means
     with _lock:
         _retire()
@@ -234,7 +252,7 @@ def warm_server() -> WarmServer:
 
 
 def retire_warm_server() -> None:
-    """End the warm server if it cannot be used any more; if others have ranks of it, when these have ended."""
+    """End the warm server if it cannot be used any more; if other launches have ranks of it, when these have ended."""
     with _lock:
         _retire()
 
@@ -262,22 +280,22 @@ def close_warm_server() -> None:
 
 
 close = close_warm_server
-"""Its public name, in the package."""
+"""The public name, in the package."""
 
 
 def warm_up() -> None:
-    """Start the process that ranks are forked from, in the background: the first launch then need not wait for it."""
+    """Start the process that ranks are forked from, in the background, so that the first launch waits less."""
     warm_server()
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStatus:
-    """What stays between launches.
+    """The processes that stay between launches.
 
     Attributes:
-        pid: the warm server's process.
+        pid: process id of the warm server.
         idle: process ids of the idle processes it keeps.
-        memory: bytes that all of them have to themselves.
+        memory: bytes that these processes do not share with others.
     """
 
     pid: int
@@ -292,7 +310,7 @@ class WarmStatus:
 
 
 def warm_status() -> WarmStatus | None:
-    """What this process keeps between launches, or None if there is nothing."""
+    """Return what this process keeps between launches, or None if there is nothing."""
     with _lock:
         if _warm is None or not _warm.alive():
             return None
@@ -307,9 +325,9 @@ def warm_status() -> WarmStatus | None:
 
 
 def _forget() -> None:
-    """In a process forked from this one: the server is the parent's, and so is the lock."""
-    global _warm, _retired, _lock, _births
-    _warm, _retired, _lock, _births = None, [], threading.Lock(), threading.Lock()
+    """Forget the server and replace the locks, in a process forked from this one: they are the parent's."""
+    global _warm, _retired, _lock, _fork_lock
+    _warm, _retired, _lock, _fork_lock = None, [], threading.Lock(), threading.Lock()
     atexit.unregister(close_warm_server)
 
 
