@@ -1,4 +1,4 @@
-"""Experiment trackers: an adapter for each library, imported when it is used, and one that needs none."""
+"""Experiment trackers: an adapter for each library, imported when it is used, and two that need none."""
 
 from nb_accelerate.records import RunRecord, read_run
 from nb_accelerate.tracking.aim import AimTracker
@@ -8,8 +8,14 @@ from nb_accelerate.tracking.dvclive import DVCLiveTracker
 from nb_accelerate.tracking.jsonl import JSONLinesTracker
 from nb_accelerate.tracking.mlflow import MLflowTracker
 from nb_accelerate.tracking.notebook import NotebookTracker
-from nb_accelerate.tracking.recording import Recording, resolve_recording
-from nb_accelerate.tracking.select import filter_trackers, get_available_trackers, make_trackers, register_tracker_class
+from nb_accelerate.tracking.select import (
+    Recording,
+    filter_trackers,
+    get_available_trackers,
+    make_trackers,
+    register_tracker_class,
+    resolve_recording,
+)
 from nb_accelerate.tracking.swanlab import SwanLabTracker
 from nb_accelerate.tracking.tensorboard import TensorBoardTracker
 from nb_accelerate.tracking.tracker import BlankTracker, GeneralTracker, on_main_process

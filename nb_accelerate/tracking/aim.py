@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, on_main_process, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, load_library, on_main_process, plain_values
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +30,7 @@ class AimTracker(LibraryTracker):
 
     @override
     def open(self) -> Any:
-        aim: Any = load("aim", self.name)
+        aim: Any = load_library("aim", self.name)
         run = aim.Run(**{"repo": self.logging_dir, **self.init_kwargs})
         run.name = self.run_name
         return run
@@ -58,7 +57,7 @@ class AimTracker(LibraryTracker):
             step: at which step.
             kwargs: arguments for ``aim.Image`` under ``"aim_image"``, and for the run's ``track`` under ``"track"``.
         """
-        aim: Any = load("aim", self.name)
+        aim: Any = load_library("aim", self.name)
         kwargs = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, is_number, on_main_process, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, is_number, load_library, on_main_process, plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ class ClearMLTracker(LibraryTracker):
 
     @override
     def open(self) -> Any:
-        clearml: Any = load("clearml", self.name)
+        clearml: Any = load_library("clearml", self.name)
         task = clearml.Task.current_task()
         self._owned = task is None
         if task is not None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, is_number, on_main_process, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, is_number, load_library, on_main_process, plain_values
 
 
 class CometMLTracker(LibraryTracker):
@@ -22,7 +21,7 @@ class CometMLTracker(LibraryTracker):
 
     @override
     def open(self) -> Any:
-        comet: Any = load("comet_ml", self.name)
+        comet: Any = load_library("comet_ml", self.name)
         return comet.start(**{"project_name": self.run_name, **self.init_kwargs})
 
     @override

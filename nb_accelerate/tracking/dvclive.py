@@ -6,8 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, on_main_process, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, load_library, on_main_process, plain_values
 
 
 class DVCLiveTracker(LibraryTracker):
@@ -29,7 +28,7 @@ class DVCLiveTracker(LibraryTracker):
     def open(self) -> Any:
         if self._given is not None:
             return self._given
-        dvclive: Any = load("dvclive", self.name)
+        dvclive: Any = load_library("dvclive", self.name)
         return dvclive.Live(**self.init_kwargs)
 
     @override

@@ -39,6 +39,7 @@ class JSONLinesTracker(GeneralTracker):
 
     name = "jsonl"
     requires_logging_directory = False
+    accepts_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None) -> None:
         super().__init__()

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, is_number, on_main_process, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, is_number, load_library, on_main_process, plain_values
 
 if TYPE_CHECKING:
     import os
@@ -29,6 +28,7 @@ class MLflowTracker(LibraryTracker):
     """
 
     name = "mlflow"
+    accepts_logging_directory = True
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MLflowTracker(LibraryTracker):
 
         from nb_accelerate.config.env import Environment
 
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         environment = Environment()
         name = environment.text("MLFLOW_EXPERIMENT_NAME") or self.experiment_name
         arguments = dict(self.init_kwargs)
@@ -76,7 +76,7 @@ class MLflowTracker(LibraryTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         longest = mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
         short = {name: value for name, value in plain_values(values).items() if len(str(value)) <= longest}
         for name in values.keys() - short.keys():
@@ -88,7 +88,7 @@ class MLflowTracker(LibraryTracker):
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         plain = plain_values(values)
         metrics = {name: value for name, value in plain.items() if is_number(value)}
         for name in plain.keys() - metrics.keys():
@@ -98,24 +98,24 @@ class MLflowTracker(LibraryTracker):
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Record a figure of matplotlib or plotly as a file of the run."""
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         mlflow.log_figure(figure, artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Record a file, in the folder ``artifact_path`` of the run."""
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         mlflow.log_artifact(local_path, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Record a folder, as the folder ``artifact_path`` of the run."""
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         mlflow.log_artifacts(local_dir, artifact_path=artifact_path)
 
     @override
     def close(self) -> None:
-        mlflow: Any = load("mlflow", self.name)
+        mlflow: Any = load_library("mlflow", self.name)
         mlflow.end_run()
 
 

@@ -1,16 +1,17 @@
-"""Choose trackers by name. A new one is a file and a row of the table."""
+"""Choose trackers by name. A new one is a module of this folder and a row of `TRACKERS`."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.config.installed import is_installed
-from nb_accelerate.config.project import LoggerType
+from nb_accelerate.config.profiling import ProfileKwargs
+from nb_accelerate.config.project import LoggerType, ProjectConfiguration, resolve_project
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.tracking.tracker import GeneralTracker
 
@@ -22,20 +23,30 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One tracker of the table: where its class is, and which of some libraries it needs."""
+class TrackerEntry:
+    """One tracker of the table.
+
+    Attributes:
+        module: the module of this package that has the class; unused where ``registered`` is given.
+        cls: the name of the class.
+        libraries: import names of which one has to be installed; none for a tracker without a library.
+        registered: the class itself, if a program registered it.
+    """
 
     module: str
     cls: str
     libraries: tuple[str, ...] = ()
+    registered: type[GeneralTracker] | None = None
 
     @property
     def is_available(self) -> bool:
-        """Whether its library is installed."""
+        """Whether one of its libraries is installed, or it needs none."""
         return not self.libraries or any(map(is_installed, self.libraries))
 
     def load(self) -> type[GeneralTracker]:
-        """Return the class."""
+        """Return the class, importing its module but not its library."""
+        if self.registered is not None:
+            return self.registered
         found: type[GeneralTracker] = getattr(
             importlib.import_module(f"nb_accelerate.tracking.{self.module}"), self.cls
         )
@@ -43,23 +54,23 @@ class Row:
 
 
 TRACKERS = {
-    "tensorboard": Row("tensorboard", "TensorBoardTracker", ("tensorboard", "tensorboardX")),
-    "wandb": Row("wandb", "WandBTracker", ("wandb",)),
-    "trackio": Row("trackio", "TrackioTracker", ("trackio",)),
-    "comet_ml": Row("comet", "CometMLTracker", ("comet_ml",)),
-    "aim": Row("aim", "AimTracker", ("aim",)),
-    "mlflow": Row("mlflow", "MLflowTracker", ("mlflow",)),
-    "clearml": Row("clearml", "ClearMLTracker", ("clearml",)),
-    "dvclive": Row("dvclive", "DVCLiveTracker", ("dvclive",)),
-    "swanlab": Row("swanlab", "SwanLabTracker", ("swanlab",)),
-    "jsonl": Row("jsonl", "JSONLinesTracker"),
-    "notebook": Row("notebook", "NotebookTracker"),
+    "tensorboard": TrackerEntry("tensorboard", "TensorBoardTracker", ("tensorboard", "tensorboardX")),
+    "wandb": TrackerEntry("wandb", "WandBTracker", ("wandb",)),
+    "trackio": TrackerEntry("trackio", "TrackioTracker", ("trackio",)),
+    "comet_ml": TrackerEntry("comet", "CometMLTracker", ("comet_ml",)),
+    "aim": TrackerEntry("aim", "AimTracker", ("aim",)),
+    "mlflow": TrackerEntry("mlflow", "MLflowTracker", ("mlflow",)),
+    "clearml": TrackerEntry("clearml", "ClearMLTracker", ("clearml",)),
+    "dvclive": TrackerEntry("dvclive", "DVCLiveTracker", ("dvclive",)),
+    "swanlab": TrackerEntry("swanlab", "SwanLabTracker", ("swanlab",)),
+    "jsonl": TrackerEntry("jsonl", "JSONLinesTracker"),
+    "notebook": TrackerEntry("notebook", "NotebookTracker"),
 }
 
 
 def get_available_trackers() -> list[str]:
     """Return the names of the trackers whose library is installed."""
-    return [name for name, row in TRACKERS.items() if row.is_available]
+    return [name for name, entry in TRACKERS.items() if entry.is_available]
 
 
 def tracker_class(name: str) -> type[GeneralTracker]:
@@ -69,16 +80,16 @@ def tracker_class(name: str) -> type[GeneralTracker]:
         ConfigError: there is no tracker of that name.
         MissingDependencyError: its library is not installed.
     """
-    row = TRACKERS.get(name)
-    if row is None:
+    entry = TRACKERS.get(name)
+    if entry is None:
         known = ", ".join(repr(one) for one in ("all", *TRACKERS))
         raise ConfigError(
             f"log_with={name!r} is no tracker.{suggest(name, TRACKERS)} Write one of {known}, or an object of a "
             "class of yours that is a GeneralTracker."
         )
-    if not row.is_available:
-        raise MissingDependencyError(row.libraries[0], needed_for=f"log_with={name!r}", extra=name)
-    return row.load()
+    if not entry.is_available:
+        raise MissingDependencyError(entry.libraries[0], needed_for=f"log_with={name!r}", extra=name)
+    return entry.load()
 
 
 def filter_trackers(
@@ -152,13 +163,10 @@ def make_trackers(
             continue
         cls: Any = tracker_class(str(one))
         arguments = dict(init_kwargs.get(str(one), {}))
-        if cls.requires_logging_directory or str(one) in _MAY_HAVE_FOLDER:
+        if cls.requires_logging_directory or cls.accepts_logging_directory:
             arguments.setdefault("logging_dir", logging_dir)
         made.append(cls(project_name, **arguments))
     return made
-
-
-_MAY_HAVE_FOLDER = ("jsonl", "mlflow")
 
 
 def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -169,6 +177,39 @@ def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> N
                 f"{argument} has arguments for {name!r}, which is not among the trackers of this run ({listed})."
                 f"{suggest(name, known)}"
             )
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """What an `Accelerator` records, and where.
+
+    Attributes:
+        project: where files go.
+        log_with: trackers to open, by name or as objects.
+        profile: options of `Accelerator.profile`.
+        trackers: the open ones.
+    """
+
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    log_with: list[str | LoggerType | GeneralTracker] = field(default_factory=list)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+    trackers: list[GeneralTracker] = field(default_factory=list)
+
+
+def resolve_recording(
+    log_with: Any,
+    project_dir: str | os.PathLike[str] | None,
+    project_config: ProjectConfiguration | None,
+    profile: ProfileKwargs,
+) -> Recording:
+    """Check the arguments of an `Accelerator` that are about recording.
+
+    Raises:
+        ConfigError: a tracker is not known, or has no folder to write to.
+        MissingDependencyError: the library of a tracker is not installed.
+    """
+    project = resolve_project(project_dir, project_config)
+    return Recording(project=project, log_with=filter_trackers(log_with, project.logging_dir), profile=profile)
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
@@ -192,16 +233,5 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
         )
     if name in TRACKERS and TRACKERS[name].cls != tracker_class.__name__:
         warnings.warn(f"{tracker_class.__name__} takes the place of the tracker called {name!r}.", stacklevel=2)
-    TRACKERS[name] = RegisteredRow("", tracker_class.__name__, (), tracker_class)
+    TRACKERS[name] = TrackerEntry("", tracker_class.__name__, registered=tracker_class)
     return tracker_class
-
-
-@dataclass(frozen=True)
-class RegisteredRow(Row):
-    """A tracker that a program registered."""
-
-    registered: type[GeneralTracker] = GeneralTracker
-
-    def load(self) -> type[GeneralTracker]:
-        """Return the class."""
-        return self.registered

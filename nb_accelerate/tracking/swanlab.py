@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nb_accelerate.tracking.project import ImageTracker
+from nb_accelerate.tracking.wandb_like import WandBLikeImageTracker
 
 
-class SwanLabTracker(ImageTracker):
+class SwanLabTracker(WandBLikeImageTracker):
     """Record to SwanLab; ``mode="local"`` among the arguments keeps the run on this machine.
 
     Args:

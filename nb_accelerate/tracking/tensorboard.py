@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, is_number, on_main_process, plain, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, is_number, load_library, on_main_process, plain, plain_values
 
 if TYPE_CHECKING:
     import os
@@ -33,9 +32,9 @@ class TensorBoardTracker(LibraryTracker):
 
     @override
     def open(self) -> Any:
-        plain = load("tensorboard", self.name, missing_ok=True)
+        plain = load_library("tensorboard", self.name, missing_ok=True)
         package = "tensorboardX" if plain is None else "torch.utils.tensorboard"
-        library: Any = load(package, self.name, package="tensorboard")
+        library: Any = load_library(package, self.name, package="tensorboard")
         return library.SummaryWriter(str(self.logging_dir), **self.init_kwargs)
 
     @override

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from nb_accelerate.errors import NotPreparedError
+from nb_accelerate.errors import MissingDependencyError, NotPreparedError
 from nb_accelerate.process import context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import ModuleType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +34,7 @@ def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 class GeneralTracker:
-    """What records the values of a run. Subclass it for a tracker of your own.
+    """Record the values of a run. Base class of all trackers, those of users too.
 
     A subclass has three attributes: ``name``, ``requires_logging_directory`` and ``tracker``, the object of the
     library underneath. An `Accelerator` calls `start` when `Accelerator.init_trackers` is called, then
@@ -42,8 +44,9 @@ class GeneralTracker:
         _blank: used for processes on which nothing is tracked.
 
     Attributes:
-        name: what ``get_tracker`` finds it by.
-        requires_logging_directory: whether it is made with a ``logging_dir``.
+        name: the name that ``log_with`` and ``get_tracker`` use.
+        requires_logging_directory: whether it writes files, so that its constructor needs a ``logging_dir``.
+        accepts_logging_directory: whether its constructor takes a ``logging_dir``, and does without if there is none.
         main_process_only: whether its methods do nothing on other processes.
 
     Raises:
@@ -52,6 +55,7 @@ class GeneralTracker:
 
     name: str
     requires_logging_directory: bool
+    accepts_logging_directory: bool = False
     main_process_only: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
@@ -88,7 +92,7 @@ class GeneralTracker:
 
 
 class BlankTracker(GeneralTracker):
-    """A tracker whose methods all do nothing: what `Accelerator.get_tracker` returns on other processes."""
+    """Do nothing in any method. `Accelerator.get_tracker` returns one on processes that record nothing."""
 
     name = ""
     requires_logging_directory = False
@@ -104,7 +108,7 @@ class BlankTracker(GeneralTracker):
 
 
 class LibraryTracker(GeneralTracker):
-    """Base of the adapters: a tracker with a run of a library inside, opened by `start`.
+    """Record to a run of a library, which `start` opens. Base class of the adapters.
 
     Args:
         run_name: what the run, or its project, is called.
@@ -151,6 +155,30 @@ class LibraryTracker(GeneralTracker):
     def close(self) -> None:
         """Close ``run``, which is open. Called by `finish`, on the main process."""
         raise NotImplementedError
+
+
+def load_library(
+    module: str, tracker: str, *, package: str | None = None, missing_ok: bool = False
+) -> ModuleType | None:
+    """Import the library of a tracker.
+
+    Args:
+        module: its dotted name.
+        tracker: the name in ``log_with``, which is also the name of the extra.
+        package: its name on the package index, if that differs from ``module``.
+        missing_ok: return None if it is not installed.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".", maxsplit=1)[0]:
+            raise  # the library is installed, and one of its own imports is missing
+        if missing_ok:
+            return None
+        raise MissingDependencyError(package or module, needed_for=f"log_with={tracker!r}", extra=tracker) from error
 
 
 def plain(value: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nb_accelerate.tracking.project import ProjectTracker
+from nb_accelerate.tracking.wandb_like import WandBLikeTracker
 
 
-class TrackioTracker(ProjectTracker):
+class TrackioTracker(WandBLikeTracker):
     """Record to trackio, which keeps runs on this machine unless it is told a space.
 
     Args:

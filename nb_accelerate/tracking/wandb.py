@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.project import ImageTracker
 from nb_accelerate.tracking.tracker import on_main_process, plain_values
+from nb_accelerate.tracking.wandb_like import WandBLikeImageTracker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class WandBTracker(ImageTracker):
+class WandBTracker(WandBLikeImageTracker):
     """Record to Weights & Biases; ``WANDB_MODE=offline`` keeps the run on this machine.
 
     Args:

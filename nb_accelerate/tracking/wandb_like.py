@@ -1,4 +1,4 @@
-"""Libraries that work as Weights & Biases does: ``init`` a project, ``log`` to its run, ``finish`` it."""
+"""Base classes for libraries with the interface of Weights & Biases: ``init``, ``run.log``, ``run.finish``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from nb_accelerate.tracking.load import load
-from nb_accelerate.tracking.tracker import LibraryTracker, on_main_process, plain_values
+from nb_accelerate.tracking.tracker import LibraryTracker, load_library, on_main_process, plain_values
 
 
-class ProjectTracker(LibraryTracker):
+class WandBLikeTracker(LibraryTracker):
     """Record to a library whose module has the tracker's name.
 
     Args:
@@ -21,7 +20,7 @@ class ProjectTracker(LibraryTracker):
     @property
     def library(self) -> Any:
         """The module of the library."""
-        return load(self.name, self.name)
+        return load_library(self.name, self.name)
 
     @override
     def open(self) -> Any:
@@ -42,8 +41,8 @@ class ProjectTracker(LibraryTracker):
         self.run.finish()
 
 
-class ImageTracker(ProjectTracker):
-    """The same for a library that has an ``Image``."""
+class WandBLikeImageTracker(WandBLikeTracker):
+    """Record images too, to a library that has an ``Image`` class."""
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
