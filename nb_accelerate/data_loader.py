@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.data_loader``."""
+"""Names of ``accelerate.data_loader``."""
 
 from nb_accelerate.compat.loaders import (
     SkipDataLoader as SkipDataLoader,

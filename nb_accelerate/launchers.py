@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.launchers``."""
+"""Names of ``accelerate.launchers``."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Under the names of ``accelerate.local_sgd``."""
+"""Names of ``accelerate.local_sgd``."""
 
 from nb_accelerate.accelerator.local_sgd import LocalSGD as LocalSGD

@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.logging``."""
+"""Names of ``accelerate.logging``."""
 
 from nb_accelerate.compat.output import (
     MultiProcessAdapter as MultiProcessAdapter,

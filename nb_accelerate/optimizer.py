@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.optimizer``."""
+"""Names of ``accelerate.optimizer``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def move_to_device(state: Any, device: torch.device | str | int) -> Any:
-    """Return the state of an optimizer, or any other structure, with all tensors on ``device``."""
+    """Return the state of an optimizer, or any other pytree, with all tensors on ``device``."""
     return send_to_device(state, device)
 
 

@@ -1,3 +1,3 @@
-"""Under the names of ``accelerate.scheduler``."""
+"""Names of ``accelerate.scheduler``."""
 
 from nb_accelerate.optim import AcceleratedScheduler as AcceleratedScheduler

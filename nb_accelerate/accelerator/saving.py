@@ -1,4 +1,4 @@
-"""Save one object."""
+"""Save an object on the main process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What scripts written for Hugging Face accelerate expect around an `Accelerator`: states, free functions, checks.
+"""Functions that scripts written for Hugging Face accelerate import from it, beside `Accelerator`.
 
-States are views: they hold nothing, and show what the process is and what its newest `Accelerator` chose. The
-modules of accelerate's names (``nb_accelerate.state``, ``nb_accelerate.utils.operations`` and so on) only pass on
-what is here and below. ``parity.md`` lists what is not there, and why.
+They stand here by subject. The modules of accelerate's names (``nb_accelerate.utils.operations``,
+``nb_accelerate.data_loader`` and so on) pass them on. Nothing that an `Accelerator` itself needs is here.
+``parity.md`` lists what accelerate has and this package has not, and why.
 """

@@ -1,4 +1,4 @@
-"""What the devices of this machine can do."""
+"""Functions that return what the devices of this machine can do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CPUInformation:
-    """The place of this process among all."""
+    """Rank and world size of this process, on its machine (``local_``) and in all."""
 
     rank: int = 0
     world_size: int = 1
@@ -30,7 +30,7 @@ class CPUInformation:
     local_world_size: int = 1
 
 
-def _best() -> DeviceKind:
+def _preferred_kind() -> DeviceKind:
     return next(kind for kind in DEVICE_KINDS if kind.is_available())
 
 
@@ -76,7 +76,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
         ignore_tpu: accepted; TPUs all do.
     """
     del ignore_tpu
-    return _best().supports_bf16()
+    return _preferred_kind().supports_bf16()
 
 
 def is_fp16_available() -> bool:
@@ -97,15 +97,15 @@ def is_fp8_available() -> bool:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return torch's name for the best kind of device, and what several processes on such devices are called."""
-    kind = _best()
+    """Return torch's name of the preferred device type, and the `DistributedType` of several such devices."""
+    kind = _preferred_kind()
     return kind.name, str(kind.distributed_type)
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return the place of this process among all, as its launcher's variables say."""
-    place = read_topology(Environment().variables)
-    return CPUInformation(place.rank, place.world_size, place.local_rank, place.local_world_size)
+    """Return rank and world size of this process from the environment variables of its launcher."""
+    topology = read_topology(Environment().variables)
+    return CPUInformation(topology.rank, topology.world_size, topology.local_rank, topology.local_world_size)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -127,11 +127,11 @@ def check_cuda_p2p_ib_support() -> bool:
     neither.
     """
     names, count = get_gpu_info()
-    return count < 2 or not any("RTX 40" in name for name in names) or _driver() >= (550, 40, 7)
+    return count < 2 or not any("RTX 40" in name for name in names) or _driver_version() >= (550, 40, 7)
 
 
 @functools.cache
-def _driver() -> tuple[int, ...]:
+def _driver_version() -> tuple[int, ...]:
     run = subprocess.run(
         [shutil.which("nvidia-smi") or "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         capture_output=True,

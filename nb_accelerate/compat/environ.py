@@ -1,4 +1,4 @@
-"""Read and patch environment variables, for scripts that do so themselves."""
+"""Functions that read and patch environment variables, for scripts that do so themselves."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _ours()
+        before = _accelerate_variables()
         try:
             return function(*args, **kwargs)
         finally:
-            _restore({**dict.fromkeys(_ours()), **before})
+            _restore({**dict.fromkeys(_accelerate_variables()), **before})
 
     return run
 
@@ -159,7 +159,7 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
     return destination
 
 
-def _ours() -> dict[str, str | None]:
+def _accelerate_variables() -> dict[str, str | None]:
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 

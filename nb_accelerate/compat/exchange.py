@@ -1,4 +1,4 @@
-"""Exchange tensors and objects between processes, as free functions. They are those of `nb_accelerate.comm`."""
+"""Free functions that exchange tensors and objects between processes; see `nb_accelerate.comm.operations`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gather(tensor: Any) -> Any:
-    """Return the tensors of all processes, one after the other along dimension 0; see `Accelerator.gather`."""
+    """Return the tensors of all processes, concatenated along dimension 0. See `Accelerator.gather`."""
     return operations.gather(current_collectives(), tensor)
 
 
@@ -35,12 +35,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Return the tensors of one process on all processes."""
+    """Return, on all processes, the tensors of process ``from_process``."""
     return operations.broadcast(current_collectives(), tensor, from_process)
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return, on every process, the tensor that one of them has; the others give None and need not know its form.
+    """Return, on every process, the tensor of the one process that has it; the others pass None.
 
     Raises:
         ValueError: no process has it, or several have.
@@ -49,7 +49,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of a list by those of one process, in place, and return the list."""
+    """Replace the items of a list by those of process ``from_process``, in place, and return the list."""
     return operations.broadcast_object_list(current_collectives(), object_list, from_process)
 
 
@@ -59,19 +59,19 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def wait_for_everyone() -> None:
-    """Return when all processes are here."""
+    """Block until all processes have called it: a barrier."""
     current_collectives().barrier()
 
 
 def synchronize_rng_states(rng_types: Sequence[str | rng.RNGType], generator: torch.Generator | None = None) -> None:
-    """Give all processes the random states of process 0.
+    """Set the random states of all processes to those of process 0.
 
     Args:
-        rng_types: which ones: ``"torch"``, ``"cuda"``, ``"generator"`` and so on.
-        generator: the one that ``"generator"`` means.
+        rng_types: names of generators: ``"torch"``, ``"cuda"``, ``"generator"`` and so on; see `RNGType`.
+        generator: the generator that ``"generator"`` means.
 
     Raises:
-        ConfigError: one of them is not a kind of random numbers.
+        ConfigError: a name is not one of `RNGType`.
     """
     collectives = current_collectives()
 
@@ -83,6 +83,6 @@ def synchronize_rng_states(rng_types: Sequence[str | rng.RNGType], generator: to
 
 
 def synchronize_rng_state(rng_type: str | rng.RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes one random state of process 0; see `synchronize_rng_states`."""
+    """Set one random state of all processes to that of process 0. See `synchronize_rng_states`."""
     if rng_type is not None:
         synchronize_rng_states([rng_type], generator)

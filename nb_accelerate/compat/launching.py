@@ -1,4 +1,4 @@
-"""What other launchers wrap a function in, so that it finds out which rank it is."""
+"""`PrepareForLaunch`: set the rank of a process that another launcher started."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PrepareForLaunch:
     `nb_accelerate.notebook_launcher` does all this by itself, and more.
 
     Args:
-        launcher: what to run. What it returns is returned.
-        distributed_type: as what; ``"NO"`` sets no ranks.
-        debug: meet at the file ``ACCELERATE_DEBUG_RDV_FILE`` instead of at a port, ``WORLD_SIZE`` processes.
+        launcher: the function to run.
+        distributed_type: a `DistributedType`; ``"NO"`` sets no rank.
+        debug: rendezvous of ``WORLD_SIZE`` processes by the file ``ACCELERATE_DEBUG_RDV_FILE`` instead of a port.
 
     Raises:
         ConfigError: there is no such ``distributed_type``.
@@ -48,7 +48,7 @@ class PrepareForLaunch:
         """
         variables = {"FORK_LAUNCHED": "1"}
         if self.debug:
-            self._meet(index)
+            self._init_process_group(index)
         elif self.distributed_type is not DistributedType.NO:
             per_node, node = (int(os.environ.get(name, default)) for name, default in (("NPROC", 1), ("NODE_RANK", 0)))
             variables |= {"LOCAL_RANK": str(index), "RANK": str(per_node * node + index)}
@@ -56,7 +56,7 @@ class PrepareForLaunch:
             return self.launcher(*args)
 
     @staticmethod
-    def _meet(index: int) -> None:
+    def _init_process_group(index: int) -> None:
         file, size = os.environ.get("ACCELERATE_DEBUG_RDV_FILE"), os.environ.get("WORLD_SIZE")
         if file is None or size is None:
             raise ConfigError(

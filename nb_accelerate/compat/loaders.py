@@ -1,4 +1,4 @@
-"""Loaders made without an `Accelerator`, with the arguments of accelerate's ``data_loader`` module."""
+"""Functions that make loaders without an `Accelerator`, with the arguments of ``accelerate.data_loader``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from nb_accelerate.process.rng import RNGType
 
 
-class OneOfMany(SingleCollectives):
-    """Collectives of a process that is to act as one of several, without the others.
+class SimulatedCollectives(SingleCollectives):
+    """Collectives of a process that takes a rank of its own choice, without other processes.
 
     Args:
-        rank: which one.
-        world_size: of how many.
+        rank: the rank it takes.
+        world_size: the number of ranks.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -67,17 +67,17 @@ def prepare_data_loader(
     Args:
         dataloader: the same on all processes.
         device: where batches go, if ``put_on_device``.
-        num_processes: act as one of so many processes; by default of those there are.
-        process_index: as which one.
-        split_batches: as in `DataLoaderConfiguration`, like the others that are not named here.
+        num_processes: the number of parts; by default the number of processes.
+        process_index: the part to return; by default that of this process.
+        split_batches: as in `DataLoaderConfiguration`, like the other arguments without a description.
         put_on_device: move batches to ``device``.
-        rng_types: which random numbers get the state of process 0 before each epoch.
+        rng_types: random states that are set to those of process 0 before each epoch.
         dispatch_batches: process 0 reads for all. None: it does so for an iterable dataset that cannot shard itself,
             if there are other processes.
         even_batches: give all processes equally many batches.
         slice_fn_for_dispatch: cuts a batch into parts, where process 0 reads for all.
         use_seedable_sampler: shuffle by ``data_seed`` and the epoch.
-        data_seed: for that.
+        data_seed: the seed of ``use_seedable_sampler``.
         non_blocking: do not wait for copies to the device.
         use_stateful_dataloader: make a loader that can save its position.
         torch_device_mesh: not supported yet.
@@ -88,7 +88,7 @@ def prepare_data_loader(
     if torch_device_mesh is not None:
         raise ConfigError("torch_device_mesh was given, but device meshes are not supported yet. Leave it out.")
     collectives = _collectives(num_processes, process_index)
-    alone = isinstance(collectives, OneOfMany)
+    alone = isinstance(collectives, SimulatedCollectives)
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=False if alone and dispatch_batches is None else dispatch_batches,
@@ -118,7 +118,7 @@ def _collectives(num_processes: int | None, process_index: int | None) -> Collec
         return real
     if not 0 <= rank < world_size:
         raise ConfigError(f"process_index={rank} is none of num_processes={world_size}. They count from 0.")
-    return OneOfMany(rank, world_size)
+    return SimulatedCollectives(rank, world_size)
 
 
 class SkipDataLoader(DataLoaderShard):
@@ -143,5 +143,5 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler of a loader: what says in which order rows are read. None where nothing does."""
+    """Return the sampler that decides the order of rows, inside a batch sampler or not; None if there is none."""
     return sampler_inside(dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler)

@@ -44,7 +44,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether any parameter of a model is spread over devices (a DTensor)."""
+    """Return whether any parameter of a model is sharded over devices (a DTensor)."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -80,10 +80,10 @@ def named_module_tensors(
     """Yield the names and tensors of a module.
 
     Args:
-        module: whose.
+        module: the module.
         include_buffers: buffers too.
-        recurse: those of its parts too.
-        remove_non_persistent: leave out buffers that are not saved.
+        recurse: those of its submodules too.
+        remove_non_persistent: leave out buffers that a state dict leaves out.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:

@@ -19,7 +19,7 @@ else:
 
 
 class MultiProcessAdapter(_Adapter):
-    """A logger that knows which process it is in. Made by `get_logger`."""
+    """Log on the main process, on all processes, or on one after the other. Made by `get_logger`."""
 
     @override
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -27,11 +27,11 @@ class MultiProcessAdapter(_Adapter):
 
         Args:
             level: as in `logging`.
-            msg: what to say.
-            *args: put into ``msg``.
+            msg: the message.
+            *args: arguments of its ``%`` format.
             **kwargs: those of `logging.Logger.log`, and two of ours: ``main_process_only``, True by default, and
-                ``in_order``: every process in its turn. All processes must log the message then, because each waits
-                for the ones before it.
+                ``in_order``: processes log one after the other. All of them must log the message then, because
+                each waits for those before it.
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
@@ -54,7 +54,7 @@ class MultiProcessAdapter(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return a logger that speaks on the main process only, unless a message asks for more.
+    """Return a logger that logs on the main process only, unless a message asks for more.
 
     Example::
 

@@ -1,7 +1,4 @@
-"""Which packages are installed, and what devices can do: ``is_..._available``, as a table.
-
-Nothing is imported to find out, so an answer costs microseconds and has no effects.
-"""
+"""``is_..._available``: whether a package is installed. Nothing is imported to find out."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _row(*modules: str) -> Callable[[], bool]:
+def _check(*modules: str) -> Callable[[], bool]:
     def available() -> bool:
         return all(map(is_installed, modules))
 
@@ -24,33 +21,33 @@ def _row(*modules: str) -> Callable[[], bool]:
     return available
 
 
-is_aim_available = _row("aim")
-is_amdsmi_available = _row("amdsmi")
-is_boto3_available = _row("boto3")
-is_clearml_available = _row("clearml")
-is_comet_ml_available = _row("comet_ml")
-is_datasets_available = _row("datasets")
-is_deepspeed_available = _row("deepspeed")
-is_dvclive_available = _row("dvclive")
-is_import_timer_available = _row("import_timer")
-is_matplotlib_available = _row("matplotlib")
-is_mlflow_available = _row("mlflow")
-is_pandas_available = _row("pandas")
-is_peft_available = _row("peft")
-is_pynvml_available = _row("pynvml")
-is_pytest_available = _row("pytest")
-is_schedulefree_available = _row("schedulefree")
-is_swanlab_available = _row("swanlab")
-is_timm_available = _row("timm")
-is_torchao_available = _row("torchao")
-is_torchdata_available = _row("torchdata")
-is_torchdata_stateful_dataloader_available = _row("torchdata.stateful_dataloader")
-is_torchvision_available = _row("torchvision")
-is_trackio_available = _row("trackio")
-is_transformer_engine_available = _row("transformer_engine")
-is_transformers_available = _row("transformers")
-is_triton_available = _row("triton")
-is_wandb_available = _row("wandb")
+is_aim_available = _check("aim")
+is_amdsmi_available = _check("amdsmi")
+is_boto3_available = _check("boto3")
+is_clearml_available = _check("clearml")
+is_comet_ml_available = _check("comet_ml")
+is_datasets_available = _check("datasets")
+is_deepspeed_available = _check("deepspeed")
+is_dvclive_available = _check("dvclive")
+is_import_timer_available = _check("import_timer")
+is_matplotlib_available = _check("matplotlib")
+is_mlflow_available = _check("mlflow")
+is_pandas_available = _check("pandas")
+is_peft_available = _check("peft")
+is_pynvml_available = _check("pynvml")
+is_pytest_available = _check("pytest")
+is_schedulefree_available = _check("schedulefree")
+is_swanlab_available = _check("swanlab")
+is_timm_available = _check("timm")
+is_torchao_available = _check("torchao")
+is_torchdata_available = _check("torchdata")
+is_torchdata_stateful_dataloader_available = _check("torchdata.stateful_dataloader")
+is_torchvision_available = _check("torchvision")
+is_trackio_available = _check("trackio")
+is_transformer_engine_available = _check("transformer_engine")
+is_transformers_available = _check("transformers")
+is_triton_available = _check("triton")
+is_wandb_available = _check("wandb")
 
 
 def _never(what: str) -> Callable[..., bool]:

@@ -1,4 +1,4 @@
-"""Compare versions of packages."""
+"""Functions that compare versions of packages."""
 
 from __future__ import annotations
 

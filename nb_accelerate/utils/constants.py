@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.constants``."""
+"""Names of ``accelerate.utils.constants``."""
 
 from nb_accelerate.checkpoint.names import (
     MODEL_NAME as MODEL_NAME,

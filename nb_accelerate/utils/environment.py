@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.environment``."""
+"""Names of ``accelerate.utils.environment``."""
 
 from nb_accelerate.compat.capabilities import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,

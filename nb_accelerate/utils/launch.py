@@ -1,3 +1,3 @@
-"""Under the names of ``accelerate.utils.launch``."""
+"""Names of ``accelerate.utils.launch``."""
 
 from nb_accelerate.compat.launching import PrepareForLaunch as PrepareForLaunch

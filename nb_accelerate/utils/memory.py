@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.memory``."""
+"""Names of ``accelerate.utils.memory``."""
 
 from nb_accelerate.process.memory import (
     clear_device_cache as clear_device_cache,

@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.modeling``; what is about large models is not here yet."""
+"""Names of ``accelerate.utils.modeling``."""
 
 from nb_accelerate.bigmodel.sizes import (
     calculate_maximum_sizes as calculate_maximum_sizes,

@@ -1,3 +1,3 @@
-"""Under the names of ``accelerate.utils.offload``; offloading itself is not here yet."""
+"""Names of ``accelerate.utils.offload``."""
 
 from nb_accelerate.bigmodel.ties import extract_submodules_state_dict as extract_submodules_state_dict

@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.operations``."""
+"""Names of ``accelerate.utils.operations``."""
 
 from nb_accelerate.compat.exchange import (
     broadcast as broadcast,

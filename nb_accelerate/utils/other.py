@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.other``, and ``tqdm``."""
+"""Names of ``accelerate.utils.other``, and ``tqdm``."""
 
 from nb_accelerate.accelerator.compiling import compile_regions as compile_regions
 from nb_accelerate.accelerator.saving import save as save

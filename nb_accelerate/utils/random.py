@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.random``."""
+"""Names of ``accelerate.utils.random``."""
 
 from nb_accelerate.compat.exchange import (
     synchronize_rng_state as synchronize_rng_state,

@@ -1,3 +1,3 @@
-"""Under the names of ``accelerate.utils.torch_xla``."""
+"""Names of ``accelerate.utils.torch_xla``."""
 
 from nb_accelerate.compat.xla import install_xla as install_xla

@@ -1,4 +1,4 @@
-"""Under the names of ``accelerate.utils.versions``."""
+"""Names of ``accelerate.utils.versions``."""
 
 from nb_accelerate.compat.versions import (
     compare_versions as compare_versions,
