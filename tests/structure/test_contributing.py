@@ -1,0 +1,195 @@
+"""``CONTRIBUTING.md`` is held to the package: what it names exists, and its tables are tried on a copy."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nb_accelerate
+from nb_accelerate.config.checks import suggest
+from nb_accelerate.tracking.select import TRACKERS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nb_accelerate"
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PATH = re.compile(r"[\w.]+(?:/[\w.]+)*(?:/|\.pyi?|\.toml|\.md)")
+NEW = "NAME"
+EXAMPLE = "tracking/diary.py"
+
+UNDER_WAY = {
+    "config/engines.py",
+    "devices/",
+    "devices/NAME.py",
+    "devices/table.py",
+    "ranks/",
+    "ranks/failures.py",
+    "ranks/loop.py",
+    "start_methods.py",
+}
+"""Named before they are there. Empty it when they are."""
+
+
+def _rows() -> dict[str, list[str]]:
+    """The rows of the table of variants: cells by what is added."""
+    table = PAGE[PAGE.index("| to add a ") :].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {name: rest for name, *rest in cells}
+
+
+def _paths(text: str) -> list[str]:
+    """The files and folders that a text names in backticks."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [word for word in re.findall(r"`([^`\n]+)`", prose) if PATH.fullmatch(word)]
+
+
+def _exists(path: str) -> bool:
+    """Whether a path of the page is there, below the root or below the package; of a new file, its folder."""
+    if NEW in path:
+        path = path.rpartition("/")[0]
+    return any((base / path).exists() for base in (ROOT, PACKAGE))
+
+
+def test_every_file_it_names_exists():
+    named = _paths(PAGE)
+    assert {"launch/plan.py", "tracking/NAME.py", "tests/structure/test_layers.py"} <= set(named)
+    assert [path for path in named if not _exists(path) and path not in {EXAMPLE, *UNDER_WAY}] == []
+
+
+def test_a_file_that_is_not_there_is_noticed():
+    assert not _exists("launch/plans.py")
+    assert not _exists("no_such_room/NAME.py")
+    assert _paths("`launch/plans.py` and `Accelerator(...)` and `decks/`") == ["launch/plans.py", "decks/"]
+
+
+def test_the_names_in_its_table_are_in_the_files_beside_them():
+    rows = _rows()
+    assert {"tracker", "strategy", "device", "start method or engine", "panel column", "command"} == set(rows)
+    for _, lines, tests in rows.values():
+        for part in lines.split("; "):
+            path, _, what = part.partition(": ")
+            (path,) = _paths(path)
+            if path in UNDER_WAY:
+                continue
+            source = (PACKAGE / path).read_text(encoding="utf-8")
+            for name in re.findall(r"`(\w+)`", what):
+                assert re.search(rf"\b{name}\b", source), f"{path} has no {name}"
+        assert all((ROOT / path).is_file() for path in _paths(tests))
+
+
+def test_every_make_target_it_names_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"make ([a-z-]+)", "\n".join(re.findall(r"```console.*?```|`[^`\n]+`", PAGE, re.DOTALL))))
+    assert {"test", "lint", "bench"} <= named
+    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_the_error_it_quotes_is_one_of_ours():
+    (quoted,) = re.findall(r"^> `(.+), \.\.\.`$", PAGE, re.MULTILINE)
+    name = "wandbb"
+    assert quoted.startswith(f"log_with={name!r} is no tracker.{suggest(name, TRACKERS)} Write one of")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, below a folder that stands first on the path of `_run`."""
+    shutil.copytree(PACKAGE, tmp_path / "nb_accelerate", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def _run(copy: Path, code: str) -> str:
+    check = f"import nb_accelerate; assert nb_accelerate.__file__.startswith({str(copy)!r})\n"
+    program = f"import sys; sys.path.insert(0, {str(copy)!r})\n{check}{code}"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def _insert(file: Path, before: str, line: str) -> None:
+    """Add a line in front of the first one that begins with ``before``."""
+    source = file.read_text(encoding="utf-8")
+    assert re.search(f"^{re.escape(before)}", source, re.MULTILINE), f"{file.name} has no line {before!r}"
+    file.write_text(re.sub(f"^(?={re.escape(before)})", line, source, count=1, flags=re.MULTILINE), encoding="utf-8")
+
+
+def _new_and_changed(copy: Path) -> list[str]:
+    """What differs from the package, as the table writes it."""
+    differing = []
+    for file in copy.glob("nb_accelerate/**/*.py"):
+        path = file.relative_to(copy / "nb_accelerate")
+        if not (PACKAGE / path).exists():
+            differing.append(str(path.with_stem(NEW)))
+        elif (PACKAGE / path).read_bytes() != file.read_bytes():
+            differing.append(str(path))
+    return sorted(differing)
+
+
+@pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
+def test_a_tracker_is_added_by_the_files_of_its_row(copy: Path):
+    module, row = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (copy / "nb_accelerate" / EXAMPLE).write_text(module, encoding="utf-8")
+    _insert(copy / "nb_accelerate" / "tracking" / "select.py", '    "notebook": ', row)
+    new, lines, _ = _rows()["tracker"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+
+    said = _run(
+        copy,
+        "from nb_accelerate import Accelerator, ConfigError\n"
+        "accelerator = Accelerator(cpu=True, log_with='diary', project_dir='runs')\n"
+        "accelerator.init_trackers('digits', config={'lr': 0.1})\n"
+        "accelerator.log({'loss': 0.5}, step=1)\n"
+        "accelerator.end_training()\n"
+        "try: Accelerator(cpu=True, log_with='diry', project_dir='runs')\n"
+        "except ConfigError as error: print(error)",
+    )
+    assert (copy / "runs" / "digits.txt").read_text(encoding="utf-8") == "1: {'loss': 0.5}\n"
+    assert "Did you mean 'diary'?" in said
+
+
+def test_a_command_is_added_by_the_files_of_its_row(copy: Path):
+    (copy / "nb_accelerate" / "cli" / "greet.py").write_text(
+        "def register(subparsers):\n"
+        "    parser = subparsers.add_parser('greet', help='say hello')\n"
+        "    parser.set_defaults(run=lambda _: print('hello'))\n"
+    )
+    source = copy / "nb_accelerate" / "cli" / "__init__.py"
+    source.write_text(
+        source.read_text(encoding="utf-8")
+        .replace("import config, env,", "import config, env, greet,")
+        .replace("status, stop, estimate_memory, env)", "status, stop, estimate_memory, env, greet)"),
+        encoding="utf-8",
+    )
+    new, lines, _ = _rows()["command"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+    assert _run(copy, "from nb_accelerate.cli import main\nmain(['greet'])\nmain(['--help'])").count("hello") == 2
+
+
+def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
+    _insert(copy / "nb_accelerate" / "display" / "view.py", '    step: str = ""', '    retries: str = ""\n')
+    _insert(copy / "nb_accelerate" / "display" / "view.py", '    ("step", ', '    ("retries", "retries"),\n')
+    _insert(copy / "nb_accelerate" / "display" / "state.py", "            step=", '            retries="3",\n')
+    new, lines, _ = _rows()["panel column"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+    shown = _run(
+        copy,
+        "from nb_accelerate.display.html import render\n"
+        "from nb_accelerate.display.state import PanelState\n"
+        "from nb_accelerate.display.view import Facts\n"
+        "state = PanelState(Facts(name='train', setup=()), [0, 1], 0.0)\n"
+        "print(render(state.view(1.0)))",
+    )
+    assert ">retries</th>" in shown
+    assert '<td class="nba-retries">3</td>' in shown
+
+
+def test_the_picture_names_only_rooms_of_the_package():
+    table = PAGE[PAGE.index("| | training half") : PAGE.index("`compat/`, `utils/`")]
+    rooms = {path.strip("/").removesuffix(".py") for path in _paths(table)}
+    here = {file.stem for file in Path(nb_accelerate.__file__).parent.iterdir()}
+    assert rooms - here <= {path.strip("/").removesuffix(".py") for path in UNDER_WAY}
