@@ -1,4 +1,4 @@
-"""How much memory training a model will take, without loading its weights."""
+"""Estimate the memory that training a model takes, without loading its weights."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ADAM_MOMENTS = 2
+"""Tensors that Adam keeps per parameter: the averages of the gradient and of its square."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +30,13 @@ class MemoryEstimate:
     """Bytes that one process needs to train a model with Adam.
 
     Attributes:
-        precision: ``no``, ``fp16``, ``bf16``: weights in 32 bits, as `Accelerator(mixed_precision=...)` trains;
+        precision: ``no``, ``fp16``, ``bf16``: weights in 32 bits, as with `Accelerator(mixed_precision=...)`;
             ``bf16 weights``: everything in 16 bits.
         weights: parameters and buffers.
-        gradients: of parameters that are trained.
+        gradients: gradients of trainable parameters.
         adam: both moments of Adam.
-        activations: what the forward pass keeps for the backward pass; None if nobody said what goes in.
-        buckets: copies of gradients that DistributedDataParallel communicates.
+        activations: tensors that the forward pass keeps for the backward pass; None if the inputs are unknown.
+        buckets: the buffers in which DistributedDataParallel communicates gradients.
     """
 
     precision: str
@@ -47,25 +48,27 @@ class MemoryEstimate:
 
     @property
     def training(self) -> int:
-        """All of it in one process alone."""
+        """Bytes in a single process."""
         return self.weights + self.gradients + self.adam + (self.activations or 0)
 
     @property
     def distributed(self) -> int:
-        """All of it in one of several processes that have the whole model each."""
+        """Bytes in one of several processes, with DistributedDataParallel."""
         return self.training + self.buckets
 
 
 def make_model(target: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build a model without memory for its weights. Call it, and all that follows, inside a `FakeTensorMode`.
+    """Build a model whose weights take no memory, if called inside a `FakeTensorMode`.
+
+    The model can be used inside that mode only.
 
     Args:
-        target: ``module:Class``, a class or function that is called without arguments; else what
-            ``transformers.AutoConfig.from_pretrained`` takes: a folder or a ``config.json``, or a name on the Hub.
-        dtype: of its weights.
+        target: ``module:Class``, a class or function that is called without arguments; otherwise an argument of
+            ``transformers.AutoConfig.from_pretrained``: a folder, a ``config.json`` or a name on the Hub.
+        dtype: of the weights.
 
     Raises:
-        ConfigError: there is no such class or configuration.
+        ConfigError: the class or configuration cannot be found, or the class needs arguments.
         MissingDependencyError: transformers is not installed.
     """
     before = torch.get_default_dtype()
@@ -104,7 +107,7 @@ def _transformers_model(target: str) -> nn.Module:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{target!r} is no folder with a config.json, and was not found on the Hub: {first} "
+            f"{target!r} is not a folder with a config.json, and was not found on the Hub: {first} "
             f"For a class of your own, write module:Class"
         ) from error
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
@@ -115,12 +118,13 @@ def _transformers_model(target: str) -> nn.Module:
 def estimate_memory(
     model: nn.Module, precision: str, inputs: Callable[[nn.Module], Mapping[str, Any]] | None = None
 ) -> MemoryEstimate:
-    """Count what training takes, tensor by tensor.
+    """Return the bytes of weights, gradients, optimizer state and activations.
 
     Args:
-        model: of fake or of real tensors.
-        precision: see `MemoryEstimate`; for ``bf16 weights`` the model has them already.
-        inputs: gives the keyword arguments of a forward pass; it is run once to see what it keeps.
+        model: with fake or real tensors.
+        precision: see `MemoryEstimate`; for ``bf16 weights`` the model must have bfloat16 weights already.
+        inputs: returns the keyword arguments of a forward pass for a model. The pass is run once, to count the
+            activations.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(map(_bytes, parameters))
@@ -141,11 +145,11 @@ def estimate_memory(
 
 
 def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, the model's own tensors left out.
+    """Return the bytes that a forward pass keeps for the backward pass, without parameters and buffers.
 
     Args:
-        model: what to call.
-        inputs: its keyword arguments.
+        model: switched to training mode and called once.
+        inputs: keyword arguments of the call.
     """
     own = {_key(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -162,11 +166,14 @@ def count_activations(model: nn.Module, inputs: Mapping[str, Any]) -> int:
 
 
 def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module], Mapping[str, Any]]:
-    """Return what makes the inputs of a language model: ``input_ids`` and, where it takes them, ``labels``.
+    """Return a function that makes inputs of a language model: ``input_ids``, and ``labels`` if it takes them.
 
     Args:
         batch_size: number of sequences.
-        sequence_length: tokens of each.
+        sequence_length: number of tokens in each.
+
+    Raises:
+        ConfigError: (the returned function) the model takes no ``input_ids``.
     """
 
     def make(model: nn.Module) -> Mapping[str, Any]:
@@ -184,13 +191,13 @@ def token_inputs(batch_size: int, sequence_length: int) -> Callable[[nn.Module],
 
 
 def largest_layer(model: nn.Module) -> tuple[int, str]:
-    """Return the bytes and the name of the largest part that is not taken apart; the first of equal ones."""
+    """Return the bytes and the name of the largest layer, the first of equal ones. See `get_max_layer_size`."""
     size, names = calculate_maximum_sizes(model)[1]
     return int(size), names[0] if names else ""
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    """What two views of one storage have in common; fake tensors have no addresses."""
+    """Return a key that is equal for all views of a storage. Fake tensors have no addresses to compare."""
     return int(StorageWeakRef(storage).cdata)  # type: ignore[no-untyped-call]
 
 

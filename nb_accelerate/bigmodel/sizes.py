@@ -1,4 +1,4 @@
-"""How many bytes a model and its parts take."""
+"""Compute how many bytes a model and its modules take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CustomDtype(str, Enum):
-    """Number formats of weights for which torch has no dtype of its own."""
+    """Formats of weights that torch has no dtype for."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -27,7 +27,7 @@ _BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Return the bytes of one number; an eighth for booleans, as sizes of models are estimated."""
+    """Return the bytes of one element, 0.125 for booleans, as accelerate does."""
     if isinstance(dtype, CustomDtype):
         return _BYTES[dtype]
     return 0.125 if dtype is torch.bool else dtype.itemsize
@@ -39,16 +39,16 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | CustomDtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, float]:
-    """Return the bytes of each part of a model by its name; ``""`` is the whole. Weights with two names count once.
+    """Return the bytes of each module and tensor by its name; ``""`` is the whole model. Tied weights count once.
 
     Args:
         model: on any device, also on ``meta``.
-        dtype: count floating point numbers as if they were of this one, where that makes them smaller.
-        special_dtypes: count these weights, by name, as if they were of another.
+        dtype: count floating point tensors as if they had this dtype, where that makes them smaller.
+        special_dtypes: count these tensors, by name, as if they had these dtypes.
         buffers_only: leave out parameters.
 
     Raises:
-        ConfigError: a dtype is given by a name that torch does not know.
+        ConfigError: a dtype is given by a name that torch does not have.
     """
     wanted = None if dtype is None else dtype_byte_size(_as_dtype(dtype))
     special = {name: dtype_byte_size(_as_dtype(kind)) for name, kind in (special_dtypes or {}).items()}
@@ -73,12 +73,13 @@ def get_max_layer_size(
 ) -> tuple[float, list[str]]:
     """Return the bytes of the largest layer, and the names of all layers of that size.
 
-    A layer is what is not taken apart: a module without modules inside, or of one of the classes named.
+    A layer is a module without submodules, a module of one of ``no_split_module_classes``, or a tensor outside of
+    such modules.
 
     Args:
-        modules: names and modules, or single weights.
-        module_sizes: what `compute_module_sizes` returned.
-        no_split_module_classes: names of classes.
+        modules: names and modules or tensors, as from ``named_children``.
+        module_sizes: the result of `compute_module_sizes`.
+        no_split_module_classes: names of module classes that count as one layer.
     """
     layers = [name for start, module in modules for name in _layers(start, module, no_split_module_classes)]
     greatest = max((module_sizes[name] for name in layers), default=0)
@@ -88,7 +89,7 @@ def get_max_layer_size(
 def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:
     """Return the bytes of a model, and those of its largest layer with the names of layers of that size.
 
-    Blocks that a model of transformers wants to keep in one piece are layers.
+    Modules of the classes in ``model._no_split_modules``, which models of transformers have, count as one layer.
     """
     sizes = compute_module_sizes(model)
     whole: list[tuple[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Weights that a model has under several names: find them, and make them one again."""
+"""Find tied parameters (one tensor under several names), tie them again, and look names up in device maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("nb_accelerate")
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of parameters that are one and the same, group by group."""
+    """Return the names of tied parameters, one list for each tensor with several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -25,24 +25,25 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make parameters one and the same again, after they were replaced one by one.
+    """Tie parameters again after they were replaced one by one.
 
     Args:
         model: changed in place.
-        tied_params: what `find_tied_parameters` returned before. The first of each group that has numbers, and is not
-            on ``meta``, counts.
+        tied_params: the result of `find_tied_parameters`, from before. All names of a group get the first parameter
+            that is not on ``meta``.
     """
     for group in tied_params:
-        places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
-        source = next((value for place, name in places if (value := getattr(place, name)).device.type != "meta"), None)
-        if source is None:
+        owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
+        values = [getattr(owner, name) for owner, name in owners]
+        shared = next((value for value in values if value.device.type != "meta"), None)
+        if shared is None:
             continue
-        for place, name in places:
-            setattr(place, name, source)
+        for owner, name in owners:
+            setattr(owner, name, shared)
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether a model of transformers is made to have tied weights, by its config or its classes."""
+    """Return whether config or classes of a transformers model tie weights. False for other models."""
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return False
     config: Any = getattr(model, "config", None)
@@ -55,14 +56,14 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
 ) -> None:
-    """Warn of tied parameters that a device map sends to several devices, where they would be copies.
+    """Log a warning for tied parameters that a device map puts on several devices, which would untie them.
 
     Args:
-        tied_params: what `find_tied_parameters` returned.
-        device_map: devices by the names of modules.
+        tied_params: the result of `find_tied_parameters`.
+        device_map: devices by names of modules.
 
     Raises:
-        ConfigError: the device map says nothing about a parameter.
+        ConfigError: the device map has no device for a parameter.
     """
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
@@ -79,15 +80,20 @@ def device_of(
     device_map: Mapping[str, int | str | torch.device],
     default: int | str | torch.device | None = None,
 ) -> int | str | torch.device:
-    """Return the device of a tensor: that of the innermost module around it that a device map names.
+    """Return the device of a tensor: that of the innermost enclosing module that a device map names.
+
+    Args:
+        name: the full name of the tensor.
+        device_map: devices by names of modules and tensors; ``""`` is the whole model.
+        default: the device if the map names no such module.
 
     Raises:
-        ConfigError: it names none, and there is no default.
+        ConfigError: the map names no such module, and there is no default.
     """
-    part = name
-    while part and part not in device_map:
-        part = part.rpartition(".")[0]
-    device = device_map.get(part, default)
+    module = name
+    while module and module not in device_map:
+        module = module.rpartition(".")[0]
+    device = device_map.get(module, default)
     if device is None:
         raise ConfigError(f"device_map has no device for {name}. Add one for it, for a module around it, or for ''.")
     return device
@@ -96,11 +102,11 @@ def device_of(
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the entries of a state dict that belong to some modules, under their full names.
+    """Return the entries of a state dict that belong to given modules, under their full names.
 
     Args:
         state_dict: of a model.
-        submodule_names: modules, or single weights.
+        submodule_names: full names of modules or tensors.
     """
     return {
         name: tensor

@@ -3,6 +3,7 @@
 from nb_accelerate.comm.checked import CheckedCollectives
 from nb_accelerate.comm.collectives import Collectives
 from nb_accelerate.comm.operations import (
+    Trigger,
     broadcast,
     broadcast_object_list,
     gather,
@@ -12,7 +13,6 @@ from nb_accelerate.comm.operations import (
 )
 from nb_accelerate.comm.single import SingleCollectives
 from nb_accelerate.comm.torch_distributed import TorchCollectives
-from nb_accelerate.comm.trigger import Trigger
 
 __all__ = [
     "CheckedCollectives",

@@ -1,8 +1,8 @@
-"""Collectives that compare what ranks hand in before they run.
+"""Collectives that compare operation, shapes and dtypes across ranks before they run.
 
-A backend that is handed unequal shapes aborts the process, waits for ever, or mixes up bytes. So ranks first gather a
-fingerprint of what they are about to send: 8 bytes. Only where fingerprints differ do they tell each other more, and
-every rank raises the same error.
+With unequal shapes a backend aborts the process, hangs, or mixes up bytes. Ranks therefore gather an 8-byte hash of
+operation, shapes and dtypes first. Where hashes differ they gather the details too, and every rank raises the same
+error.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Leaf = tuple[tuple[int, ...], str]  # shape and dtype
-_ANY = -1  # in place of a size that does not matter
+TensorSpec = tuple[tuple[int, ...], str]
+"""Shape and name of the dtype of a tensor."""
+
+_ANY_SIZE = -1
+"""Stands in a shape for the size of a dimension that may differ between ranks."""
 
 
 class CheckedCollectives(TorchCollectives):
-    """Collectives of torch.distributed that say which rank and which tensor do not fit, before anything hangs.
+    """Collectives of torch.distributed that raise an error naming the rank and tensor that differ, instead of hanging.
 
     Args:
         device: the device of this rank.
-        device_ids: what barriers are told.
-        thorough: check broadcasts too, in which rank 0 would not wait for the others.
+        device_ids: passed to ``torch.distributed.barrier``.
+        thorough: check broadcasts too. Their source does not wait for the other ranks; a check makes it wait.
     """
 
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None, thorough: bool = False) -> None:
@@ -46,65 +49,71 @@ class CheckedCollectives(TorchCollectives):
     ) -> None:
         if not (waits or self._thorough):
             return
-        looks = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        fingerprints = self.all_gather(_fingerprint(operation, looks, shapes)).tolist()
-        if fingerprints.count(fingerprints[0]) == len(fingerprints):
+        shapes_and_dtypes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        hashes = self.all_gather(_hash(operation, shapes_and_dtypes, shapes)).tolist()
+        if hashes.count(hashes[0]) == len(hashes):
             return
-        leaves = [_leaf(shape, dtype, shapes=shapes) for shape, dtype in looks]
-        stories = self.all_gather_object((operation, paths_of_tensors(data), leaves))
-        raise CollectiveMismatchError(_difference(stories))
+        specs = [_spec(shape, dtype, shapes=shapes) for shape, dtype in shapes_and_dtypes]
+        calls = self.all_gather_object((operation, paths_of_tensors(data), specs))
+        raise CollectiveMismatchError(_difference(calls))
 
 
-@functools.lru_cache(maxsize=512)  # loops send the same again and again
-def _fingerprint(operation: str, looks: tuple[tuple[torch.Size, torch.dtype], ...], shapes: bool) -> Tensor:
-    leaves = [_leaf(shape, dtype, shapes=shapes) for shape, dtype in looks]
-    digest = hashlib.blake2b(repr((operation, leaves)).encode(), digest_size=8).digest()
+@functools.lru_cache(maxsize=512)  # a training loop sends the same shapes in every step
+def _hash(operation: str, shapes_and_dtypes: tuple[tuple[torch.Size, torch.dtype], ...], shapes: bool) -> Tensor:
+    specs = [_spec(shape, dtype, shapes=shapes) for shape, dtype in shapes_and_dtypes]
+    digest = hashlib.blake2b(repr((operation, specs)).encode(), digest_size=8).digest()
     return torch.tensor(int.from_bytes(digest, "little", signed=True))
 
 
-def _leaf(shape: torch.Size, dtype: torch.dtype, *, shapes: bool) -> Leaf:
-    return tuple(shape) if shapes else (_ANY,) * len(shape), str(dtype).removeprefix("torch.")
+def _spec(shape: torch.Size, dtype: torch.dtype, *, shapes: bool) -> TensorSpec:
+    return tuple(shape) if shapes else (_ANY_SIZE,) * len(shape), str(dtype).removeprefix("torch.")
 
 
-def _difference(stories: list[tuple[str, list[str], list[Leaf]]]) -> str:
-    """Say where the first rank that differs from rank 0 differs, and what to write."""
-    operation, paths, leaves = stories[0]
-    for rank, (other_operation, other_paths, other_leaves) in enumerate(stories):
+def _difference(calls: list[tuple[str, list[str], list[TensorSpec]]]) -> str:
+    """Describe how the first rank that differs from rank 0 differs, and suggest a change.
+
+    Args:
+        calls: of each rank the name of the operation, and paths and specs of the tensors it was given.
+    """
+    operation, paths, specs = calls[0]
+    for rank, (other_operation, other_paths, other_specs) in enumerate(calls):
         if other_operation != operation:
             return (
                 f"rank 0 called {operation} while rank {rank} called {other_operation}. All ranks have to call the "
-                "same operations in the same order: look for one that only some ranks come to, inside an "
-                "`if accelerator.is_main_process:`, say."
+                "same operations in the same order: look for one that only some ranks reach, for example inside an "
+                "`if accelerator.is_main_process:`."
             )
-        for path, leaf, other_path, other in zip(paths, leaves, other_paths, other_leaves, strict=False):
-            if leaf != other:
+        for path, spec, other_path, other in zip(paths, specs, other_paths, other_specs, strict=False):
+            if spec != other:
                 where = "" if not path else f" in {path}" if path == other_path else f" in {path} and {other_path}"
                 return (
-                    f"{operation} was given {_described(leaf)} on rank 0 and {_described(other)} on rank {rank}"
-                    f"{where}. {_advice(operation, leaf, other)}"
+                    f"{operation} was given {_described(spec)} on rank 0 and {_described(other)} on rank {rank}"
+                    f"{where}. {_advice(operation, spec, other)}"
                 )
-        if len(leaves) != len(other_leaves):
-            more = (rank, other_paths) if len(other_leaves) > len(leaves) else (0, paths)
-            extra = more[1][min(len(leaves), len(other_leaves))]
+        if len(specs) != len(other_specs):
+            longer, its_paths = (rank, other_paths) if len(other_specs) > len(specs) else (0, paths)
+            extra = its_paths[min(len(specs), len(other_specs))]
             return (
-                f"{operation} was given {len(leaves)} tensors on rank 0 and {len(other_leaves)} on rank {rank}; only "
-                f"rank {more[0]} has {extra}. Give it the same structure on all ranks."
+                f"{operation} was given {len(specs)} tensors on rank 0 and {len(other_specs)} on rank {rank}; only "
+                f"rank {longer} has {extra}. Give it the same structure on all ranks."
             )
-    raise AssertionError("fingerprints differed, but nothing else did")
+    raise AssertionError("hashes differ, but operations, paths and specs do not")
 
 
-def _described(leaf: Leaf) -> str:
-    shape, dtype = leaf
-    size = f"of {len(shape)} dimensions" if _ANY in shape else f"of shape {shape}"
+def _described(spec: TensorSpec) -> str:
+    shape, dtype = spec
+    size = f"of {len(shape)} dimensions" if _ANY_SIZE in shape else f"of shape {shape}"
     return f"a tensor {size} and dtype {dtype}"
 
 
-def _advice(operation: str, one: Leaf, other: Leaf) -> str:
-    if one[1] != other[1]:
-        return f"Convert it to one dtype on all ranks, with .to(torch.{one[1]}), say."
-    if len(one[0]) != len(other[0]):
-        return "Give it as many dimensions on all ranks."
-    dims = [dim for dim, (size, more) in enumerate(zip(one[0], other[0], strict=True)) if size != more]
+def _advice(operation: str, spec: TensorSpec, other: TensorSpec) -> str:
+    shape, dtype = spec
+    other_shape, other_dtype = other
+    if dtype != other_dtype:
+        return f"Convert it to one dtype on all ranks, for example with .to(torch.{dtype})."
+    if len(shape) != len(other_shape):
+        return "Give it the same number of dimensions on all ranks."
+    dims = [dim for dim, (size, more) in enumerate(zip(shape, other_shape, strict=True)) if size != more]
     if operation == "gather" and len(dims) == 1:
         return (
             f"Make them equal first: tensor = accelerator.pad_across_processes(tensor, dim={dims[0]}); or gather a "

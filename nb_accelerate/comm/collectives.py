@@ -1,4 +1,4 @@
-"""The small interface on which all communication is written."""
+"""The interface that a backend implements: collectives on one tensor, or on one list of objects."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ ReduceOp = Literal["sum", "max"]
 
 
 class Collectives(ABC):
-    """What ranks can do together. Every rank calls the same method, in the same order.
+    """Collectives of one backend. All ranks call the same methods in the same order.
 
-    `nb_accelerate.comm.operations` calls these, with contiguous tensors of the same shape and dtype on all ranks.
+    `nb_accelerate.comm.operations` calls them, with contiguous tensors of the same shape and dtype on all ranks.
 
     Attributes:
-        rank: the number of this process.
-        world_size: how many there are.
-        device: where tensors travel from; those that live elsewhere take a detour over it.
+        rank: the index of this process, from 0.
+        world_size: the number of processes.
+        device: the device that the backend communicates from. Tensors on another kind of device are copied to it
+            first, and results are copied back.
     """
 
     rank: int
     world_size: int
     device: torch.device
 
-    def verify(  # noqa: B027 - to check nothing is a choice
+    def verify(  # noqa: B027 - not abstract, since most backends check nothing
         self, operation: str, data: Any, tensors: Sequence[Tensor], *, shapes: bool = True, waits: bool = True
     ) -> None:
-        """Compare what ranks are about to hand to a collective, if these collectives are to be checked.
+        """Compare operation, shapes and dtypes across ranks. Does nothing unless a subclass checks.
 
         Args:
-            operation: what was called.
-            data: what it was called with.
-            tensors: those in ``data``.
-            shapes: whether sizes have to be equal; if not, only the number of dimensions has to.
-            waits: whether ranks wait for each other in this operation anyway. Where they do not, a check would make
-                them, so it has to be asked for.
+            operation: the name of the operation, for the error.
+            data: its argument, for the path of a tensor that differs.
+            tensors: the tensors in ``data``.
+            shapes: compare the size of each dimension; if False, only the number of dimensions.
+            waits: whether the operation synchronizes ranks anyway. One that does not is checked on request only,
+                since the check synchronizes them.
 
         Raises:
-            CollectiveMismatchError: ranks called different things, or with tensors of different shapes or dtypes.
+            CollectiveMismatchError: ranks called different operations, or gave tensors of different shapes or dtypes.
         """
 
     @abstractmethod
@@ -52,30 +53,35 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Return the sum over ranks, or the largest of each element; ``tensor``, given up by the caller, may change."""
+        """Return the sum, or the elementwise maximum, over ranks. May overwrite ``tensor``."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of rank ``source``. May change ``tensor``, which the caller gives up."""
+        """Return the tensor of rank ``source``. May overwrite ``tensor``."""
 
     @abstractmethod
     def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
-        """Return this rank's row of what rank ``source`` hands in.
+        """Return row ``rank`` of the tensor of rank ``source``.
 
         Args:
-            parts: on rank ``source`` a tensor of shape (world_size, *like.shape); elsewhere None.
-            like: of the shape, dtype and device of a row; its content is not used, and may be changed.
-            source: whose rows.
+            parts: on rank ``source`` a tensor of shape (world_size, *like.shape), elsewhere None.
+            like: a tensor with shape, dtype and device of one row. May be overwritten.
+            source: the rank that sends.
         """
 
     @abstractmethod
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order. They are pickled."""
+        """Return the objects of all ranks, in rank order. Objects are pickled."""
 
     @abstractmethod
     def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
-        """Return the objects of rank ``source``; all ranks hand in a list of that length. They are pickled."""
+        """Return the objects of rank ``source``. Objects are pickled.
+
+        Args:
+            items: the objects on rank ``source``; elsewhere a list of the same length.
+            source: the rank that sends.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait until all ranks have called it."""

@@ -1,4 +1,4 @@
-"""What users call: gather, reduce, broadcast and pad whole structures. Written once, on `Collectives`."""
+"""Gather, reduce, broadcast and pad nested structures of tensors, on any `Collectives`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from nb_accelerate.comm.packing import packed
+from nb_accelerate.comm.packing import communicate_packed
 from nb_accelerate.config.checks import check_choice
 from nb_accelerate.errors import CannotPadNestedTensorWarning
 from nb_accelerate.pytree import map_tensors, tensors_in
@@ -20,13 +20,31 @@ if TYPE_CHECKING:
     from nb_accelerate.comm.collectives import Collectives, ReduceOp
 
 
-def gather(collectives: Collectives, data: Any) -> Any:
-    """Return ``data`` with every tensor replaced by those of all ranks, one after the other along dimension 0.
+class Trigger:
+    """A flag that any rank can set and all ranks see, for early stopping for example.
 
-    Tensors without dimensions become tensors of shape (world_size,). One process gets back what it gave.
+    Attributes:
+        is_set: whether this rank has set it since the last check.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def check(self, collectives: Collectives) -> bool:
+        """Return whether any rank has set its trigger, and clear all of them. All ranks call it together."""
+        count = collectives.all_reduce(torch.tensor(int(self.is_set), device=collectives.device))
+        self.is_set = False
+        return bool(count.item())
+
+
+def gather(collectives: Collectives, data: Any) -> Any:
+    """Return ``data`` with every tensor replaced by those of all ranks, concatenated along dimension 0.
+
+    A tensor of shape (n, ...) becomes one of shape (world_size * n, ...), a scalar one of shape (world_size,). One
+    process gets its argument back.
 
     Args:
-        collectives: how.
+        collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
 
     Raises:
@@ -37,19 +55,20 @@ def gather(collectives: Collectives, data: Any) -> Any:
         return data
     collectives.verify("gather", data, tensors)
     rows = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
-    gathered = packed(rows, collectives.all_gather, collectives.world_size)
+    gathered = communicate_packed(rows, collectives.all_gather, collectives.world_size)
     return _put_back(data, [tensor.flatten(0, 1) for tensor in gathered])
 
 
 def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return ``data`` with every tensor replaced by its sum, mean or largest over ranks. ``data`` is not changed.
+    """Return ``data`` with every tensor replaced by its sum, mean or elementwise maximum over ranks.
+
+    ``data`` is not changed.
 
     Args:
-        collectives: how.
+        collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-        reduction: ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``. The mean of whole numbers is a
-            float32 tensor.
-        scale: what the result is multiplied with.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``. The mean of integers is a float32 tensor.
+        scale: multiplies the result.
 
     Raises:
         ConfigError: ``reduction`` is none of these.
@@ -67,11 +86,11 @@ def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: 
 
 def _reduced(collectives: Collectives, tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
     """Reduce over ranks, with one collective for all tensors of a dtype and device."""
-    together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        together.setdefault((tensor.dtype, tensor.device), []).append(index)
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
     reduced: list[Tensor] = list(tensors)
-    for indices in together.values():
+    for indices in by_kind.values():
         if len(indices) == 1:
             only = tensors[indices[0]]
             copy = only.detach().clone(memory_format=torch.contiguous_format)
@@ -88,9 +107,9 @@ def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any
     """Return ``data`` with every tensor replaced by that of rank ``from_process``.
 
     Args:
-        collectives: how.
+        collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-        from_process: whose tensors.
+        from_process: the rank that sends.
 
     Raises:
         TypeError: something in ``data`` is not a tensor.
@@ -101,42 +120,43 @@ def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any
 
     collectives.verify("broadcast", data, tensors, waits=False)
 
-    def carry(flat: Tensor) -> Tensor:
+    def send(flat: Tensor) -> Tensor:
         return collectives.broadcast(flat, from_process)
 
-    return _put_back(data, packed(tensors, carry))
+    return _put_back(data, communicate_packed(tensors, send))
 
 
 def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
-    """Return, on every rank, the tensor that one of them has. The others need not know its form.
+    """Return, on every rank, the tensor of the one rank that has it. The others need not know shape and dtype.
 
     Args:
-        collectives: how.
+        collectives: of this process.
         tensor: the tensor on one rank, None on all others.
 
     Raises:
-        ValueError: no rank has it, or several have.
+        TypeError: ``tensor`` is neither a tensor nor None.
+        ValueError: no rank has a tensor, or several have.
     """
     if tensor is not None and not isinstance(tensor, torch.Tensor):
         raise TypeError(f"copy_tensor_to_devices was given a {type(tensor).__name__}. Give it a tensor, or None.")
-    looks = collectives.all_gather_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
-    owners = [rank for rank, look in enumerate(looks) if look is not None]
+    specs = collectives.all_gather_object(None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+    owners = [rank for rank, spec in enumerate(specs) if spec is not None]
     if len(owners) != 1:
         who = f"ranks {', '.join(map(str, owners))} have" if owners else "no rank has"
         raise ValueError(
             f"copy_tensor_to_devices copies the tensor of one rank to all, and {who} one. Give None on all others."
         )
-    shape, dtype = looks[owners[0]]
+    shape, dtype = specs[owners[0]]
     sent = torch.empty(shape, dtype=dtype, device=collectives.device) if tensor is None else tensor.detach()
-    return packed([sent.to(collectives.device)], lambda flat: collectives.broadcast(flat, owners[0]))[0]
+    return communicate_packed([sent.to(collectives.device)], lambda flat: collectives.broadcast(flat, owners[0]))[0]
 
 
 def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
     """Return the items of all ranks in one list, in rank order.
 
     Args:
-        collectives: how.
-        items: what this rank gives; anything that can be pickled.
+        collectives: of this process.
+        items: the items of this rank; anything that can be pickled.
 
     Raises:
         TypeError: ``items`` is not a list or another sequence of items.
@@ -153,9 +173,9 @@ def broadcast_object_list(collectives: Collectives, items: list[Any], from_proce
     """Replace the items of a list by those of rank ``from_process``, in place, and return the list.
 
     Args:
-        collectives: how.
+        collectives: of this process.
         items: a list of the same length on all ranks; anything that can be pickled.
-        from_process: whose items.
+        from_process: the rank that sends.
     """
     items[:] = collectives.broadcast_objects(items, from_process)
     return items
@@ -167,12 +187,12 @@ def pad_across_processes(
     """Return ``data`` with every tensor padded along ``dim`` to its greatest size on any rank, ready for `gather`.
 
     Args:
-        collectives: how.
-        data: a tensor, or a structure of tensors, alike on all ranks except in the size of ``dim``. Tensors
-            without that dimension are left as they are, and so are nested tensors, with a warning.
-        dim: which dimension; negative counts from the last.
-        pad_index: what to pad with.
-        pad_first: pad at the beginning.
+        collectives: of this process.
+        data: a tensor, or a structure of tensors, of shapes that differ between ranks in ``dim`` only. Tensors
+            without that dimension are returned unchanged, and so are nested tensors, with a warning.
+        dim: the dimension to pad; negative counts from the last.
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning instead of the end.
 
     Raises:
         TypeError: something in ``data`` is not a tensor.
@@ -181,8 +201,8 @@ def pad_across_processes(
     nested = [tensor.is_nested for tensor in tensors]
     if any(nested):
         warnings.warn(
-            "pad_across_processes was given a nested tensor, which has no one size to pad, and left it as it is. Pad "
-            "it to a plain tensor first: tensor.to_padded_tensor(0).",
+            "pad_across_processes does not pad nested tensors, and returned this one unchanged. Pad it to a plain "
+            "tensor first: tensor.to_padded_tensor(0).",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
@@ -212,9 +232,9 @@ def pad_across_processes(
 
 
 def _pad(tensor: Tensor, dim: int, rows: int, value: int, *, first: bool) -> Tensor:
-    from_the_end = tensor.dim() - 1 - dim % tensor.dim()  # functional.pad counts dimensions from the last
+    dims_after = tensor.dim() - 1 - dim % tensor.dim()  # functional.pad takes dimensions from the last to the first
     amount = (rows, 0) if first else (0, rows)
-    return functional.pad(tensor, (0, 0) * from_the_end + amount, value=value)
+    return functional.pad(tensor, (0, 0) * dims_after + amount, value=value)
 
 
 def _put_back(data: Any, tensors: Sequence[Tensor]) -> Any:

@@ -1,7 +1,7 @@
-"""Send many small tensors as one: as the bytes they are made of.
+"""Communicate many small tensors in one collective, as bytes.
 
-Bytes have no dtype, so one collective carries a whole structure, and dtypes that a backend does not know
-(complex, float8) travel as well.
+One collective is enough for tensors of several dtypes, and dtypes that a backend does not support (complex, float8)
+work too.
 """
 
 from __future__ import annotations
@@ -15,51 +15,56 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SMALL = 1 << 20  # bytes; above, the copy into one buffer costs more than a collective of its own
-_WIDEST = 16  # bytes of the widest dtype, complex128
+MAX_PACKED_BYTES = 1 << 20
+"""Larger tensors get a collective of their own, which costs less than the copy into one buffer."""
+
+_ALIGNMENT = 16
+"""Bytes of the widest dtype, complex128."""
 
 
-def packed(tensors: Sequence[Tensor], carry: Callable[[Tensor], Tensor], *leading: int) -> list[Tensor]:
-    """Carry small tensors together and large ones by themselves.
+def communicate_packed(
+    tensors: Sequence[Tensor], collective: Callable[[Tensor], Tensor], *leading: int
+) -> list[Tensor]:
+    """Run a collective on all small tensors at once, and on each large one.
 
     Args:
-        tensors: what to carry; on every rank the same shapes and dtypes, or the bytes get mixed up.
-        carry: a collective that takes a flat tensor of n numbers, which it may change, and returns one of shape
+        tensors: of the same shapes and dtypes on all ranks; otherwise bytes get mixed up.
+        collective: takes a tensor of shape (n,) and dtype uint8, which it may overwrite, and returns one of shape
             (*leading, n).
-        leading: the dimensions that ``carry`` puts in front; none or one.
+        leading: the dimensions that ``collective`` adds in front: none, or the world size.
 
     Returns:
-        For each tensor its counterpart of shape (*leading, *tensor.shape). Small ones may share memory.
+        For each tensor a result of shape (*leading, *tensor.shape). Results of small tensors may share memory.
     """
     results: list[Tensor] = list(tensors)
-    together: dict[torch.device, list[int]] = {}
+    small_by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if len(tensors) > 1 and tensor.nbytes <= SMALL:
-            together.setdefault(tensor.device, []).append(index)
+        if len(tensors) > 1 and tensor.nbytes <= MAX_PACKED_BYTES:
+            small_by_device.setdefault(tensor.device, []).append(index)
         else:
             flat = tensor.detach().reshape(-1)
             if not leading and flat.data_ptr() == tensor.data_ptr():
-                flat = flat.clone()  # what is broadcast is written into; what is gathered is not
-            results[index] = _restored(carry(flat.view(torch.uint8)), tensor, leading)
-    for indices in together.values():
-        _carry_together(results, indices, carry, leading)
+                flat = flat.clone()  # broadcast overwrites its argument, gather does not
+            results[index] = _from_bytes(collective(flat.view(torch.uint8)), tensor, leading)
+    for indices in small_by_device.values():
+        _replace_packed(results, indices, collective, leading)
     return results
 
 
-def _restored(carried: Tensor, tensor: Tensor, leading: tuple[int, ...]) -> Tensor:
-    """Return bytes that were carried as numbers, in the shape of the tensor that they were made of."""
-    if not tensor.numel():  # no view of no bytes has another dtype
+def _from_bytes(received: Tensor, tensor: Tensor, leading: tuple[int, ...]) -> Tensor:
+    """Return bytes as numbers with the dtype of ``tensor``, in shape (*leading, *tensor.shape)."""
+    if not tensor.numel():  # torch cannot view 0 bytes as another dtype
         return tensor.new_empty((*leading, *tensor.shape))
-    return carried.view(tensor.dtype).reshape((*leading, *tensor.shape))
+    return received.view(tensor.dtype).reshape((*leading, *tensor.shape))
 
 
-def _carry_together(
-    tensors: list[Tensor], indices: list[int], carry: Callable[[Tensor], Tensor], leading: tuple[int, ...]
+def _replace_packed(
+    tensors: list[Tensor], indices: list[int], collective: Callable[[Tensor], Tensor], leading: tuple[int, ...]
 ) -> None:
-    """Replace tensors by what comes of carrying them as one.
+    """Replace ``tensors[index]`` for each of ``indices`` by its result, with one collective.
 
-    Those of one dtype lie together, the widest dtype first, so that each begins at a place that its dtype can be
-    read from. That needs two operations per dtype and two per tensor.
+    The buffer has the tensors of one dtype side by side, the widest dtype first, so that each part is aligned for its
+    dtype. That takes two operations per dtype and two per tensor.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index in indices:
@@ -68,16 +73,16 @@ def _carry_together(
     pieces = [torch.cat([tensors[index].detach().reshape(-1) for index in members]) for _, members in groups]
     rows = [piece.view(torch.uint8) for piece in pieces]
     size = sum(len(row) for row in rows)
-    if leading and size % _WIDEST:  # rows of other ranks follow, and have to begin at such a place too
-        rows.append(rows[0].new_empty(_WIDEST - size % _WIDEST))
-    carried = carry(rows[0] if len(rows) == 1 else torch.cat(rows))
+    if leading and size % _ALIGNMENT:  # so that the rows of the next ranks are aligned too
+        rows.append(rows[0].new_empty(_ALIGNMENT - size % _ALIGNMENT))
+    received = collective(rows[0] if len(rows) == 1 else torch.cat(rows))
     end = 0
     for (dtype, members), row in zip(groups, rows, strict=False):
         start, end = end, end + len(row)
         if start == end:
             for index in members:
-                tensors[index] = _restored(row, tensors[index], leading)
+                tensors[index] = _from_bytes(row, tensors[index], leading)
             continue
-        parts = torch.split(carried[..., start:end].view(dtype), [tensors[index].numel() for index in members], dim=-1)
+        parts = torch.split(received[..., start:end].view(dtype), [tensors[index].numel() for index in members], dim=-1)
         for index, part in zip(members, parts, strict=True):
             tensors[index] = part.reshape((*leading, *tensors[index].shape))

@@ -1,4 +1,4 @@
-"""One process: everything it would exchange is its own."""
+"""Collectives of a single process: each returns its argument."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleCollectives(Collectives):
-    """Collectives of a process that is alone."""
+    """Collectives of one process, without torch.distributed."""
 
     rank = 0
     world_size = 1

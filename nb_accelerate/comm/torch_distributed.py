@@ -1,4 +1,4 @@
-"""Collectives carried by torch.distributed's default process group."""
+"""Collectives on the default process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# torch 2.13 renamed it, and warns at each call of the old name.
+# torch 2.13 renamed all_gather_into_tensor, and warns at each call of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _on_board(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Say on the board that a method waits for other ranks. If it fails, that stays there: it is where it failed."""
+def _shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a method so that the rank's progress shows which collective it waits in.
+
+    After a failure it keeps showing the collective, as the place of the failure.
+    """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
@@ -47,9 +50,9 @@ class TorchCollectives(Collectives):
     """Collectives of torch.distributed.
 
     Args:
-        device: the device of this rank. A tensor that lives elsewhere takes a detour over it, because a backend
-            such as nccl carries tensors of its own kind of device only.
-        device_ids: what barriers are told, for backends that want to know.
+        device: the device of this rank. Tensors on another kind of device are copied to it, because a backend such
+            as nccl communicates tensors of one kind of device only.
+        device_ids: passed to ``torch.distributed.barrier``; nccl takes them, gloo takes None.
     """
 
     def __init__(self, device: torch.device, *, device_ids: list[int] | None = None) -> None:
@@ -59,54 +62,54 @@ class TorchCollectives(Collectives):
         self._device_ids = device_ids
 
     @override
-    @_on_board(Collective.all_gather)
+    @_shows(Collective.all_gather)
     def all_gather(self, tensor: Tensor) -> Tensor:
-        here = self._carried(tensor)
-        # Flat, because gloo takes the first dimension of the result for the ranks, and of the input for its own.
-        gathered = torch.empty(self.world_size * here.numel(), dtype=here.dtype, device=here.device)
-        _all_gather(gathered, here.reshape(-1))
-        return gathered.view(self.world_size, *here.shape).to(tensor.device)
+        sent = self._on_device(tensor)
+        # Flat: gloo expects dimension 0 of the output to be world_size times that of the input, which scalars lack.
+        gathered = torch.empty(self.world_size * sent.numel(), dtype=sent.dtype, device=sent.device)
+        _all_gather(gathered, sent.reshape(-1))
+        return gathered.view(self.world_size, *sent.shape).to(tensor.device)
 
     @override
-    @_on_board(Collective.all_reduce)
+    @_shows(Collective.all_reduce)
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        here = self._carried(tensor)
-        dist.all_reduce(here, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        return here.to(tensor.device)
+        reduced = self._on_device(tensor)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        return reduced.to(tensor.device)
 
     @override
-    @_on_board(Collective.broadcast)
+    @_shows(Collective.broadcast)
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        here = self._carried(tensor)
-        dist.broadcast(here, source)
-        return here.to(tensor.device)
+        received = self._on_device(tensor)
+        dist.broadcast(received, source)
+        return received.to(tensor.device)
 
     @override
-    @_on_board(Collective.scatter)
+    @_shows(Collective.scatter)
     def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
-        here = self._carried(like)
-        rows = None if parts is None else list(self._carried(parts).unbind(0))
-        dist.scatter(here, rows, source)
-        return here.to(like.device)
+        received = self._on_device(like)
+        rows = None if parts is None else list(self._on_device(parts).unbind(0))
+        dist.scatter(received, rows, source)
+        return received.to(like.device)
 
     @override
-    @_on_board(Collective.all_gather_object)
+    @_shows(Collective.all_gather_object)
     def all_gather_object(self, item: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, item)
         return gathered
 
     @override
-    @_on_board(Collective.broadcast_object)
+    @_shows(Collective.broadcast_object)
     def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
         received = list(items)
         dist.broadcast_object_list(received, source)
         return received
 
     @override
-    @_on_board(Collective.barrier)
+    @_shows(Collective.barrier)
     def barrier(self) -> None:
         dist.barrier(device_ids=self._device_ids)
 
-    def _carried(self, tensor: Tensor) -> Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device.type == self.device.type else tensor.to(self.device)

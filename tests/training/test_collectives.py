@@ -215,7 +215,7 @@ def test_ranks_that_do_not_agree_are_told_who_and_where_instead_of_waiting(run_r
         "float32 on rank 2 in ['logits'][0]. Make them equal first: tensor = accelerator.pad_across_processes"
     )
     assert (
-        "dtype float64 on rank 1 in [0]. Convert it to one dtype on all ranks, with .to(torch.float32)"
+        "dtype float64 on rank 1 in [0]. Convert it to one dtype on all ranks, for example with .to(torch.float32)"
         in (first["dtype"])
     )
     assert "shape (3, 2) and dtype float32 on rank 0 and a tensor of shape (2, 3)" in first["bytes"]
