@@ -79,3 +79,23 @@ def test_the_quickstart_learns_the_digits_on_two_ranks_and_counts_each_held_out_
     assert set(run.values["evaluated"]) == {360}
     first, second = run.values["accuracies"]
     assert first == second >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+@pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
+def test_a_run_that_is_killed_goes_on_and_its_losses_are_those_of_the_undisturbed_one():
+    run = notebook.execute(
+        NOTEBOOKS / "02_checkpoints.ipynb",
+        progress=io.StringIO(),
+        env={key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
+        values={
+            "steps": "(len(undisturbed['losses']), same)",
+            "starts": "(undisturbed['start'], resumed['start'], restarted['start'])",
+            "restarted": "restarted['losses'] == undisturbed['losses']",
+        },
+    )
+    assert run.failure is None, run.failure.render(color=False)
+    assert run.values["steps"] == [342, 342]
+    assert run.values["starts"] == [0, 200, 200]
+    assert run.values["restarted"] is True
