@@ -163,8 +163,8 @@ DIFFERENCES = {
         "A tracker whose library is missing is an error, not a warning."
     ),
     "test_libraries_that_ask_accelerate_itself_see_one_process_until_it_is_told": (
-        "Libraries that ask accelerate itself how many processes there are see one. Write "
-        "`accelerate.PartialState()` after `Accelerator()` to tell it."
+        "Libraries that ask accelerate itself how many processes there are see one. To tell it, write "
+        "`accelerate.PartialState()` after `Accelerator()`, and on CPUs `accelerate.PartialState(cpu=True)`."
     ),
     "test_losses_of_boxes_in_transformers_are_those_of_one_process": (
         "transformers' losses for object detection and instance segmentation ask accelerate, and where it knows of "
