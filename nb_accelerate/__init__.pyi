@@ -13,6 +13,7 @@ from nb_accelerate import (
     utils as utils,
 )
 from nb_accelerate.accelerator import Accelerator as Accelerator
+from nb_accelerate.checkpoint.listing import checkpoints as checkpoints
 from nb_accelerate.checkpoint.model import load_checkpoint_in_model as load_checkpoint_in_model
 from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_rng_states
 from nb_accelerate.compat.packages import is_rich_available as is_rich_available

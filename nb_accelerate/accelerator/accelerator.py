@@ -5,7 +5,6 @@ from __future__ import annotations
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nb_accelerate.accelerator.checkpoints import CheckpointSlice
 from nb_accelerate.accelerator.communication import CommunicationSlice
 from nb_accelerate.accelerator.core import build_core
 from nb_accelerate.accelerator.identity import IdentitySlice
@@ -14,6 +13,7 @@ from nb_accelerate.accelerator.options import OptionsSlice
 from nb_accelerate.accelerator.ownership import MAKE_IT_INSIDE
 from nb_accelerate.accelerator.preparing import PreparingSlice
 from nb_accelerate.accelerator.recording import RecordingSlice
+from nb_accelerate.accelerator.resuming import ResumingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.checks import suggest
@@ -81,7 +81,7 @@ class Accelerator(
     CommunicationSlice,
     LoadersSlice,
     PreparingSlice,
-    CheckpointSlice,
+    ResumingSlice,
     RecordingSlice,
 ):
     """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch.utils.hooks import RemovableHandle
 
@@ -14,11 +14,12 @@ from nb_accelerate.board import Phase
 from nb_accelerate.checkpoint import loading, state
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
+from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.model import write_model
-from nb_accelerate.checkpoint.numbered import keep_newest, newest_whole
-from nb_accelerate.checkpoint.sharing import RankIdentity
+from nb_accelerate.checkpoint.numbered import read_newest, remove_old
+from nb_accelerate.checkpoint.sharing import RankIdentity, share
 from nb_accelerate.comm import SingleCollectives
-from nb_accelerate.config.checks import check_choice
+from nb_accelerate.config.checks import check_choice, check_flag
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.strategies.parts import OptimizerPart
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from nb_accelerate.checkpoint.background import CheckpointHandle
     from nb_accelerate.checkpoint.registry import Hook
     from nb_accelerate.comm import Collectives
 
@@ -127,62 +129,141 @@ class CheckpointSlice(Slice):
         """
         return _added(self.core.registry.before_load, hook)
 
+    @overload
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        async_save: Literal[False] = False,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Path: ...
+
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: Literal[True],
+        **save_model_func_kwargs: Any,
+    ) -> CheckpointHandle: ...
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
+        **save_model_func_kwargs: Any,
+    ) -> Path | CheckpointHandle:
         """Save what the run needs to go on: models, optimizers, schedulers, the scaler, random numbers, loaders.
 
         The checkpoint is published as a whole, when all processes have written their part: a run that is killed while
         it saves, or fails to, leaves the one that was there before. What else is in the folder stays.
 
-        Every process calls it, since each has random numbers of its own. Where only the main one does, as in some
-        scripts, it waits for the others for a while, goes on alone, and says so. Numbered folders need all processes.
+        Every process calls it, since each has random numbers of its own. Who comes late is waited for, as long as the
+        process group waits, and named. Where only the main process ever calls it, as in some scripts, it goes on alone
+        after a while, and says so. Numbered folders need all processes.
 
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
                 makes ``checkpoints/checkpoint_<number>`` in the ``project_dir``, and removes the oldest if there are
                 more than its ``total_limit`` of which nothing is missing.
             safe_serialization: write weights as safetensors; else as `torch.save` does.
+            async_save: return when everything has been copied to host memory, which is kept for the next time, and
+                write while training goes on. All processes call it. One checkpoint at a time: the next save, and the
+                end of the process, wait for it.
             **save_model_func_kwargs: for engines that save models themselves; none is supported yet.
 
         Returns:
-            The folder.
+            The folder; with ``async_save`` a handle with ``wait()`` and ``done()``.
 
         Raises:
             CheckpointError: a weight is nothing that safetensors can hold, or something could not be written, on this
-                process or another. What was there is there still.
+                process or another; or the save before, in the background, has failed. What was there is there still.
             ConfigError: there is no folder to write to, or one with this number is there already.
         """
         if save_model_func_kwargs:
             raise ConfigError(f"save_state got {', '.join(save_model_func_kwargs)}, which no engine here takes.")
-        core, project = self.core, self.core.recording.project
-        automatic = project.automatic_checkpoint_naming
-        folder = self._next_folder() if automatic else _given(output_dir, "output_dir")
+        check_flag("async_save", async_save)
+        if self.core.recording.project.automatic_checkpoint_naming:
+            return self._save_numbered(safe_serialization=safe_serialization, async_save=async_save)
+        self.wait_for_checkpoint()
+        folder = _given(output_dir, "output_dir")
         with self._shown_as_saving():
-            collectives = core.collectives if automatic else self._who_saves(folder)
-            has_published = False
+            collectives = self.core.collectives if async_save else self._who_saves(folder)
+            handle = None
             if collectives is not None:
-                parts = self._parts()
-                weights = run_on_all_ranks(collectives, lambda: self._collect(parts))
-                has_published = state.save_state(
-                    folder,
-                    collectives=collectives,
-                    identity=self._identity(),
-                    on_each_machine=project.save_on_each_node,
-                    weights=lambda folder: self._weights(weights, folder),
-                    parts=parts,
-                    loaders=core.prepared.loaders,
-                    step=core.accumulation.step,
-                    safe_serialization=safe_serialization,
+                handle = self._save(
+                    folder, collectives, safe_serialization=safe_serialization, async_save=async_save, limit=None
                 )
-            if automatic and project.total_limit is not None:
-                limit = project.total_limit
-                run_on_all_ranks(core.collectives, lambda: keep_newest(folder, limit) if has_published else None)
+        self.core.recording.project.iteration += 1
+        return folder if handle is None else handle
+
+    def _save_numbered(self, *, safe_serialization: bool = True, async_save: bool = False) -> Path | CheckpointHandle:
+        """Save to the next numbered folder of the project, and remove those that are over its ``total_limit``.
+
+        See `save_state`. All processes call it together.
+        """
+        self.wait_for_checkpoint()
+        folder = self._next_folder()
+        project = self.core.recording.project
+        with self._shown_as_saving():
+            handle = self._save(
+                folder,
+                self.core.collectives,
+                safe_serialization=safe_serialization,
+                async_save=async_save,
+                limit=project.total_limit,
+            )
         project.iteration += 1
-        return folder
+        return folder if handle is None else handle
+
+    def wait_for_checkpoint(self) -> Path | None:
+        """Wait until the checkpoint of ``save_state(..., async_save=True)`` has been written.
+
+        Returns:
+            Its folder; None if nothing is being written.
+
+        Raises:
+            CheckpointError: it could not be written. It is said once, here or at the next save.
+        """
+        return saves.join()
+
+    def _save(
+        self,
+        folder: Path,
+        collectives: Collectives,
+        *,
+        safe_serialization: bool,
+        async_save: bool,
+        limit: int | None,
+    ) -> CheckpointHandle | None:
+        core, project, identity = self.core, self.core.recording.project, self._identity()
+        parts = self._parts()
+        weights = run_on_all_ranks(collectives, lambda: self._collect(parts))
+
+        def remove() -> None:
+            if limit is not None:
+                remove_old(folder, limit, worth=project.worth)
+
+        writer = state.StateWriter(
+            shared=share(folder, collectives=collectives, identity=identity, on_each_machine=project.save_on_each_node),
+            identity=identity,
+            weights=lambda folder: self._weights(weights, folder),
+            parts=parts,
+            loaders=core.prepared.loaders,
+            step=core.accumulation.step,
+            progress=core.registry.progress,
+            safe_serialization=safe_serialization,
+            after=remove,
+        )
+        if async_save:
+            copies = core.registry.copies
+            return state.save_state_in_background(writer, collectives, folder=folder, copies=copies)
+        state.save_state(writer, collectives)
+        return None
 
     def load_state(
         self,
@@ -196,15 +277,15 @@ class CheckpointSlice(Slice):
         being accumulated are not saved, so save where a window closes.
 
         Loaders begin with the epoch in which the checkpoint was made. Those of
-        ``DataLoaderConfiguration(use_stateful_dataloader=True)`` go on where they were; for others there is
-        `skip_first_batches`.
+        ``DataLoaderConfiguration(use_stateful_dataloader=True)`` go on where they were; for others there are
+        `resumable` and `skip_first_batches`.
 
         Everything is read and checked on all processes before anything is changed. What somebody else has put into the
         folder is not looked at, and no code of it runs unless ``load_kwargs`` allows it.
 
         Args:
-            input_dir: the folder; with ``automatic_checkpoint_naming`` the newest of which nothing is missing or
-                damaged by default; a line says which were passed over.
+            input_dir: the folder. ``"latest"``, and by default, the newest numbered one of the project of which
+                nothing is missing or damaged; a line says which were passed over.
             load_kwargs: arguments of `torch.load` for all but weights. ``{"weights_only": False}`` allows files to
                 run code: for files that you wrote yourself.
             **load_model_func_kwargs: those of `torch.nn.Module.load_state_dict`, and ``map_location``, where
@@ -216,41 +297,41 @@ class CheckpointSlice(Slice):
                 named, and nothing was changed.
             ConfigError: there is no such folder.
         """
+        self.wait_for_checkpoint()
         core, identity = self.core, self._identity()
         on_device = load_model_func_kwargs.pop("map_location", None) or "cpu"
         map_location = core.device if check_choice("map_location", on_device, ("cpu", "on_device")) != "cpu" else "cpu"
         strict = load_model_func_kwargs.pop("strict", True)
         project, collectives = core.recording.project, core.collectives
-        automatic = input_dir is None and project.automatic_checkpoint_naming
-        if automatic:
+        models, parts, hooks = list(core.prepared.models), self._parts(), core.registry.before_load
+
+        def read_weights(checkpoint: loading.Checkpoint) -> list[dict[str, Any]]:
+            return loading.read_weights(checkpoint, models, map_location=map_location, strict=strict)
+
+        def read(
+            checkpoint: loading.Checkpoint,
+        ) -> tuple[loading.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
+            loading.check_names(checkpoint, parts=parts, num_models=len(models), strict=strict)
+            weights = [] if hooks else read_weights(checkpoint)
+            states = loading.read_states(checkpoint, parts=parts, identity=identity, **(load_kwargs or {}))
+            return checkpoint, states, weights
+
+        if self._means_newest(input_dir):
             parent = run_on_all_ranks(collectives, self._numbered_folders)
-            folder, next_number = newest_whole(parent, collectives=collectives, identity=identity)
+            found, next_number = read_newest(parent, read, collectives=collectives, identity=identity)
         else:
             folder, next_number = run_on_all_ranks(collectives, lambda: _there(input_dir)), project.iteration
-            damaged = loading.damage_on_all_ranks(folder, collectives=collectives, identity=identity)
-            if damaged:
-                raise CheckpointError("\n".join(damaged))
-        models, parts, hooks = list(core.prepared.models), self._parts(), core.registry.before_load
-        found = run_on_all_ranks(
-            collectives,
-            lambda: loading.open_checkpoint(folder, parts=parts, num_models=len(models), strict=strict),
-        )
-
-        def read_weights() -> list[dict[str, Any]]:
-            return run_on_all_ranks(
-                collectives, lambda: loading.read_weights(found, models, map_location=map_location, strict=strict)
-            )
-
-        weights = [] if hooks else read_weights()
-        states = run_on_all_ranks(
-            collectives, lambda: loading.read_states(found, parts=parts, identity=identity, **(load_kwargs or {}))
-        )
+            whole, damage = loading.read_checkpoint(folder, read, collectives=collectives, identity=identity)
+            if damage or whole is None:
+                raise CheckpointError("\n".join(damage))
+            found = whole
+        checkpoint, states, weights = found
         if hooks:  # which may load what they like, so they come when nothing else is left that might be refused
             for hook in hooks.values():
-                hook(models, str(found.folder))
-            weights = read_weights()
+                hook(models, str(checkpoint.folder))
+            weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
         loading.apply(
-            found,
+            checkpoint,
             states,
             models,
             weights,
@@ -262,7 +343,18 @@ class CheckpointSlice(Slice):
         )
         if states.step is not None:
             core.accumulation.step = states.step
+        core.registry.loaded = checkpoint.manifest
+        if checkpoint.manifest is not None:
+            core.registry.progress.global_step = checkpoint.manifest.global_step
+            core.registry.progress.metrics = dict(checkpoint.manifest.metrics)
         project.iteration = next_number
+
+    def _means_newest(self, folder: str | os.PathLike[str] | None) -> bool:
+        """Return whether the newest checkpoint of the project is asked for; a folder that is called so comes first."""
+        project = self.core.recording.project
+        if folder is None:
+            return project.automatic_checkpoint_naming or project.project_dir is not None
+        return folder == "latest" and not Path("latest").is_dir()
 
     @contextlib.contextmanager
     def _shown_as_saving(self) -> Iterator[None]:
@@ -352,7 +444,7 @@ class CheckpointSlice(Slice):
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir
         if project_dir is None:
-            raise ConfigError("automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...).")
+            raise ConfigError("Numbered checkpoints need a folder: Accelerator(project_dir=...).")
         return Path(project_dir).expanduser() / "checkpoints"
 
 

@@ -127,6 +127,7 @@ class RecordingSlice(Slice):
             log_kwargs: arguments for the library of a tracker, by its name.
         """
         self.core.board.log(values)
+        self.core.registry.progress.note(values)
         for tracker in self._recording(self.trackers):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 

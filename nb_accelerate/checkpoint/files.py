@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
+import io
+import json
 import os
 import re
 import struct
+import sys
+import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from nb_accelerate.bigmodel.ties import device_of
 from nb_accelerate.config.checks import check_whole
@@ -24,6 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+
+    from nb_accelerate.checkpoint.checksums import Recorder
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
 
 # What torch.load raises over bytes that are not what torch.save writes, besides UnpicklingError.
 _UNREADABLE = (
@@ -35,31 +49,31 @@ _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
-def write(obj: Any, file: Any, *, safe_serialization: bool, with_checksums: bool = True) -> None:
+def write(obj: Any, file: Any, *, safe_serialization: bool, recorder: Recorder | None = None) -> None:
     """Write an object.
 
     Args:
-        obj: what to save; with ``safe_serialization`` a dict of tensors.
+        obj: what to save; with ``safe_serialization`` a dict of tensors; or bytes, which are written as they are.
         file: its path, or else something that is open for writing.
         safe_serialization: write safetensors, with tensors that share memory written once.
-        with_checksums: have torch put checksums into the file, which takes as long as all the rest. Not needed where
-            there is one of the whole file.
+        recorder: keeps checksums of the whole file, and sees to it that it reaches the disk. Torch's own checksums,
+            which take as long as all the rest, are then left out of it.
 
     Raises:
         CheckpointError: it could not be written, or is nothing that safetensors can hold.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     try:
-        if safe_serialization:
-            save_file(clean_state_dict_for_safetensors(obj), file, metadata={"format": "pt"})
+        if recorder is not None:
+            with recorder.open(Path(file)) as opened, _checksums_of_torch(_is_in_background()):
+                _write_to(obj, opened, safe_serialization=safe_serialization)
         elif isinstance(file, (str, os.PathLike)):
             # torch would tell nothing of what the disk says.
-            with Path(file).open("wb") as opened, _checksums_of_torch(with_checksums):
-                torch.save(obj, opened)
+            with Path(file).open("wb") as opened:
+                _write_to(obj, opened, safe_serialization=safe_serialization)
         else:
-            torch.save(obj, file)
+            _write_to(obj, file, safe_serialization=safe_serialization)
     except (OSError, RuntimeError, SafetensorError) as error:
         # torch raises an error of its own over that of the disk.
         cause: BaseException | None = error
@@ -68,6 +82,59 @@ def write(obj: Any, file: Any, *, safe_serialization: bool, with_checksums: bool
         if cause is None or isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file} could not be written: {cause}") from error
+
+
+def _write_to(obj: Any, file: Any, *, safe_serialization: bool) -> None:
+    if isinstance(obj, bytes):
+        file.write(obj)
+    elif safe_serialization:
+        _write_safetensors(clean_state_dict_for_safetensors(obj), file)
+    else:
+        torch.save(obj, file)
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], file: Any) -> None:
+    """Write tensors one by one, straight from where they are: the library makes a copy of all of them first."""
+    unknown = {tensor.dtype for tensor in tensors.values()} - _SAFETENSORS_DTYPES.keys()
+    if unknown or sys.byteorder != "little":
+        from safetensors.torch import save
+
+        file.write(save(dict(tensors), metadata={"format": "pt"}))
+        return
+    # The widest numbers first, as the library has it, so that each tensor begins at a multiple of its own width.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        shape = list(tensors[name].shape)
+        dtype = _SAFETENSORS_DTYPES[tensors[name].dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in order:
+        file.write(bytes_of(tensors[name]))
+
+
+def saved_bytes(obj: Any) -> bytes:
+    """Return what `torch.save` writes."""
+    with io.BytesIO() as file:
+        torch.save(obj, file)
+        return file.getvalue()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, without a copy if it is on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    numbers: Any = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
+def _is_in_background() -> bool:
+    """Whether another thread may save something of its own meanwhile: torch has one setting for all threads."""
+    return threading.current_thread() is not threading.main_thread()
 
 
 @contextlib.contextmanager
@@ -120,6 +187,32 @@ def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **
         raise _damaged(file, error) from error
     except _UNREADABLE as error:
         raise _damaged(file, error) from error
+
+
+def read_in_memory(file: str | os.PathLike[str], *, if_trusted: str, **kwargs: Any) -> Any:
+    """Do as `read` does to the CPU, faster for large files: they are mapped, and copied by several threads.
+
+    Nothing of what is returned depends on the file any more, which may be removed or replaced.
+    """
+    if kwargs or not zipfile.is_zipfile(file):  # files of the old format cannot be mapped
+        return read(file, "cpu", if_trusted=if_trusted, **kwargs)
+    mapped = read(file, "cpu", if_trusted=if_trusted, mmap=True, **kwargs)
+    copies: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def copied(leaf: Any) -> Any:
+        if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
+            return copy.deepcopy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        storage = leaf.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
+        own = copies.get(key)
+        if own is None:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            own = copies[key] = whole.clone().untyped_storage()
+        with torch.no_grad():
+            leaf.data = torch.empty(0, dtype=leaf.dtype).set_(own, leaf.storage_offset(), leaf.shape, leaf.stride())
+        return leaf
+
+    return tree_map(copied, mapped)
 
 
 def _weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:

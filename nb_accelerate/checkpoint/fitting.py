@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from nb_accelerate.errors import CheckpointError
+from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
+
+    from nb_accelerate.checkpoint.manifest import Manifest
 
 
 def class_of(thing: Any) -> str:
@@ -132,6 +135,59 @@ def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module) -> None
         raise CheckpointError(
             f"{file} does not fit this {type(model).__name__}: {name} is of shape {tuple(shape)} in the "
             f"checkpoint and {tuple(there.shape)} here. Make the model as it was when it was saved."
+        )
+
+
+def rows_per_step(loader: Any) -> int | None:
+    """Return the rows of all ranks together in a batch of a loader; None if it has no fixed size."""
+    try:
+        return int(loader.total_batch_size)
+    except TypeError:
+        return None
+
+
+def position_here(manifest: Manifest, number: int, loader: Any, world_size: int) -> int:
+    """Return how many batches of its epoch a loader is to leave out, on this number of ranks.
+
+    Args:
+        manifest: of the checkpoint.
+        number: of the loader, among all.
+        loader: as prepared now.
+        world_size: how many ranks there are now.
+
+    Raises:
+        CheckpointError: no number of batches is what was read: rows would be left out or come twice.
+    """
+    position = 0 if manifest.positions is None else manifest.positions[number]
+    before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
+    now = rows_per_step(loader)
+    same_size = before is not None and before == now
+    if not position or same_size or (before is now is None and manifest.num_processes == world_size):
+        return position
+    if before is not None and now is not None and position * before % now == 0:
+        return position * before // now
+    had = f"{position} batches" + ("" if before is None else f" of {before} rows, {position * before} in all,")
+    reads = "in batches of no fixed size" if now is None else f"{now} rows at a time"
+    raise CheckpointError(
+        f"It was saved by {manifest.num_processes} processes after {had} of an epoch, and this run of {world_size} "
+        f"reads {reads}: rows would be left out or come twice. Start {manifest.num_processes} processes with the same "
+        "batch_size, or load a checkpoint that was saved between epochs."
+    )
+
+
+def check_order_is_known(loader: Any) -> None:
+    """Look whether the order of rows can be restored in the middle of an epoch.
+
+    Raises:
+        ConfigError: it is drawn from random numbers that have moved on since.
+    """
+    sampler = loader.get_sampler()
+    draws = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    if draws and not hasattr(sampler, "initial_seed"):
+        raise ConfigError(
+            f"The loader shuffles with a {type(sampler).__name__}, whose order cannot be drawn again in the middle of "
+            "an epoch. Write Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)), or "
+            "save between epochs only: save_every='1 epoch' and no save_on_signal."
         )
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import re
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.data import IterableDataset
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.checkpoint.files import load_state_dict, read
-from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes
-from nb_accelerate.checkpoint.manifest import Manifest, damage
+from nb_accelerate.checkpoint.checksums import Verification, obvious_damage
+from nb_accelerate.checkpoint.files import load_state_dict, read, read_in_memory
+from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
+from nb_accelerate.checkpoint.host_copies import deep_copy
+from nb_accelerate.checkpoint.manifest import Manifest
 from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from nb_accelerate.checkpoint.publishing import published
-from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, name_of
+from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
 
@@ -36,44 +38,99 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+T = TypeVar("T")
+
 _IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
 _RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
 _TO_TRAIN_WITH = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 
-def damage_on_all_ranks(folder: Path, *, collectives: Collectives, identity: RankIdentity) -> list[str]:
-    """Return a sentence for each file of a checkpoint that is not as it was written. All ranks call it together.
-
-    Ranks of one machine share the reading, so that each byte is read once.
+def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Look what is there, without reading more than the manifest.
 
     Args:
         folder: of the checkpoint.
+
+    Returns:
+        The checkpoint, and a sentence for each file of it that is obviously damaged; there is one or the other.
+    """
+    where = published(folder, "state")
+    try:
+        manifest = Manifest.read(where)
+        damage = _damage_without_manifest(where) if manifest is None else obvious_damage(where, manifest.files)
+    except CheckpointError as error:
+        damage = [str(error)]
+    if damage:
+        return None, damage
+    # What is there besides is not part of it, and is not looked at.
+    there = frozenset(manifest.files if manifest is not None else ())
+    there = there or frozenset(entry.name for entry in where.iterdir())
+    return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
+
+
+def read_checkpoint(
+    folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
+) -> tuple[T | None, list[str]]:
+    """Read a checkpoint and compare its checksums meanwhile. All ranks call it together.
+
+    Ranks of one machine share the comparing.
+
+    Args:
+        folder: of the checkpoint.
+        read: reads what this rank needs, and changes nothing.
         collectives: of all ranks.
         identity: of this rank.
+
+    Returns:
+        What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
+        rank or another; there is one or the other.
+
+    Raises:
+        CheckpointError: it is not damaged, and ``read`` has failed, on this rank or another.
     """
+    opened: list[Checkpoint | None] = []
 
     def look() -> list[str]:
-        where = published(folder, "state")
-        try:
-            manifest = Manifest.read(where)
-            if manifest is None:
-                return _damage_without_manifest(where)
-        except CheckpointError as error:
-            return [str(error)]
-        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        loads = [0] * identity.local_world_size
-        mine = []
-        for name in by_size:
-            least = loads.index(min(loads))
-            loads[least] += manifest.files[name].size
-            if least == identity.local_rank:
-                mine.append(name)
-        return damage(where, manifest.files, only=mine)
+        checkpoint, damage = open_checkpoint(folder)
+        opened.append(checkpoint)
+        return damage
 
-    found = list(dict.fromkeys(text for texts in gather_from_all_ranks(collectives, look) for text in texts))
-    if len(found) > 1:
-        found.append(f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint.")
-    return found
+    damage = _all_of(gather_from_all_ranks(collectives, look))
+    checkpoint = opened[0]
+    if checkpoint is None or damage:
+        return None, _with_hint(damage, folder)
+    manifest = checkpoint.manifest
+    files = {} if manifest is None else manifest.files
+    compared = Verification(checkpoint.folder, files, rank=identity.local_rank, num_ranks=identity.local_world_size)
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(read(checkpoint))
+    except Exception as caught:  # it may be the damage that is about to be found
+        error = caught
+    finally:
+        if not result and error is None:
+            compared.close()
+    damage = _all_of(gather_from_all_ranks(collectives, compared.result))
+    if damage:
+        return None, _with_hint(damage, folder)
+
+    def told() -> None:
+        if error is not None:
+            raise error
+
+    run_on_all_ranks(collectives, told)
+    return result[0], []
+
+
+def _all_of(damage: list[list[str]]) -> list[str]:
+    return list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
+
+
+def _with_hint(damage: list[str], folder: Path) -> list[str]:
+    if len(damage) > 1:
+        damage.append(f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint.")
+    return damage
 
 
 def _damage_without_manifest(folder: Path) -> list[str]:
@@ -97,11 +154,13 @@ class Checkpoint:
 
     Attributes:
         folder: where the files are.
+        asked_for: the folder that was given, for messages.
         there: their names.
         manifest: what is known about it; None for one of accelerate's.
     """
 
     folder: Path
+    asked_for: Path
     there: frozenset[str]
     manifest: Manifest | None
 
@@ -119,28 +178,6 @@ class LoadedStates:
     of_parts: list[tuple[Part, Path, Any]]
     numbers: dict[str, Any] | None
     step: int | None
-
-
-def open_checkpoint(folder: Path, *, parts: Sequence[Part], num_models: int, strict: bool) -> Checkpoint:
-    """Look what is there, and whether it is what is needed.
-
-    Args:
-        folder: of the checkpoint.
-        parts: see `parts_of`.
-        num_models: how many there are now.
-        strict: whether what nobody takes is an error, where training goes on.
-
-    Raises:
-        CheckpointError: something is missing, or left over.
-    """
-    where = published(folder, "state")
-    manifest = Manifest.read(where)
-    # What is there besides is not part of it, and is not looked at.
-    there = frozenset(manifest.files if manifest is not None else ())
-    if not there:
-        there = frozenset(entry.name for entry in where.iterdir())
-    _check_names(folder, there, parts=parts, num_models=num_models, strict=strict)
-    return Checkpoint(folder=where, there=there, manifest=manifest)
 
 
 def read_states(
@@ -170,7 +207,18 @@ def read_states(
             if name not in checkpoint.there:
                 continue
         path = checkpoint.folder / name
-        state = read(path, "cpu", if_trusted=_IF_TRUSTED, **kwargs)
+        if part.on_every_rank and manifest is not None and manifest.num_processes != identity.world_size:
+            number = loader_number(part)
+            position = position_here(manifest, number, part.thing, identity.world_size)
+            if isinstance(part.thing.dataset, IterableDataset) and position:
+                raise CheckpointError(
+                    f"{path} is the position of {manifest.num_processes} processes in a stream, in the middle of an "
+                    f"epoch, and this run has {identity.world_size}. Start {manifest.num_processes} processes, or load "
+                    "a checkpoint that was saved between epochs."
+                )
+            states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
+            continue
+        state = read_in_memory(path, if_trusted=_IF_TRUSTED, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
@@ -185,12 +233,19 @@ def read_states(
     return LoadedStates(of_parts=states, numbers=numbers, step=step if manifest is None else manifest.step)
 
 
-def _check_names(folder: Path, there: frozenset[str], *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
+def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
     """Look whether all is there that is needed, and all is needed that is there.
 
+    Args:
+        checkpoint: where it is.
+        parts: see `parts_of`.
+        num_models: how many there are now.
+        strict: whether what nobody takes is an error, where training goes on.
+
     Raises:
-        CheckpointError: not so.
+        CheckpointError: something is missing, or left over.
     """
+    folder, there = checkpoint.asked_for, checkpoint.there
     if not num_models and not parts and there & {SAFE_WEIGHTS_NAME, WEIGHTS_NAME}:
         raise CheckpointError(
             f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
@@ -324,14 +379,7 @@ def _load(part: Part, file: Path, state: Any) -> None:
 
 def _copied(state: Any) -> Any:
     """Return a copy that does not change with its owner. Tensors go to host memory: a device may be nearly full."""
-    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else _deep(one), state)
-
-
-def _deep(thing: Any) -> Any:
-    try:
-        return copy.deepcopy(thing)
-    except Exception:  # of the user's, which may be anything: its own state then
-        return thing
+    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else deep_copy(one), state)
 
 
 def _restore_numbers(

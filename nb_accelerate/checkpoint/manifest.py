@@ -1,50 +1,29 @@
 """What a checkpoint consists of: its files with their sizes and checksums, and what else is known about it.
 
-It is the file ``checkpoint.json``. Checksums are CRC-32: they are there to notice damage, not forgery, for which files
-would have to be signed. Of what the standard library has it is the fastest (1.7 GiB/s where
-blake2b has 0.9).
+It is the file ``checkpoint.json``. Nothing here needs torch, so that a notebook can list checkpoints without it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from nb_accelerate.checkpoint.checksums import FileRecord, open_file
 from nb_accelerate.checkpoint.names import MANIFEST_NAME, is_plain
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+    from pathlib import Path
 
 _FORMAT = 2
-_BLOCK = 1 << 24
-_CHUNK = 1 << 20
-_MOST_THREADS = 8
-_LARGEST = 1 << 28  # bytes of JSON
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """How a file looked when it was written.
-
-    Attributes:
-        size: in bytes.
-        crc32: of each 16 MiB, so that threads share the work.
-    """
-
-    size: int
-    crc32: tuple[int, ...]
+_LARGEST = 1 << 28  # bytes of JSON that are read at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +34,12 @@ class Manifest:
         step: batches in the current accumulation window.
         num_processes: ranks of the run.
         ranks: those that saved: all, or the main one if only that called ``save_state``, or those of one machine.
-        epochs: that of each loader.
+        epochs: that of each loader, from 0.
         seeds: with which it shuffles; None where it has no seed.
+        positions: batches of that epoch that each rank had of each loader; None in files of older versions.
+        rows_per_step: rows of all ranks together in a batch of each loader; None where it has no fixed size.
+        global_step: batches that each rank has trained with since the beginning; None if nobody has counted.
+        metrics: numbers that were logged last, by name.
         kinds: the class of what was saved, by file.
         files: all but this one.
         versions: of what wrote it.
@@ -68,12 +51,16 @@ class Manifest:
     ranks: list[int]
     epochs: list[int]
     seeds: list[int | None]
+    positions: list[int] | None = None
+    rows_per_step: list[int | None] = field(default_factory=list)
+    global_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     versions: dict[str, str] = field(
         default_factory=lambda: {
             "nb_accelerate": __version__,
-            "torch": str(torch.__version__),
+            "torch": str(getattr(sys.modules.get("torch"), "__version__", "")),
             "python": ".".join(map(str, sys.version_info[:3])),
         }
     )
@@ -121,97 +108,6 @@ class Manifest:
 _ANOTHER = "Load another checkpoint, or an intact copy of this one."
 
 
-def record_all(folder: Path) -> dict[str, FileRecord]:
-    """Return how all files in a folder and below look, by name, and make sure that all of it reaches the disk.
-
-    Links, and what is in the folders that they point to, do not belong to a checkpoint.
-    """
-    files = {}
-    with _threads() as pool:
-        for place, _, names in os.walk(folder):
-            for path in (Path(place, name) for name in names):
-                if stat.S_ISREG(path.lstat().st_mode):
-                    with open_file(path) as file:
-                        synced = pool.submit(os.fsync, file.fileno())  # it waits for the disk, checksums do not
-                        files[path.relative_to(folder).as_posix()] = _look(file, pool)
-                        synced.result()
-            descriptor = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    return files
-
-
-def damage(folder: Path, files: Mapping[str, FileRecord], *, only: Iterable[str] | None = None) -> list[str]:
-    """Return a sentence for each file of a checkpoint that is not as it was written.
-
-    Args:
-        folder: where the files are.
-        files: how they were.
-        only: those to read; of others no more than the size is compared. All by default.
-    """
-    wanted = set(files if only is None else only)
-    found = []
-    with _threads() as pool:
-        for name, was in files.items():
-            path = folder / name
-            try:
-                _refuse_links(folder, name)
-                with open_file(path) as file:
-                    size = os.fstat(file.fileno()).st_size
-                    if size != was.size:
-                        found.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
-                    elif name in wanted and _look(file, pool) != was:
-                        found.append(f"{path} is not as it was saved: damaged or replaced, its checksum differs.")
-            except FileNotFoundError:
-                found.append(f"{path} is missing.")
-            except OSError as error:
-                found.append(f"{path} cannot be read: {error}.")
-    return found
-
-
-def open_file(path: str | Path) -> Any:
-    """Open a file for reading bytes: no link, and nothing that one would have to wait for.
-
-    Raises:
-        OSError: it is not there, or something else.
-    """
-    # A pipe would be waited for without O_NONBLOCK, which files do not know.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
-
-
-def _refuse_links(folder: Path, name: str) -> None:
-    for part in [*(folder / name).relative_to(folder).parents][:-1]:
-        if (folder / part).is_symlink():
-            raise OSError(f"{folder / part} is a link")
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS) + 1, "nb-checksums")
-
-
-def _look(file: Any, pool: ThreadPoolExecutor) -> FileRecord:
-    descriptor = file.fileno()
-    size = os.fstat(descriptor).st_size
-    return FileRecord(size, tuple(pool.map(lambda start: _checksum(descriptor, start), range(0, size, _BLOCK))))
-
-
-def _checksum(descriptor: int, start: int) -> int:
-    buffer = memoryview(bytearray(_CHUNK))
-    crc = 0
-    for offset in range(start, start + _BLOCK, _CHUNK):
-        count = os.preadv(descriptor, [buffer], offset)
-        crc = zlib.crc32(buffer[:count], crc)
-        if count < _CHUNK:
-            break
-    return crc
-
-
 def _checksum_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -226,6 +122,7 @@ def _checked(content: dict[str, Any]) -> Manifest:
     if odd:
         raise ValueError(f"{odd[0]!r} is not the name of a file in this folder")
     num_processes = _number(content["num_processes"])
+    positions, global_step = content.get("positions"), content.get("global_step")
     kinds = {_a(str, name): _a(str, kind) for name, kind in _a(dict, content.get("kinds", {})).items()}
     return Manifest(
         step=_number(content["step"]),
@@ -233,6 +130,10 @@ def _checked(content: dict[str, Any]) -> Manifest:
         ranks=[_number(rank) for rank in _a(list, content.get("ranks", list(range(min(num_processes, 1 << 20)))))],
         epochs=[_number(epoch) for epoch in _a(list, content["epochs"])],
         seeds=[None if seed is None else _whole(seed) for seed in _a(list, content["seeds"])],
+        positions=None if positions is None else [_number(one) for one in _a(list, positions)],
+        rows_per_step=[None if rows is None else _number(rows) for rows in _a(list, content.get("rows_per_step", []))],
+        global_step=None if global_step is None else _number(global_step),
+        metrics={_a(str, name): float(one) for name, one in _a(dict, content.get("metrics", {})).items()},
         kinds=kinds,
         files=files,
         versions={_a(str, name): _a(str, one) for name, one in _a(dict, content.get("versions", {})).items()},

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks
-from nb_accelerate.checkpoint.loading import damage_on_all_ranks
-from nb_accelerate.checkpoint.manifest import Manifest, damage
+from nb_accelerate.checkpoint.checksums import obvious_damage
+from nb_accelerate.checkpoint.loading import read_checkpoint
+from nb_accelerate.checkpoint.manifest import Manifest
 from nb_accelerate.checkpoint.publishing import published, remove
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from nb_accelerate.checkpoint.loading import Checkpoint
     from nb_accelerate.checkpoint.sharing import RankIdentity
     from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
+
+T = TypeVar("T")
 
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
 
@@ -33,16 +38,24 @@ def numbered(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def newest_whole(parent: Path, *, collectives: Collectives, identity: RankIdentity) -> tuple[Path, int]:
-    """Return the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
+def read_newest(
+    parent: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
+) -> tuple[T, int]:
+    """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
 
     A line says which were passed over, and why.
 
+    Args:
+        parent: the folder that the numbered ones are in.
+        read: see `read_checkpoint`.
+        collectives: of all ranks.
+        identity: of this rank.
+
     Returns:
-        Its folder, and the number of the next checkpoint, which none that was passed over has either.
+        What was read, and the number of the next checkpoint, which none that was passed over has either.
 
     Raises:
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: there are some, and none is whole; or the newest whole one does not fit.
         ConfigError: there is none.
     """
     everywhere = gather_from_all_ranks(collectives, lambda: [number for number, _ in numbered(parent)])
@@ -52,27 +65,32 @@ def newest_whole(parent: Path, *, collectives: Collectives, identity: RankIdenti
     passed_over: list[str] = []
     for number in numbers:
         folder = next(path for one, path in numbered(parent) if one == number)
-        found = damage_on_all_ranks(folder, collectives=collectives, identity=identity)
-        if not found:
+        result, damage = read_checkpoint(folder, read, collectives=collectives, identity=identity)
+        if not damage:
             if passed_over and identity.local_rank == 0:
                 logger.warning(
                     "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
                 )
-            return folder, max(map(max, everywhere)) + 1
-        passed_over.append(f"{folder.name}: {' '.join(found)}")
+            return cast("T", result), max(map(max, everywhere)) + 1
+        passed_over.append(f"{folder.name}: {' '.join(damage)}")
     raise CheckpointError(f"No checkpoint in {parent} is whole:\n" + "\n".join(passed_over))
 
 
-def keep_newest(saved: Path, limit: int) -> None:
-    """Remove the oldest checkpoints.
+def remove_old(saved: Path, limit: int, *, worth: Callable[[Mapping[str, float]], float] | None = None) -> None:
+    """Remove the oldest checkpoints, or the worst.
 
     Args:
         saved: that which was saved just now, which stays.
         limit: how many stay. Those that are not whole do not count, so that they never push out one that is; they
             are removed when a newer one stays.
+        worth: of the values that were logged before a checkpoint was saved; those of the most worth stay. None keeps
+            the newest.
     """
     others = [(number, folder) for number, folder in numbered(saved.parent) if folder != saved]
-    whole = [folder for _, folder in others if _looks_whole(folder)]
+    looks = {folder: manifest for _, folder in others if (manifest := _manifest_if_whole(folder)) is not None}
+    whole = list(looks)
+    if worth is not None:
+        whole.sort(key=lambda folder: worth(looks[folder].metrics))  # of equal ones the newest stays
     stay = {saved, *whole[max(len(whole) - limit + 1, 0) :]}
     newest = max(number for number, folder in [*others, (_number_of(saved), saved)] if folder in stay)
     for number, folder in others:
@@ -85,11 +103,16 @@ def _number_of(folder: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _looks_whole(folder: Path) -> bool:
-    """Whether all files are there, and none is cut off; without reading them."""
+def _manifest_if_whole(folder: Path) -> Manifest | None:
+    """Return what is known about a checkpoint if all files are there and none is cut off, without reading them.
+
+    It says nothing for one of accelerate's, which nobody can know to be whole or not.
+    """
     where = published(folder, "state")
     try:
         manifest = Manifest.read(where)
     except CheckpointError:
-        return False
-    return manifest is None or not damage(where, manifest.files, only=())
+        return None
+    if manifest is None:
+        return Manifest(step=0, num_processes=0, ranks=[], epochs=[], seeds=[])
+    return None if obvious_damage(where, manifest.files) else manifest

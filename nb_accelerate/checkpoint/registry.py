@@ -1,15 +1,46 @@
-"""What users add to checkpoints: objects with a state, and functions that are called before weights move."""
+"""What is in checkpoints besides what was prepared: objects and functions of users, and how far a run is."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from nb_accelerate.checkpoint.host_copies import HostCopies
 from nb_accelerate.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.checkpoint.manifest import Manifest
+
 Hook = Callable[..., None]
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        global_step: batches that each rank has trained with in `Accelerator.resumable`; None outside of it.
+        metrics: numbers that were logged last, by name.
+    """
+
+    global_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Keep the numbers among values that are logged."""
+        for name, value in values.items():
+            if (
+                isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
+            ):  # others would be waited for
+                self.metrics[name] = float(value.detach())
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                self.metrics[name] = float(value)
 
 
 @dataclass(kw_only=True)
@@ -20,11 +51,17 @@ class Registry:
         objects: in the order in which they were registered.
         before_save: called with models, their weights, and the folder.
         before_load: called with models and the folder.
+        progress: of the run.
+        copies: buffers of saves in the background.
+        loaded: what is known about the checkpoint that was loaded last.
     """
 
     objects: list[Any] = field(default_factory=list)
     before_save: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
     before_load: OrderedDict[int, Hook] = field(default_factory=OrderedDict)
+    progress: Progress = field(default_factory=Progress)
+    copies: HostCopies = field(default_factory=HostCopies)
+    loaded: Manifest | None = None
 
     def add(self, *objects: Any) -> None:
         """Add objects.

@@ -3,18 +3,21 @@
 ::
 
     save   all ranks write beside the checkpoint -> all have -> manifest -> it takes the place of the one before
-    load   checksums -> manifest -> parts -> random numbers -> weights -> all fit, on all ranks -> they are applied
+    load   manifest -> parts -> random numbers -> weights -> checksums -> all fit, on all ranks -> they are applied
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.checkpoint.files import write
-from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of
-from nb_accelerate.checkpoint.manifest import Manifest, record_all
+from nb_accelerate.checkpoint.background import saves
+from nb_accelerate.checkpoint.checksums import Recorder
+from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
+from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of, rows_per_step
+from nb_accelerate.checkpoint.manifest import Manifest
 from nb_accelerate.checkpoint.names import (
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -23,15 +26,17 @@ from nb_accelerate.checkpoint.names import (
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
-from nb_accelerate.checkpoint.sharing import share
 from nb_accelerate.process import rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from nb_accelerate.checkpoint.manifest import FileRecord
-    from nb_accelerate.checkpoint.sharing import RankIdentity
+    from nb_accelerate.checkpoint.background import CheckpointHandle, StoreExchange
+    from nb_accelerate.checkpoint.checksums import FileRecord
+    from nb_accelerate.checkpoint.host_copies import HostCopies
+    from nb_accelerate.checkpoint.registry import Progress
+    from nb_accelerate.checkpoint.sharing import RankIdentity, SharedStaging
     from nb_accelerate.comm import Collectives
 
 RANDOM_NUMBERS = f"{RNG_STATE_NAME}_{{}}.pkl"
@@ -84,91 +89,190 @@ def parts_of(
     return [*parts, *(Part(file=f"custom_checkpoint_{number}.pkl", thing=one) for number, one in enumerate(custom))]
 
 
+def loader_number(part: Part) -> int:
+    """Return the number of the loader whose state a part is, among all that were prepared."""
+    match = re.fullmatch(r"dl_state_dict(?:_(\d+))?\.bin", part.file)
+    assert match is not None
+    return int(match[1] or 0)
+
+
 def name_of(first: str, number: int) -> str:
     """Return ``optimizer_2.bin`` for ``optimizer.bin`` and 2."""
     stem, _, ending = first.rpartition(".")
     return f"{stem}_{number}.{ending}" if number else first
 
 
-def save_state(
-    folder: Path,
-    *,
-    collectives: Collectives,
-    identity: RankIdentity,
-    on_each_machine: bool,
-    weights: Callable[[Path], Sequence[Mapping[str, Any]]],
-    parts: Sequence[Part],
-    loaders: Sequence[Any],
-    step: int,
-    safe_serialization: bool,
-) -> bool:
-    """Write a checkpoint, in place of the one that is there.
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a rank writes, as it was at one moment.
 
-    Args:
-        folder: made if it is not there.
-        collectives: of those that save: all ranks, or the main one alone.
+    Attributes:
+        weights: of the models; none on ranks that write none.
+        states: the name of each other file, and what is in it.
+        manifest: what is known about the run, without files.
+    """
+
+    weights: list[Mapping[str, Any]]
+    states: list[tuple[str, Any]]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateWriter:
+    """Writes a checkpoint in place of the one that is there: collect, write, publish.
+
+    Attributes:
+        shared: the folder that is written to.
         identity: of this rank.
-        on_each_machine: see `share`.
         weights: returns the weights of the models, given the folder that hooks may write to.
         parts: see `parts_of`.
-        loaders: whose epochs and seeds are noted.
+        loaders: whose epochs, positions and seeds are noted.
         step: batches in the current accumulation window.
+        progress: what else is known about the run.
         safe_serialization: write weights as safetensors.
+        after: called where the checkpoint was published, when it was.
+    """
 
-    Returns:
-        Whether it was this rank that published it: rank 0, and one of each machine with a disk of its own.
+    shared: SharedStaging
+    identity: RankIdentity
+    weights: Callable[[Path], Sequence[Mapping[str, Any]]]
+    parts: Sequence[Part]
+    loaders: Sequence[Any]
+    step: int
+    progress: Progress
+    safe_serialization: bool
+    after: Callable[[], object]
+
+    def collect(self) -> Content:
+        """Return what is to be written, without copies."""
+        shared, rank = self.shared, self.identity.rank
+        weights = list(self.weights(shared.own))
+        publishes = shared.staging is not None
+        states = [
+            (part.name_on(rank), part.thing.state_dict()) for part in self.parts if part.on_every_rank or publishes
+        ]
+        numbers = {"step": self.step, SAVED_BY: "nb_accelerate", **rng.capture(self.identity.kind)}
+        manifest = Manifest(
+            step=self.step,
+            num_processes=self.identity.world_size,
+            ranks=shared.ranks,
+            epochs=[position_of(loader)[0] for loader in self.loaders],
+            seeds=[_seed(loader) for loader in self.loaders],
+            positions=[position_of(loader)[1] for loader in self.loaders],
+            rows_per_step=[rows_per_step(loader) for loader in self.loaders],
+            global_step=self.progress.global_step,
+            metrics=dict(self.progress.metrics),
+            kinds={part.file: class_of(part.thing) for part in self.parts if part.check is not None},
+        )
+        return Content(
+            weights=weights if publishes else [],
+            states=[*states, (RANDOM_NUMBERS.format(rank), numbers)],
+            manifest=manifest,
+        )
+
+    def collect_copies(self, copies: HostCopies) -> Content:
+        """Return what is to be written as it is now, whatever training does to it later."""
+        content = self.collect()
+        weights = [
+            clean_state_dict_for_safetensors(state) if self.safe_serialization else state for state in content.weights
+        ]
+        large = [state for name, state in content.states if name.startswith(OPTIMIZER_NAME)]
+        copied_weights, copied = copies.copy([weights, large])
+        kept = iter(copied)
+        states = [
+            (name, next(kept) if name.startswith(OPTIMIZER_NAME) else saved_bytes(state))
+            for name, state in content.states
+        ]
+        return replace(content, weights=copied_weights, states=states)
+
+    def write(self, content: Content) -> tuple[int, dict[str, FileRecord]]:
+        """Write this rank's files; return its number and what they are."""
+        own, safe = self.shared.own, self.safe_serialization
+        with Recorder(own) as recorder:
+            for number, state in enumerate(content.weights):
+                name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
+                write(state, own / name, safe_serialization=safe, recorder=recorder)
+            for name, state in content.states:
+                write(state, own / name, safe_serialization=False, recorder=recorder)
+            return self.identity.rank, recorder.records()
+
+    def publish(self, content: Content, written: Mapping[int, dict[str, FileRecord]]) -> None:
+        """Make what all ranks have written the checkpoint, where this rank is the one that does."""
+        staging = self.shared.staging
+        if staging is None:
+            return
+        files: dict[str, FileRecord] = {}
+        for rank in reversed(self.shared.ranks):  # as `join` decides which file counts
+            files |= written[rank]
+        staging.join(self.identity.world_size)
+        replace(content.manifest, files=dict(sorted(files.items()))).write(self.shared.path)
+        staging.publish()
+        self.after()
+
+
+def save_state(writer: StateWriter, collectives: Collectives) -> None:
+    """Write a checkpoint and wait for it. All ranks that save call it together.
+
+    Args:
+        writer: of this rank.
+        collectives: of those that save: all ranks, or the main one alone.
 
     Raises:
         CheckpointError: it could not be written, on this rank or another. What was there is there still.
     """
-    shared = share(folder, collectives=collectives, identity=identity, on_each_machine=on_each_machine)
 
     def write_own() -> tuple[int, dict[str, FileRecord]]:
-        states = weights(shared.own)
-        if shared.staging is not None:
-            for number, state in enumerate(states):
-                name = name_of(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME, number)
-                write(state, shared.own / name, safe_serialization=safe_serialization, with_checksums=False)
-        for part in parts:
-            if part.on_every_rank or shared.staging is not None:
-                write(
-                    part.thing.state_dict(),
-                    shared.own / part.name_on(identity.rank),
-                    safe_serialization=False,
-                    with_checksums=False,
-                )
-        numbers = {"step": step, SAVED_BY: "nb_accelerate", **rng.capture(identity.kind)}
-        write(
-            numbers, shared.own / RANDOM_NUMBERS.format(identity.rank), safe_serialization=False, with_checksums=False
-        )
-        return identity.rank, record_all(shared.own)
+        content = writer.collect()
+        kept.append(content)
+        return writer.write(content)
 
-    def publish(written: Mapping[int, dict[str, FileRecord]]) -> None:
-        if shared.staging is None:
-            return
-        files: dict[str, FileRecord] = {}
-        for rank in reversed(shared.ranks):  # as `join` decides which file counts
-            files |= written[rank]
-        manifest = Manifest(
-            step=step,
-            num_processes=identity.world_size,
-            ranks=shared.ranks,
-            epochs=[loader.whereabouts[0] for loader in loaders],
-            seeds=[_seed(loader) for loader in loaders],
-            kinds={part.file: class_of(part.thing) for part in parts if part.check is not None},
-            files=dict(sorted(files.items())),
-        )
-        shared.staging.join(identity.world_size)
-        manifest.write(shared.path)
-        shared.staging.publish()
-
+    kept: list[Content] = []
     try:
         written = dict(gather_from_all_ranks(collectives, write_own))
-        run_on_all_ranks(collectives, lambda: publish(written))
-        return shared.staging is not None
+        run_on_all_ranks(collectives, lambda: writer.publish(kept[0], written))
     except BaseException:
-        shared.discard()
+        writer.shared.discard()
         raise
+
+
+def save_state_in_background(
+    writer: StateWriter, collectives: Collectives, *, folder: Path, copies: HostCopies
+) -> CheckpointHandle:
+    """Write a checkpoint in a thread; return when all states have been copied to host memory.
+
+    Args:
+        writer: of this rank.
+        collectives: of those that save.
+        folder: what it will be, for messages.
+        copies: buffers; not used by another save at this time.
+
+    Raises:
+        CheckpointError: the states of a rank could not be copied. Nothing was written.
+    """
+    try:
+        content = run_on_all_ranks(collectives, lambda: writer.collect_copies(copies))
+    except BaseException:
+        writer.shared.discard()
+        raise
+
+    def write_all(exchange: StoreExchange | None) -> None:
+        try:
+            if exchange is None:
+                writer.publish(content, dict([writer.write(content)]))
+            else:
+                written = dict(exchange.gather(lambda: writer.write(content)))
+                exchange.gather(lambda: writer.publish(content, written))
+        except BaseException:
+            writer.shared.discard()
+            raise
+
+    return saves.start(folder, write_all, world_size=collectives.world_size)
+
+
+def position_of(loader: Any) -> tuple[int, int]:
+    """Return the epoch that a loader is in, from 0, and the batches of it that this rank had."""
+    epoch, position = loader.whereabouts
+    return int(epoch), int(position)
 
 
 def _seed(loader: Any) -> int | None:

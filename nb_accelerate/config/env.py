@@ -23,6 +23,7 @@ _NO = ("0", "false", "no", "n", "off", "f")
 
 DEBUG_MODE = "ACCELERATE_DEBUG_MODE"
 DEVICE = "NB_ACCELERATE_DEVICE"
+RESUME = "NB_ACCELERATE_RESUME"
 
 
 class Environment:
@@ -120,6 +121,12 @@ class Environment:
     def keep_warm(self) -> bool:
         """``NB_ACCELERATE_KEEP_WARM``: keep the process that ranks are forked from between launches; yes by default."""
         return self.flag("NB_ACCELERATE_KEEP_WARM") is not False
+
+    @property
+    def resume(self) -> bool:
+        """``NB_ACCELERATE_RESUME``: go on from the newest checkpoint; yes by default, and after a restart."""
+        wanted = self.flag(RESUME) is not False
+        return wanted or bool(self.whole("TORCHELASTIC_RESTART_COUNT"))
 
     @property
     def has_rendezvous(self) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nb_accelerate.config.checks import check_flag, check_options, check_whole
+from nb_accelerate.config.checks import check_choice, check_flag, check_options, check_whole
 from nb_accelerate.config.options import Options
+from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Mapping, Sequence
+
+_SIGNALS = ("sigterm", "sigint", "sigusr1", "sigusr2", "sighup")
 
 
 class LoggerType(str, Enum):
@@ -45,6 +51,47 @@ class ComputeEnvironment(str, Enum):
         return self.value
 
 
+@dataclass(frozen=True)
+class SaveInterval:
+    """How often a checkpoint is saved. Made by `parse`.
+
+    Attributes:
+        amount: of units.
+        unit: ``"steps"``, ``"seconds"`` or ``"epochs"``.
+    """
+
+    amount: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: object) -> SaveInterval:
+        """Read ``"500 steps"``, ``"10 min"`` or ``"1 epoch"``; a whole number counts steps.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        given = f"{text} steps" if isinstance(text, int) and not isinstance(text, bool) else str(text)
+        match = _INTERVAL.fullmatch(given.strip().lower())
+        unit, factor = _UNITS.get(match[2], ("", 0.0)) if match else ("", 0.0)
+        amount = float(match[1]) * factor if match else 0.0
+        is_whole = unit == "seconds" or amount.is_integer()
+        if not unit or amount <= 0 or not is_whole:
+            raise ConfigError(
+                f"save_every={text!r} is no interval. Write a number and a unit: '500 steps', '10 min', '1 epoch'."
+            )
+        return cls(amount, unit)
+
+
+_INTERVAL = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
+_UNITS = {
+    **dict.fromkeys(("step", "steps", "batch", "batches"), ("steps", 1.0)),
+    **dict.fromkeys(("epoch", "epochs"), ("epochs", 1.0)),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), ("seconds", 1.0)),
+    **dict.fromkeys(("min", "minute", "minutes"), ("seconds", 60.0)),
+    **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600.0)),
+}
+
+
 @dataclass
 class ProjectConfiguration(Options):
     """Where a run writes its files. May be changed at any time: each is read when it is used.
@@ -56,6 +103,15 @@ class ProjectConfiguration(Options):
         total_limit: keep that many checkpoints; None keeps all.
         iteration: the number of the next checkpoint.
         save_on_each_node: write checkpoints on every machine, for disks that machines do not share.
+        save_every: how often `Accelerator.resumable` saves a checkpoint: ``"500 steps"``, ``"10 min"``, ``"1 epoch"``.
+            It saves one at the end too. None saves none.
+        async_save: whether it does so while training goes on.
+        save_on_signal: names of signals after which it saves a checkpoint and ends: ``("SIGTERM",)`` for machines that
+            are taken away, ``"SIGUSR1"`` for SLURM's warning, ``"SIGINT"`` for an interrupt.
+        keep: which checkpoints stay if there is a ``total_limit``, besides the one that was saved last: the
+            ``"newest"``, or the ``"best"`` by the value ``monitor``.
+        monitor: the name of a value that is given to `Accelerator.log`.
+        mode: ``"min"`` where the least value is the best, ``"max"`` where the greatest is.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
@@ -67,6 +123,12 @@ class ProjectConfiguration(Options):
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    save_every: str | int | None = None
+    async_save: bool = False
+    save_on_signal: str | Sequence[str] = ()
+    keep: str = "newest"
+    monitor: str = "loss"
+    mode: str = "min"
 
     @override
     def __post_init__(self) -> None:
@@ -80,6 +142,38 @@ class ProjectConfiguration(Options):
         check_whole("iteration", self.iteration, at_least=0)
         if self.total_limit is not None:
             check_whole("total_limit", self.total_limit, at_least=1)
+        if self.save_every is not None:
+            SaveInterval.parse(self.save_every)
+        check_flag("async_save", self.async_save)
+        check_choice("keep", self.keep, ("newest", "best"))
+        check_choice("mode", self.mode, ("min", "max"))
+        _ = self.signals
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """Those of ``save_on_signal``.
+
+        Raises:
+            ConfigError: one has no such name, or cannot be waited for.
+        """
+        names = (self.save_on_signal,) if isinstance(self.save_on_signal, str) else tuple(self.save_on_signal)
+        for name in names:
+            check_choice("save_on_signal", name, _SIGNALS)
+        return tuple(signal.Signals[name.upper()] for name in names)
+
+    @property
+    def worth(self) -> Callable[[Mapping[str, float]], float] | None:
+        """Return what a checkpoint is worth, given the values that were logged before; None if the newest stay."""
+        if self.keep == "newest":
+            return None
+        sign = 1.0 if self.mode == "max" else -1.0
+        name = self.monitor
+
+        def worth(metrics: Mapping[str, float]) -> float:
+            value = sign * metrics.get(name, float("nan"))
+            return float("-inf") if value != value else value  # noqa: PLR0124 - not a number
+
+        return worth
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set ``project_dir``, and ``logging_dir`` too if there is none yet."""

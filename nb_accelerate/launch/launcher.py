@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from nb_accelerate.config.env import RESUME
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display import choose_front_end
@@ -53,6 +54,7 @@ def notebook_launcher(
     env: Mapping[str, str] | None = None,
     by_value: Sequence[ModuleType] = (),
     fold_output: bool = False,
+    resume: bool = False,
 ) -> Values | Launch:
     """Run a function on every rank and return what each of them returned.
 
@@ -93,6 +95,8 @@ def notebook_launcher(
             the one that can be seen here. ``"off"`` shows nothing.
         env: environment variables of the ranks, on top of those of this process.
         by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
+        resume: have `Accelerator.resumable` go on from the newest whole checkpoint that there is. Ranks that are
+            started again after a failure (``max_restarts``) do so anyway.
         fold_output: show a line that all ranks print once, and put the rank in front of others.
 
     Returns:
@@ -138,7 +142,7 @@ def notebook_launcher(
         devices=of_file.get("devices", devices),
         timeout=timeout,
         progress=progress,
-        env=env or {},
+        env={RESUME: str(int(resume)), **(env or {})},
         by_value=tuple(by_value),
         fold_output=fold_output,
     )

@@ -342,30 +342,37 @@ def test_a_rank_that_fails_while_saving_fails_all_and_training_goes_on(run_ranks
         assert "could not be written" in own or "File too large" in own
 
 
-def test_ranks_that_come_late_or_not_at_all_do_not_hang_the_main_one(run_ranks: RunRanks, tmp_path: Path):
+def test_a_rank_that_does_not_come_in_time_is_named_and_never_left_out(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         import json
 
         from training.test_checkpoint_damage import Run
 
-        from nb_accelerate.checkpoint import arrivals
+        from nb_accelerate.checkpoint.arrivals import arrivals_here
 
         run = Run()
         rank = run.accelerator.process_index
-        ranks = []
+        told = []
         for number in range(6):
             # Twice all, twice the main process only, once with a rank that is late, and all again.
-            arrivals.PATIENCE = 0.1 if number in (2, 3, 4) else 60.0
+            known = arrivals_here()
+            assert known is not None
+            known._timeout = 0.2 if number in (2, 3, 4) else 60.0
             if rank == 1 and number == 4:
                 run.accelerator.wait_for_everyone()
             if rank == 0 or number not in (2, 3):
-                run.accelerator.save_state(f"{where}/{number % 2}")
-            if rank == 0:
-                ranks.append(json.loads(Path(f"{where}/{number % 2}/checkpoint.json").read_text())["ranks"])
+                try:
+                    run.accelerator.save_state(f"{where}/{number % 2}")
+                    told.append("")
+                except CheckpointError as error:
+                    told.append(str(error))
+            assert json.loads(Path(f"{where}/{number % 2}/checkpoint.json").read_text())["ranks"] == [0, 1]
             if rank == 0 and number == 4:
                 run.accelerator.wait_for_everyone()
             next(iter(run.loader))
-        return ranks
+        return told
 
-    both, alone = [0, 1], [0]
-    assert run_ranks(save, str(tmp_path))[0] == [both, both, alone, alone, alone, both]
+    first, second = run_ranks(save, str(tmp_path))
+    assert [bool(one) for one in first] == [False, False, True, True, True, False]
+    assert [bool(one) for one in second] == [False, False, True, False]
+    assert all("rank 1 did not come to save_state" in one for one in (*first[2:5], second[2]))

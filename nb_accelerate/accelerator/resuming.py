@@ -1,0 +1,271 @@
+"""A loop over epochs that goes on from the newest checkpoint, and saves when it is time.
+
+::
+
+    newest whole checkpoint, if there is one --> epoch and batch to go on with --> for epoch ... for batch ...
+                                                            a batch is over: due? asked to by a signal? --> save
+
+All ranks save after the same batch. Intervals in steps and epochs are the same everywhere; clocks and signals are not,
+so ranks ask each other now and then, and agree on when they ask again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.accelerator.checkpoints import CheckpointSlice
+from nb_accelerate.checkpoint.agreement import run_on_all_ranks
+from nb_accelerate.checkpoint.background import saves
+from nb_accelerate.checkpoint.fitting import check_order_is_known, position_here
+from nb_accelerate.checkpoint.numbered import numbered
+from nb_accelerate.config.checks import check_flag, check_whole
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.project import SaveInterval
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from nb_accelerate.accelerator.core import Core
+    from nb_accelerate.config.project import ProjectConfiguration
+    from nb_accelerate.data import DataLoaderShard
+
+_ASK_EVERY = 0.25
+"""Seconds between two questions of ranks to each other, about: a question takes a fraction of a millisecond."""
+
+_MOST_STEPS = 1000
+"""Steps between two questions at most, where a step takes no time."""
+
+
+class ResumingSlice(CheckpointSlice):
+    """Checkpoints that are saved and found again by themselves."""
+
+    def resumable(
+        self, dataloader: DataLoaderShard, epochs: int, *, resume: bool | None = None
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """Yield the number of each epoch and its batches, from where the newest whole checkpoint of the project is.
+
+        Example::
+
+            project = ProjectConfiguration("runs/first", save_every="10 min", total_limit=2)
+            accelerator = Accelerator(project_config=project)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for epoch, batches in accelerator.resumable(loader, epochs=3):
+                for inputs, targets in batches:
+                    ...
+                evaluate(model)
+
+        Started again after whatever has ended it, this goes on with the batch after the checkpoint, with the same
+        random numbers, and yields no epoch if the last one is over. Checkpoints are saved after a batch that closes an
+        accumulation window, and after the last lines of an epoch; see ``save_every``, ``save_on_signal``, ``keep`` and
+        ``total_limit`` of `ProjectConfiguration`. All processes call it together, after ``prepare``.
+
+        Args:
+            dataloader: prepared. Other loaders begin anew.
+            epochs: how many in all.
+            resume: whether to look for a checkpoint. By default as `notebook_launcher` was told, or if it starts the
+                ranks again after a failure; elsewhere yes.
+
+        Raises:
+            CheckpointError: there are checkpoints and none is whole; or the newest does not fit; or one could not be
+                saved.
+            ConfigError: the project has no folder; or the loader shuffles with numbers that cannot be restored in the
+                middle of an epoch.
+        """
+        core, project = self.core, self.core.recording.project
+        check_whole("epochs", epochs, at_least=1)
+        if project.project_dir is None:
+            raise ConfigError("resumable needs a folder for checkpoints: Accelerator(project_dir=...).")
+        if dataloader not in core.prepared.loaders:
+            raise ConfigError("resumable was given a loader that this Accelerator did not prepare.")
+        interval = None if project.save_every is None else SaveInterval.parse(project.save_every)
+        if project.signals or (interval is not None and interval.unit != "epochs"):
+            check_order_is_known(dataloader)
+        resumes = Environment().resume if resume is None else check_flag("resume", resume)
+        first = self._go_on(dataloader) if resumes else self._begin_anew()
+        return self._epochs(dataloader, first, epochs, interval)
+
+    def _go_on(self, dataloader: DataLoaderShard) -> int:
+        """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""
+        core = self.core
+        there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
+        if not any(core.collectives.all_gather_object(bool(there))):
+            return self._begin_anew()
+        self.load_state()
+        manifest = core.registry.loaded
+        if manifest is None:
+            raise ConfigError("The newest checkpoint was not saved by nb_accelerate: where it was made is not known.")
+        number = core.prepared.loaders.index(dataloader)
+        world_size = core.process.topology.world_size
+        position = run_on_all_ranks(core.collectives, lambda: position_here(manifest, number, dataloader, world_size))
+        epoch = manifest.epochs[number]
+        if position and not dataloader.use_stateful_dataloader:
+            dataloader.load_state_dict({"epoch": epoch, "position": position})
+        if core.registry.progress.global_step is None:
+            core.registry.progress.global_step = 0
+        return epoch
+
+    def _begin_anew(self) -> int:
+        core = self.core
+        there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
+        core.recording.project.iteration = max((number for number, _ in there), default=-1) + 1
+        core.registry.progress.global_step = 0
+        return 0
+
+    def _epochs(
+        self, dataloader: DataLoaderShard, first: int, epochs: int, interval: SaveInterval | None
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        schedule = _Schedule(self.core, interval, self.core.recording.project)
+        with schedule:
+            for epoch in range(first, epochs):
+                yield epoch, self._batches(dataloader, schedule)
+                schedule.end_epoch(epoch, is_last=epoch == epochs - 1)
+                self._save_if_due(schedule)
+        self.wait_for_checkpoint()
+
+    def _batches(self, dataloader: DataLoaderShard, schedule: _Schedule) -> Iterator[Any]:
+        for batch in dataloader:
+            is_last = dataloader.end_of_dataloader
+            yield batch
+            if not is_last:  # after the last one, lines of the user's are still to come that belong to the epoch
+                schedule.end_step()
+                self._save_if_due(schedule)
+            else:
+                schedule.count_step()
+
+    def _save_if_due(self, schedule: _Schedule) -> None:
+        if schedule.is_due and self.core.accumulation.sync_gradients:
+            self._save_numbered(async_save=self.core.recording.project.async_save and not schedule.is_asked_to_end)
+            schedule.saved()
+
+
+class _Schedule:
+    """Knows when the next checkpoint is due, the same on all ranks.
+
+    Args:
+        core: of the `Accelerator`.
+        interval: between two checkpoints; None where only signals ask for one.
+        project: says after which signals a checkpoint is saved and training ends.
+    """
+
+    def __init__(self, core: Core, interval: SaveInterval | None, project: ProjectConfiguration) -> None:
+        self._core = core
+        self._interval = interval
+        self._signals = signals = project.signals
+        self._saved_at_step = self._step
+        self._saved_at = time.monotonic()
+        self._asked_at = time.monotonic()
+        self._steps_to_question = 1
+        self._steps_since = 0
+        self._received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._asks = core.collectives.world_size > 1 and (
+            bool(signals) or project.async_save or (interval is not None and interval.unit == "seconds")
+        )
+        self.is_due = False
+        self.is_asked_to_end = False
+
+    @property
+    def _step(self) -> int:
+        return self._core.registry.progress.global_step or 0
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # no other can have handlers
+            for number in self._signals:
+                self._before[number] = signal.signal(number, self._receive)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._received = signal.Signals(number)
+
+    def count_step(self) -> None:
+        """A batch is over."""
+        self._core.registry.progress.global_step = self._step + 1
+        self._steps_since += 1
+
+    def end_step(self) -> None:
+        """A batch is over that is not the last of its epoch."""
+        self.count_step()
+        interval = self._interval
+        if interval is not None and interval.unit == "steps":
+            self.is_due |= self._step - self._saved_at_step >= interval.amount
+        self._steps_to_question -= 1
+        if not self._asks:
+            self._look()
+        elif self._steps_to_question <= 0:
+            self._ask()
+
+    def end_epoch(self, epoch: int, *, is_last: bool) -> None:
+        """An epoch is over, and what the user does after it."""
+        interval = self._interval
+        has_news = self._step > self._saved_at_step
+        if interval is not None:
+            if interval.unit == "epochs":
+                self.is_due |= (epoch + 1) % int(interval.amount) == 0
+            elif interval.unit == "steps":
+                self.is_due |= self._step - self._saved_at_step >= interval.amount
+            self.is_due |= is_last and has_news
+        if self._asks:
+            self._ask()
+        else:
+            self._look()
+
+    def saved(self) -> None:
+        """A checkpoint was saved.
+
+        Raises:
+            KeyboardInterrupt: a signal had asked for it, and the handler before says so.
+            SystemExit: as above, where there was no handler.
+        """
+        self.is_due = False
+        self._saved_at_step = self._step
+        self._saved_at = time.monotonic()
+        if not self.is_asked_to_end:
+            return
+        number = self._received or self._signals[0]  # which another rank has received
+        before: Callable[[int, Any], Any] | Any = self._before.get(number)
+        self.__exit__()
+        if callable(before):
+            before(number, None)
+        if number is signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    def _time_is_over(self) -> bool:
+        interval = self._interval
+        if interval is None or interval.unit != "seconds":
+            return False
+        return time.monotonic() - self._saved_at >= interval.amount
+
+    def _look(self) -> None:
+        """Decide for this rank alone, where no other could come to another decision."""
+        self._decide(self._time_is_over(), self._received is not None)
+        if saves.has_failed:
+            saves.join()
+
+    def _ask(self) -> None:
+        """Ask all ranks; the clock is that of rank 0, and so is the number of steps until the next question."""
+        now = time.monotonic()
+        seconds_per_step = (now - self._asked_at) / max(self._steps_since, 1)
+        steps = min(max(int(_ASK_EVERY / max(seconds_per_step, 1e-9)), 1), _MOST_STEPS)
+        failed = saves.has_failed
+        told = self._core.collectives.all_gather_object(
+            (steps, self._time_is_over(), self._received is not None, failed)
+        )
+        self._asked_at, self._steps_since = now, 0
+        self._steps_to_question = told[0][0]
+        self._decide(told[0][1], any(signalled for _, _, signalled, _ in told))
+        if any(one for *_, one in told):  # of all ranks at the same step: none waits for another that has raised
+            saves.join()
+
+    def _decide(self, time_is_over: bool, signalled: bool) -> None:
+        self.is_due |= time_is_over or signalled
+        self.is_asked_to_end |= signalled

@@ -1,0 +1,213 @@
+"""Checkpoints that are written while training goes on.
+
+::
+
+    main thread                                   thread of the save
+    join the save before, make a staging folder
+    copy all states to host memory            ->  write this rank's files
+    return a handle, train                        tell the others through the store: written, or what failed
+                                                  rank 0: all have -> publish; one has not -> discard
+    handle.wait(), the next save, the end     <-  every rank learns how it ended
+
+Collectives of the default group would get mixed up with those of the training, whose order the main threads decide.
+The store has no order. A rank that is killed is waited for as long as the process group waits, or until the launcher
+ends this one; the checkpoint that was there before stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+logger = logging.getLogger("nb_accelerate")
+
+T = TypeVar("T")
+
+
+class StoreExchange:
+    """Tells the ranks of the default process group what each of them has to say, in any thread.
+
+    Args:
+        store: that all of them share; of this thread alone.
+        rank: of this process.
+        world_size: how many there are.
+        number: of the exchange, the same on all ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, number: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._prefix = f"{number}"
+        self._rounds = 0
+
+    def gather(self, action: Callable[[], T]) -> list[T]:
+        """Return what ``action`` returns on each rank, in rank order. All ranks call it.
+
+        Raises:
+            CheckpointError: it failed on one of them, on all ranks; or a rank did not come.
+        """
+        error: Exception | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        told = self._tell((None if error is None else f"{type(error).__name__}: {error}", result))
+        if error is not None:
+            raise error
+        failed = [f"on rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text is not None]
+        if failed:
+            raise CheckpointError("\n".join(failed))
+        return [value for _, value in told]
+
+    def close(self) -> None:
+        """Let rank 0, which may serve the store, wait until all have read everything; remove what was said."""
+        self._store.set(f"{self._prefix}/read/{self._rank}", b"")
+        if self._rank == 0:
+            others = [f"{self._prefix}/read/{rank}" for rank in range(self._world_size)]
+            self._store.wait(others)
+            said = [f"{self._prefix}/{turn}/{rank}" for turn in range(self._rounds) for rank in range(self._world_size)]
+            for key in (*others, *said):
+                self._store.delete_key(key)
+
+    def _tell(self, value: Any) -> list[Any]:
+        prefix, self._rounds = f"{self._prefix}/{self._rounds}", self._rounds + 1
+        # As in all_gather_object: who is in the process group may run code here anyway.
+        self._store.set(f"{prefix}/{self._rank}", pickle.dumps(value))
+        told = []
+        for rank in range(self._world_size):
+            try:
+                told.append(pickle.loads(self._store.get(f"{prefix}/{rank}")))
+            except dist.DistError as error:
+                raise CheckpointError(f"rank {rank} did not finish its part of a checkpoint: {error}") from error
+        return told
+
+
+class CheckpointHandle:
+    """A checkpoint that is being written; what ``save_state(..., async_save=True)`` returns.
+
+    Attributes:
+        folder: where it will be.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], object]) -> None:
+        self.folder = folder
+        self._error: BaseException | None = None
+        self._was_told = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="nb_accelerate-save", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is there on all ranks, and return its folder.
+
+        Args:
+            timeout: in seconds; by default as long as it takes.
+
+        Raises:
+            CheckpointError: it could not be written, on this rank or another; what was there is there still.
+            TimeoutError: it has not ended yet. It goes on.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self.folder} has not been written within {timeout} s; it goes on.")
+        self._thread.join()
+        if self._error is not None:
+            self._was_told = True
+            raise self._error
+        return self.folder
+
+    def close(self) -> None:
+        """Wait, at the end of a process, and say what nobody was told."""
+        self._ended.wait()
+        if self._error is not None and not self._was_told:
+            logger.error("%s was not saved: %s", self.folder, self._error)
+
+    def _run(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except BaseException as error:  # kept for wait(), in the thread that asks
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+class BackgroundSaves:
+    """The save of this process that is under way: one at a time."""
+
+    def __init__(self) -> None:
+        self._handle: CheckpointHandle | None = None
+        self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of saves, by process group
+
+    def start(
+        self, folder: Path, write: Callable[[StoreExchange | None], object], *, world_size: int
+    ) -> CheckpointHandle:
+        """Write in a thread. `join` comes before.
+
+        Args:
+            folder: which is to be published.
+            write: does it; given what it tells other ranks with, None where there are none.
+            world_size: how many ranks save together.
+        """
+        assert self._handle is None, "the save before was not joined"
+        exchange = None
+        if world_size > 1:
+            group = dist.group.WORLD
+            number = self._counts.get(group, 0)
+            self._counts[group] = number + 1
+            store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
+            clone = dist.PrefixStore("nb_accelerate/background saves", store.clone())  # type: ignore[attr-defined]
+            exchange = StoreExchange(clone, dist.get_rank(), world_size, number)
+
+        def run() -> None:
+            try:
+                write(exchange)
+            finally:
+                if exchange is not None:
+                    exchange.close()
+
+        self._handle = CheckpointHandle(folder, run)
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+        return self._handle
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save under way has ended with an error that nobody was told."""
+        return self._handle is not None and self._handle.done() and self._handle._error is not None  # noqa: SLF001
+
+    def join(self) -> Path | None:
+        """Wait for the save under way, and return its folder; None if there is none.
+
+        Raises:
+            CheckpointError: it failed. That is said once.
+        """
+        handle, self._handle = self._handle, None
+        return None if handle is None else handle.wait()
+
+    def close(self) -> None:
+        """Wait for the save under way at the end of the process."""
+        atexit.unregister(self.close)
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.close()
+
+
+saves = BackgroundSaves()
+"""Those of this process: any `Accelerator` of it waits for the others'."""

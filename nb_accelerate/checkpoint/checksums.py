@@ -1,0 +1,265 @@
+"""Checksums of the files of a checkpoint: taken while a file is written, compared while it is read.
+
+They are CRC-32, one for each 16 MiB of a file, so that several threads (and several ranks of a machine) share the work.
+They are there to notice damage, not forgery, for which files would have to be signed. Of what the standard library has,
+CRC-32 is the fastest: 1.4 GiB/s on a core where blake2b has 0.9.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    from typing_extensions import Buffer, Self
+
+_BLOCK = 1 << 24  # bytes that one checksum stands for
+_CHUNK = 1 << 20  # bytes that are read at once: they stay in the cache of a core
+_IN_LINE = 1 << 18  # bytes of a write whose checksum takes less time than to wake up a thread
+_FLUSH_EVERY = 1 << 27  # bytes after which the disk is told to begin: else it is idle until the end of the file
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file was when it was written.
+
+    Attributes:
+        size: in bytes.
+        crc32: of each 16 MiB of the file, in order.
+    """
+
+    size: int
+    crc32: tuple[int, ...]
+
+
+class RecordingFile:
+    """A new file whose checksums are computed while it is written. Made by `Recorder.open`.
+
+    Args:
+        path: of the file; must not be there.
+        pool: of threads that compute and that wait for the disk.
+    """
+
+    def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._pool = pool
+        self._size = 0
+        self._crc32: list[int] = []
+        self._flushed = 0
+        self._flush: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._flush is not None:
+                self._flush.result()
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    @property
+    def record(self) -> FileRecord:
+        """What was written so far."""
+        return FileRecord(self._size, tuple(self._crc32))
+
+    def write(self, data: Buffer) -> int:
+        """Write bytes, and return how many they are.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        view = memoryview(data).cast("B")
+        if len(view) <= _IN_LINE:
+            self._digest(view)
+            self._write(view)
+        else:
+            digested = self._pool.submit(self._digest, view)
+            try:
+                self._write(view)
+            finally:
+                digested.result()  # it reads memory that belongs to the caller
+        self._size += len(view)
+        if self._size - self._flushed >= _FLUSH_EVERY and (self._flush is None or self._flush.done()):
+            self._flushed = self._size
+            self._flush = self._pool.submit(os.fsync, self._descriptor)
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing, for those who ask a file to: there is no buffer."""
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            view = view[os.write(self._descriptor, view[: 1 << 26]) :]
+
+    def _digest(self, view: memoryview) -> None:
+        filled = self._size % _BLOCK
+        while view:
+            piece = view[: _BLOCK - filled]
+            if filled:
+                self._crc32[-1] = zlib.crc32(piece, self._crc32[-1])
+            else:
+                self._crc32.append(zlib.crc32(piece))
+            filled = 0
+            view = view[len(piece) :]
+
+
+class Recorder:
+    """The files that one rank writes into its folder, and what is known about them.
+
+    Args:
+        folder: where it writes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = _threads()
+        self._written: dict[str, RecordingFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def open(self, path: Path) -> RecordingFile:
+        """Open a new file in the folder. When it is closed, all of it has reached the disk."""
+        file = RecordingFile(path, self._pool)
+        self._written[path.relative_to(self._folder).as_posix()] = file
+        return file
+
+    def records(self) -> dict[str, FileRecord]:
+        """Return what all files in the folder and below are, and make sure that all of it reaches the disk.
+
+        Those that others have written there, hooks of the user's say, are read again. Links, and what is in the folders
+        that they point to, do not belong to a checkpoint.
+        """
+        files = {}
+        for folder, _, names in os.walk(self._folder):
+            for path in (Path(folder, name) for name in names):
+                name = path.relative_to(self._folder).as_posix()
+                if name in self._written:
+                    files[name] = self._written[name].record
+                elif stat.S_ISREG(path.lstat().st_mode):
+                    with open_file(path) as file:
+                        os.fsync(file.fileno())
+                        size = os.fstat(file.fileno()).st_size
+                        starts = range(0, size, _BLOCK)
+                        files[name] = FileRecord(size, tuple(_checksum(file.fileno(), start) for start in starts))
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        return files
+
+
+class Verification:
+    """Compares a part of the blocks of some files with what they were, in threads of its own.
+
+    It begins when it is made, so that files can be read meanwhile; `result` waits for it.
+
+    Args:
+        folder: where the files are.
+        files: what they were.
+        rank: of this process on its machine.
+        num_ranks: how many there are on the machine; each reads its part of the blocks.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:
+        self._pool = _threads()
+        blocks = [(name, index) for name, was in sorted(files.items()) for index in range(len(was.crc32))]
+        self._compared = [
+            self._pool.submit(_compare, folder / name, files[name], index) for name, index in blocks[rank::num_ranks]
+        ]
+
+    def result(self) -> list[str]:
+        """Return a sentence for each file that is not as it was written, as far as this rank has looked."""
+        try:
+            return list(dict.fromkeys(sentence for one in self._compared if (sentence := one.result())))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave out what was not compared yet, and end the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """Return a sentence for each file that is missing, is a link, or has another size, without reading any.
+
+    Args:
+        folder: where the files are.
+        files: what they were.
+    """
+    found = []
+    for name, was in files.items():
+        path = folder / name
+        try:
+            _refuse_links(folder, name)
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size != was.size or len(was.crc32) != -(-was.size // _BLOCK):
+                found.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
+        except FileNotFoundError:
+            found.append(f"{path} is missing.")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error}.")
+    return found
+
+
+def open_file(path: str | Path) -> Any:
+    """Open a file for reading bytes: no link, and nothing that one would have to wait for.
+
+    Raises:
+        OSError: it is not there, or something else.
+    """
+    # A pipe would be waited for without O_NONBLOCK, which files do not know.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _compare(path: Path, was: FileRecord, index: int) -> str:
+    """Return what is wrong with a block of a file; nothing if it is as it was."""
+    try:
+        with open_file(path) as file:
+            if _checksum(file.fileno(), index * _BLOCK) != was.crc32[index]:
+                return f"{path} is not as it was saved: damaged or replaced, its checksum differs."
+    except OSError as error:
+        return f"{path} cannot be read: {error}."
+    return ""
+
+
+def _refuse_links(folder: Path, name: str) -> None:
+    for part in [*(folder / name).relative_to(folder).parents][:-1]:
+        if (folder / part).is_symlink():
+            raise OSError(f"{folder / part} is a link")
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS) + 1, "nb-checksums")
+
+
+def _checksum(descriptor: int, start: int) -> int:
+    """Return the checksum of the block of a file that begins at ``start``, in bytes."""
+    buffer = memoryview(bytearray(_CHUNK))
+    crc = 0
+    for offset in range(start, start + _BLOCK, _CHUNK):
+        count = os.preadv(descriptor, [buffer], offset)
+        crc = zlib.crc32(buffer[:count], crc)
+        if count < _CHUNK:
+            break
+    return crc

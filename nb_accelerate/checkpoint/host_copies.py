@@ -1,0 +1,77 @@
+"""Copies of tensors in host memory, from which a checkpoint is written while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HostCopies:
+    """Copies states into buffers that are kept for the next copy: fresh memory takes three times as long to fill.
+
+    Buffers for tensors on a device are pinned, so that the device copies by itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._num_used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory in use."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
+
+    def copy(self, states: list[Any]) -> list[Any]:
+        """Return copies of states (trees of dicts, lists and tuples), when all tensors have arrived.
+
+        They are valid until the next call. Tensors that are one and the same stay so.
+        """
+        self._num_used = 0
+        copies: dict[Any, Tensor] = {}
+        on_devices: set[torch.device] = set()
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return deep_copy(leaf)
+            if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
+                return leaf.detach().cpu().clone()
+            key = leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+            if leaf.numel() and key in copies:
+                return copies[key]
+            buffer = copies[key] = self._buffer_for(leaf)
+            buffer.copy_(leaf.detach(), non_blocking=True)
+            if leaf.device.type != "cpu":
+                on_devices.add(leaf.device)
+            return buffer
+
+        found: list[Any] = tree_map(copied, states)
+        for device in on_devices:
+            torch.accelerator.synchronize(device)
+        del self._buffers[self._num_used :]
+        return found
+
+    def _buffer_for(self, tensor: Tensor) -> Tensor:
+        """Return the next buffer: the one of the last copy if it fits, else a new one."""
+        index, self._num_used = self._num_used, self._num_used + 1
+        if index < len(self._buffers):
+            buffer = self._buffers[index]
+            if buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+                return buffer
+        pins = tensor.device.type == "cuda"
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
+        self._buffers[index : index + 1] = [buffer]
+        return buffer
+
+
+def deep_copy(thing: Any) -> Any:
+    """Return a copy that does not change with its owner, or the thing itself if it is of a kind that has none."""
+    try:
+        return copy.deepcopy(thing)
+    except Exception:  # the user's, which may be anything
+        return thing

@@ -1,0 +1,95 @@
+"""A run that saves, is killed, and goes on: the program of the tests and of `make soak`.
+
+Usage: resumed_run.py FOLDER RANKS EVERY [--async] [--pause SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from nb_accelerate import notebook_launcher
+
+EPOCHS = 3
+
+
+def train(where: str, every: str, in_background: bool, pause: float, ranks: int) -> str:
+    """Train, and return a fingerprint of everything that a run has at its end."""
+    import torch
+    from torch import nn
+
+    from nb_accelerate import Accelerator, DataLoaderConfiguration
+    from nb_accelerate.utils import ProjectConfiguration
+
+    torch.manual_seed(3)
+    project = ProjectConfiguration(where, save_every=every, total_limit=2, async_save=in_background)
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=project,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        gradient_accumulation_steps=2,
+    )
+    rank = accelerator.process_index
+    generator = torch.Generator().manual_seed(7)
+    data = torch.utils.data.TensorDataset(torch.arange(64), torch.randn(64, 3, generator=generator))
+    model: Any = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=8 // ranks, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    torch.manual_seed(100 + rank)  # what dropout draws differs over ranks
+    Path(where).mkdir(parents=True, exist_ok=True)
+    Path(where, f"rank {rank}").write_text(f"{os.getpid()}\n")
+    with Path(where, f"log {rank}").open("a") as log:
+        for epoch, batches in accelerator.resumable(loader, EPOCHS):
+            for rows, inputs in batches:
+                with accelerator.accumulate(model):
+                    loss = model(inputs).square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                accelerator.log({"loss": loss.item()})
+                step = accelerator.core.registry.progress.global_step
+                # A step that was lost is done again: the last line of a step counts.
+                log.write(json.dumps([step, rows.tolist(), loss.item()]) + "\n")
+                log.flush()
+                time.sleep(pause)
+            log.write(json.dumps([-1 - epoch, [], torch.rand(1).item()]) + "\n")
+            log.flush()
+    end = hashlib.sha256()
+    state = optimizer.state_dict()["state"]
+    for tensor in (*model.state_dict().values(), *(one for part in state.values() for one in part.values())):
+        end.update(tensor.numpy().tobytes())
+    end.update(torch.get_rng_state().numpy().tobytes())
+    return end.hexdigest()
+
+
+def main() -> None:
+    """Run, and print the fingerprints of all ranks as the last line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("where")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("every")
+    parser.add_argument("--async", dest="in_background", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0)
+    given = parser.parse_args()
+    ends = notebook_launcher(
+        train,
+        (given.where, given.every, given.in_background, given.pause, given.ranks),
+        given.ranks,
+        start_method="forkserver",
+        progress="off",
+        max_restarts=100,
+        resume=True,
+    )
+    print(json.dumps(list(ends)))
+
+
+if __name__ == "__main__":
+    main()
