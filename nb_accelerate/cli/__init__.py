@@ -10,19 +10,30 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.cli import config, env, estimate_memory, launch, status, stop, test
+from nb_accelerate.cli import (
+    completion,
+    config,
+    env,
+    estimate_memory,
+    launch,
+    merge_weights,
+    status,
+    stop,
+    test,
+    to_fsdp2,
+)
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (config, launch, test, status, stop, estimate_memory, env)
+_COMMANDS = (config, launch, test, status, stop, estimate_memory, merge_weights, to_fsdp2, completion, env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the console script `nb-accelerate` calls this."""
-    parser = _parser()
+    parser = make_parser()
     try:
         arguments = parser.parse_args(argv)
         return arguments.run(arguments) or 0
@@ -32,13 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. What it parses has the parser itself as ``program``."""
     parser = argparse.ArgumentParser(
         prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook."
     )
     parser.add_argument("--version", action="version", version=f"nb-accelerate {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    parser.set_defaults(run=lambda _: parser.print_help())
+    parser.set_defaults(run=lambda _: parser.print_help(), program=parser)
     for command in _COMMANDS:
         command.register(subparsers)
     return parser

@@ -1,0 +1,85 @@
+"""`nb-accelerate to-fsdp2`: convert a configuration file from version 1 of FSDP to version 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+_REMOVED = {
+    "fsdp_backward_prefetch": "version 2 prefetches by itself",
+    "fsdp_forward_prefetch": "version 2 has no such option in a file",
+    "fsdp_sync_module_states": "version 2 loads full weights on one rank with fsdp_cpu_ram_efficient_loading",
+    "fsdp_use_orig_params": "version 2 always keeps the original parameters",
+}
+"""Keys of version 1 that version 2 does not have, and why."""
+
+_RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+"""Values of ``fsdp_sharding_strategy``, and whether weights are sharded again after the forward."""
+
+_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+"""The numbers that older files have for them: those of ``torch.distributed.fsdp.ShardingStrategy``."""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `to-fsdp2` to the command line."""
+    parser = subparsers.add_parser(
+        "to-fsdp2",
+        help="convert a configuration file from FSDP to FSDP2",
+        description="Write a configuration file with the names that version 2 of FSDP has, and fsdp_version: 2. Keys "
+        "that version 2 does not have are left out, each with a line that says why. All other keys are kept.",
+    )
+    parser.add_argument("--config_file", "--config-file", type=Path, required=True, metavar="FILE", help="file to read")
+    parser.add_argument("--output_file", "--output-file", type=Path, metavar="FILE", help="file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file that is there")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import sys
+
+    from nb_accelerate.config.file import read_config, write_config
+    from nb_accelerate.errors import ConfigError
+
+    config = read_config(arguments.config_file)
+    assert config is not None  # a file that was named is there, or reading it is an error
+    target = arguments.output_file or arguments.config_file
+    if not arguments.overwrite and (arguments.output_file is None or target.exists()):
+        how = "Write --output_file FILE" if arguments.output_file is None else f"{str(target)!r} is there already"
+        raise ConfigError(f"to-fsdp2 replaces no file unless it is told to. {how}, or add --overwrite.")
+    section = config.section("fsdp_config")
+    if not section:
+        raise ConfigError(f"{str(config.path)!r} has no fsdp_config, so there is nothing to convert.")
+    if int(section.get("fsdp_version", 1)) == 2:
+        print(f"{config.path} is for version 2 already")
+        return 0
+    converted, left_out = convert(section)
+    for key, why in left_out.items():
+        print(f"{key} is left out: {why}", file=sys.stderr)
+    print(write_config({**config.values, "fsdp_config": converted}, target))
+    return 0
+
+
+def convert(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the ``fsdp_config`` of version 2 for one of version 1, and why keys were left out, by key.
+
+    Args:
+        section: keys and values. Keys that both versions have, and unknown ones, are kept as they are.
+    """
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if key in {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"}:
+            name = _NUMBERED.get(str(value), value)
+            found["fsdp_reshard_after_forward"] = _RESHARDS.get(name, name)
+        elif key not in _REMOVED:
+            found[key] = value
+    return {**found, "fsdp_version": 2}, {key: why for key, why in _REMOVED.items() if key in section}
