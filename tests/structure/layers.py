@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,11 +27,19 @@ class Room:
 
 @dataclass(frozen=True)
 class Import:
-    """One name that a module imports, and whether that happens when the module itself is imported."""
+    """One name that a module imports.
+
+    Attributes:
+        line: where.
+        module: the dotted name.
+        at_import: whether that happens when the module itself is imported.
+        for_types: whether only type checkers see it.
+    """
 
     line: int
     module: str
     at_import: bool
+    for_types: bool = False
 
 
 def read_picture(source: str) -> dict[str, Room]:
@@ -105,7 +113,8 @@ def _walk(node: ast.AST, containing: tuple[str, ...], *, at_import: bool) -> Ite
                 yield Import(child.lineno, f"{module}.{alias.name}", at_import)
         elif isinstance(child, ast.If) and _is_type_checking(child.test):
             for statement in child.body:
-                yield from _walk(ast.Module([statement], []), containing, at_import=False)
+                for one in _walk(ast.Module([statement], []), containing, at_import=False):
+                    yield replace(one, for_types=True)
             for statement in child.orelse:
                 yield from _walk(ast.Module([statement], []), containing, at_import=at_import)
         else:
@@ -127,3 +136,49 @@ def _target(module: str, rooms: dict[str, Room]) -> str | None:
 
 def _room_of(file: Path, package: Path) -> str:
     return file.relative_to(package).with_suffix("").parts[0]
+
+
+def circles(root: Path) -> list[set[str]]:
+    """Modules that import each other, directly or through others, at any time; what only type checkers see aside."""
+    package = root / PACKAGE
+    files = {_name_of(file, root): file for file in package.rglob("*.py")}
+    graph = {
+        name: {
+            found
+            for one in imports_of(file, root)
+            if not one.for_types and (found := _module_of(one.module, files)) is not None and found != name
+        }
+        for name, file in files.items()
+    }
+    # Whatever no circle goes through can be taken away, end by end; what is left are circles and what joins two.
+    while ends := {name for name in graph if not graph[name] or not any(name in to for to in graph.values())}:
+        graph = {name: to - ends for name, to in graph.items() if name not in ends}
+    found: list[set[str]] = []
+    for name in graph:
+        circle = {other for other in _reached(name, graph) if name in _reached(other, graph)}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
+
+
+def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    ahead = set(graph[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in seen:
+            seen.add(name)
+            ahead |= graph[name]
+    return seen
+
+
+def _name_of(file: Path, root: Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _module_of(dotted: str, files: dict[str, Path]) -> str | None:
+    """The module of ours that an imported name is, or is in."""
+    while dotted and dotted not in files:
+        dotted = dotted.rpartition(".")[0]
+    return dotted or None

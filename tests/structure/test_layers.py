@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from structure.layers import BASE, NOTEBOOK, TRAINING, Room, broken_rules, read_picture
+from structure.layers import BASE, NOTEBOOK, TRAINING, Room, broken_rules, circles, read_picture
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,3 +105,21 @@ def test_a_broken_rule_is_reported(tree: Path, file: str, line: str, fault: str)
 def test_a_room_that_is_drawn_and_does_not_exist_is_reported(tree: Path):
     (tree / "nb_accelerate" / "errors.py").unlink()
     assert "errors is in the picture, but does not exist" in broken_rules(tree)
+
+
+KNOWN = [{"nb_accelerate.config.ddp_hooks", "nb_accelerate.config.kwargs"}]
+"""Circles that are there still. Empty it when they are undone."""
+
+
+def test_no_modules_import_each_other():
+    assert [circle for circle in circles(ROOT) if circle not in KNOWN] == []
+
+
+def test_modules_that_import_each_other_are_reported(tree: Path):
+    assert circles(tree) == []
+    (tree / "nb_accelerate" / "maths" / "tables.py").write_text("def late():\n    from .sums import add\n")
+    sums = tree / "nb_accelerate" / "maths" / "sums.py"
+    sums.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .tables import Row\n")
+    assert circles(tree) == []
+    sums.write_text("from .tables import late\n")
+    assert circles(tree) == [{"nb_accelerate.maths.sums", "nb_accelerate.maths.tables"}]
