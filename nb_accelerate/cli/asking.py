@@ -1,4 +1,4 @@
-"""Questions in a terminal: with arrow keys where a person sits at one, line by line where input is piped in."""
+"""Ask questions in a terminal: with arrow keys in an interactive one, line by line where input is piped in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Asker(Protocol):
-    """Puts questions to whoever runs the command. An empty answer takes the default."""
+    """Ask the user questions. An empty answer takes the default."""
 
     def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
-        """Return the value of one of ``options``, which are pairs of a value and what it is called."""
+        """Return the value of one of ``options``, which are pairs of a value and a label."""
         ...
 
     def line(self, question: str, default: str) -> str:
@@ -32,7 +32,7 @@ class Asker(Protocol):
 
 
 def asker_here() -> Asker:
-    """Return arrow keys in a terminal, else plain lines."""
+    """Return `ArrowKeys` in an interactive terminal, else `PlainLines`."""
     return ArrowKeys() if sys.stdin.isatty() and sys.stdout.isatty() else PlainLines()
 
 
@@ -62,7 +62,7 @@ def read_value(asker: Asker, question: str, default: T, convert: Callable[[str],
 
 
 class ArrowKeys(Asker):
-    """Questions that are answered with arrow keys and Return."""
+    """Ask questions that are answered with arrow keys and Return."""
 
     @override
     def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
@@ -82,7 +82,7 @@ class ArrowKeys(Asker):
 
 
 class PlainLines(Asker):
-    """Questions that are answered with lines of standard input: the number of an option, or its value."""
+    """Ask questions that are answered by a line of standard input: the number of an option, or its value."""
 
     @override
     def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:

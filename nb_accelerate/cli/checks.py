@@ -1,6 +1,6 @@
-"""What `nb-accelerate test` checks, on every rank at the same time.
+"""The checks of `nb-accelerate test`, which run on every rank at the same time.
 
-A check raises where something is wrong and returns what it saw. Its expected values are computed without this package.
+A check raises `CheckFailed`, or returns what it measured. Expected values are computed without this package.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from nb_accelerate.accelerator import Accelerator
 
 _TOLERANCE = {"no": 1e-5, "bf16": 0.05, "fp16": 0.05}
+"""Largest difference between a weight trained on all ranks and on one, by precision."""
 """Largest difference of weights after training, by precision: sums are taken in another order."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - what it says, and not an error of this package
-    """A check did not hold; names it."""
+    """A check failed; the text names it."""
 
 
 def run_checks() -> int:

@@ -119,7 +119,7 @@ def _zsh(commands: list[Command]) -> str:
 def _fish(commands: list[Command]) -> str:
     program, *others = commands
     nothing_yet = f"not __fish_seen_subcommand_from {' '.join(program.commands)}"
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for command in (program, *others):
         seen = [f"__fish_seen_subcommand_from {word}" for word in command.words.split()]
         if seen:

@@ -1,4 +1,4 @@
-"""`nb-accelerate config`: answer some questions once, and let every launch know the answers."""
+"""`nb-accelerate config`: ask about the machine once, and write a file that every launch reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PRECISIONS = ("no", "fp16", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the defaults of the questions depend on.
+    """The hardware that the defaults of the questions depend on.
 
     Attributes:
         num_gpus: CUDA devices that are visible.
@@ -109,7 +109,7 @@ def _update(arguments: argparse.Namespace) -> int:
 
 
 def machine_here() -> Machine:
-    """Look at this machine. PyTorch is imported only where there is a GPU's driver."""
+    """Return the hardware of this machine. PyTorch is imported only if there is the driver of a GPU."""
     from nb_accelerate.config.installed import is_installed
     from nb_accelerate.launch.machine import look
 
@@ -118,7 +118,7 @@ def machine_here() -> Machine:
 
 
 def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, Any]:
-    """Return the configuration of a machine about which nothing was asked."""
+    """Return the configuration of a machine, with the default answer to every question."""
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,

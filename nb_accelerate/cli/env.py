@@ -1,4 +1,4 @@
-"""`nb-accelerate env`: what this machine has, as text to read or to put into a bug report."""
+"""`nb-accelerate env`: print hardware and versions, for a bug report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command 
 
 
 def describe() -> Iterator[tuple[str, str]]:
-    """What `env` prints, as pairs of a name and a value. Works where PyTorch is missing, and says so."""
+    """Return what `env` prints, as pairs of a name and a value. Works without PyTorch, and says so."""
     yield "nb-accelerate", __version__
     yield "platform", platform.platform()
     yield "python", f"{platform.python_version()} ({sys.executable})"

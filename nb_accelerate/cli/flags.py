@@ -1,6 +1,6 @@
-"""The flags of ``launch`` for scripts: accelerate's names, with what each does here, or why it is not there.
+"""The flags of ``launch`` for scripts: accelerate's names, what each does here, or why it is refused.
 
-Flags can be written with underscores or with dashes. What a flag leaves open, the configuration file decides.
+Flags can be written with underscores or with dashes. Where a flag is not given, the configuration file decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag that does something.
+    """A flag that is supported.
 
     Attributes:
         name: with underscores, without the dashes in front.
@@ -43,7 +43,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Flags of accelerate's that are understood, and refused.
+    """Flags of accelerate that are recognised and refused.
 
     Attributes:
         reason: why, and what to write instead.
@@ -264,7 +264,7 @@ def _add(group: argparse._ActionsContainer, name: str, short: list[str], **how: 
 
 
 class _Refuse(argparse.Action):
-    """Says why a flag is not there."""
+    """End the command with the reason why a flag is refused."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, reason: str, nargs: int | None = None) -> None:
         super().__init__(option_strings, dest, nargs=nargs, help=argparse.SUPPRESS)

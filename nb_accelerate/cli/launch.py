@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 
-_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+_INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -106,7 +107,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, Any]:
-    """Return what flags, and where they are silent the configuration file, say about a launch.
+    """Return the options of a launch from flags, and from the configuration file where there is no flag.
 
     Environment variables come between the two; an `Accelerator` reads them in the ranks, as it always does.
 
@@ -191,7 +192,7 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 
 
 def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, str]:
-    """The variables of the ranks: what the flags say, then the environment as it is, then the file."""
+    """Return the variables of the ranks. Flags come before the environment, the environment before the file."""
     of_file = file.as_variables() if file is not None else {}
     if file is not None:
         of_file[CONFIG_FILE] = str(file.path.absolute())
@@ -225,7 +226,7 @@ def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[s
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
-    # Its flags may stand on either side of it.
+    # Flags may stand before or after the notebook.
     parser = argparse.ArgumentParser(prog="nb-accelerate launch NOTEBOOK.ipynb")
     add_flags(parser)
     _add_notebook_flags(parser)
@@ -253,7 +254,7 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
 
 
 def _change_of(arguments: argparse.Namespace) -> Callable[[NotebookNode], None]:
-    """What the flags ask to be changed in the copy that is executed."""
+    """Return the changes that the flags make to the copy of the notebook that is executed."""
     from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
 
     values = read_parameters(arguments.parameter or (), arguments.parameters_file)
@@ -278,7 +279,7 @@ def _change_of(arguments: argparse.Namespace) -> Callable[[NotebookNode], None]:
 
 
 def _call_of(arguments: argparse.Namespace) -> str:
-    """The cell that launches one function as the flags and the configuration file say."""
+    """Return the source of a cell that launches one function with the options of flags and file."""
     from nb_accelerate.config.file import read_config
 
     options = {

@@ -1,4 +1,4 @@
-"""A notebook run from top to bottom in a kernel of its own, with its progress as text.
+"""Run a notebook from top to bottom in a new kernel, with its progress as text.
 
 ::
 
@@ -46,7 +46,7 @@ _OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # what a terminal no longer sho
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a notebook did not run to its end.
+    """The cell and the error that ended a notebook early.
 
     Attributes:
         number: the code cell that failed, counted from 1, or None if it was none of them.
@@ -59,14 +59,14 @@ class Failure:
     traceback: str
 
     def render(self, *, color: bool) -> str:
-        """The failure as text for a terminal."""
+        """Return the failure as text for a terminal."""
         where = f"cell {self.number} failed: {self.title}" if self.number else f"failed: {self.title}"
         return f"{where}\n{self.traceback if color else _COLOR.sub('', self.traceback)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotebookRun:
-    """What came of running a notebook.
+    """The result of running a notebook.
 
     Attributes:
         name: the notebook's file name without its ending.
@@ -93,7 +93,7 @@ def execute(
     env: Mapping[str, str] | None = None,
     change: Callable[[NotebookNode], None] = lambda _: None,
 ) -> NotebookRun:
-    """Run the notebook at ``path`` in a new kernel and return what came of it, also when a cell fails.
+    """Run the notebook at ``path`` in a new kernel and return the result, also when a cell fails.
 
     The kernel is always one of the Python that runs this, whatever kernel the notebook names: a package that
     can be imported here can be imported there.
@@ -138,7 +138,7 @@ def write_page(run: NotebookRun, directory: Path) -> Path:
 
 
 class _Session:
-    """One kernel, from its start to its end."""
+    """A kernel from start to shutdown; a context manager."""
 
     def __init__(self, path: Path, notebook: NotebookNode, progress: TextIO, env: Mapping[str, str] | None) -> None:
         self._path = path
@@ -289,7 +289,7 @@ class _Client(NotebookClient):
 
 
 class _Stop:
-    """What Ctrl-C does: once, interrupt the running cell and run no other; again, end the kernel.
+    """Handle Ctrl-C: the first interrupts the running cell and skips the others, the second ends the kernel.
 
     A kernel lives in a session of its own, so that the terminal's signal reaches only this process. What the
     cell started gets its chance to clean up, because the kernel gets a real KeyboardInterrupt.

@@ -1,4 +1,4 @@
-"""Notebooks with other values, and single functions of notebooks. Pure: on notebooks as data.
+"""Set the parameters of a notebook, or take one function out of it. Pure functions of notebooks as data.
 
 Conventions are those of papermill (https://papermill.readthedocs.io): a cell with the tag ``parameters`` has defaults,
 and a cell with the tag ``injected-parameters`` that follows it has the values of this run.
@@ -118,7 +118,7 @@ def _tags(cell: NotebookNode) -> Sequence[str]:
 
 
 def _tree(source: str) -> ast.Module:
-    """The statements of a cell; lines that are no Python, magics say, are empty ones."""
+    """Parse a cell. Lines that are not Python, such as magics, are replaced by empty ones."""
     try:
         return ast.parse(source)
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""A notebook's run as lines of text, for a terminal and for a log. In a terminal, with the panel of its ranks below."""
+"""Print the progress of a notebook as lines of text. In a terminal the panel of its ranks stands below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDENT = "      "
 
 
 class CellProgress:
-    """Each cell's number and title when it starts, what it prints, indented, and its seconds when it ends.
+    """Print number and title of each cell, its output, indented, and its seconds.
 
     Args:
         out: where to. If it is a terminal, what `panel` is told stays at the bottom while the cell runs.
@@ -36,25 +36,25 @@ class CellProgress:
 
     @contextlib.contextmanager
     def cell(self, number: int, total: int, title: str) -> Iterator[None]:
-        """Surround a running cell with its title and its seconds."""
+        """Print the title of a cell, run the block, and print its seconds."""
         self.line(f"[{number}/{total}] {title}")
         self._where = f"cell {number} of {total}"
         began = time.monotonic()
         try:
             yield
         finally:
-            # Of a launch that goes on nothing more is heard; nor of one whose kernel has died.
+            # A launch that continues in the background, or whose kernel has died, sends no more lines.
             self._panels.clear()
             self._draw()
             self._end_line()
             self.line(f"{_INDENT}{time.monotonic() - began:.1f} s")
 
     def line(self, text: str) -> None:
-        """Write a line of our own."""
+        """Write a line that is not output of a cell."""
         self._write(f"{text}\n")
 
     def text(self, text: str) -> None:
-        """Write a piece of what the cell printed; it may end anywhere."""
+        """Write a piece of the output of the cell, which may end in the middle of a line."""
         self._write("".join(self._indented(text)))
 
     def lines(self, text: str) -> None:

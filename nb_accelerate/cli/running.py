@@ -1,4 +1,4 @@
-"""Which runs of ours there are on this machine, found by looking at its processes."""
+"""Find the runs of this package on this machine, by the names of its processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def find_runs() -> list[Run]:
 
 
 def _owner_of(rank: psutil.Process) -> psutil.Process:
-    """The process that asked for a rank: the parent of the server that forked it."""
+    """Return the process that launched a rank: the parent of the server that forked it."""
     for ancestor in rank.parents():
         if ancestor.name() != _SERVER:
             return ancestor
@@ -83,6 +83,6 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
 
 
 def _short(word: str) -> str:
-    """A path below the home folder, as people write it."""
+    """Return a path with ``~`` for the home folder."""
     home = str(Path.home())
     return "~" + word[len(home) :] if word.startswith(home + "/") else word

@@ -1,4 +1,4 @@
-"""A script on all ranks of this machine, watched over from a terminal."""
+"""Run a script on all ranks of this machine, supervised from a terminal."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
 
 _FAILED = 1
+"""Exit code of a script that raised."""
+
 _SIGNALLED = 128
+"""Added to the number of the signal that ended a script, for its exit code."""
 """What a shell adds to the number of the signal that ended a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run on each rank.
+    """The program that each rank runs.
 
     Attributes:
         target: path of a script, name of a module, or a program.
@@ -57,13 +60,13 @@ class Job:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command line of one rank, if it were started by hand."""
+        """Return the command line that would start one rank by hand."""
         python = {"script": (sys.executable,), "module": (sys.executable, "-m"), "program": ()}[self.kind]
         return (*python, self.target, *self.arguments)
 
     @property
     def call(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """The function that a rank calls, and its arguments."""
+        """Return the function that a rank calls, and its arguments."""
         if self.kind == "program":
             return run_program, (self.command,)
         return (run_module if self.kind == "module" else run_script), (self.target, self.arguments)
@@ -121,7 +124,7 @@ def planned(options: LaunchOptions, facts: MachineFacts) -> LaunchPlan:
 
 
 def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[str]:
-    """Say, line by line, what `run` would start. Nothing is started.
+    """Print what `run` would start, and start nothing.
 
     Args:
         job: what to run.
@@ -195,7 +198,7 @@ class _TerminalSink(StreamSink):
 
 @contextlib.contextmanager
 def _stopped_by_signals(launch: Launch) -> Iterator[list[int]]:
-    """SIGTERM, and a terminal that is closed, end the ranks; gives the list of the signals that came."""
+    """End the ranks at SIGTERM, and when the terminal is closed; yield the list of signals that arrived."""
     received: list[int] = []
 
     def stop(signum: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`nb-accelerate status`: which runs there are on this machine."""
+"""`nb-accelerate status`: list the runs on this machine."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from nb_accelerate.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-_SECONDS = 10.0
-"""A run has so long to end by itself."""
+_END_SECONDS = 10.0
+"""Seconds that a run has to end by itself."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,13 +48,13 @@ def _run(arguments: argparse.Namespace) -> int:
             owner.terminate()
     except psutil.AccessDenied:
         raise ConfigError(f"the run with pid {run.pid} is another user's") from None
-    _, alive = psutil.wait_procs(watched, timeout=_SECONDS)
+    _, alive = psutil.wait_procs(watched, timeout=_END_SECONDS)
     if alive and arguments.force:
         for process in alive:
             process.kill()
-        _, alive = psutil.wait_procs(alive, timeout=_SECONDS)
+        _, alive = psutil.wait_procs(alive, timeout=_END_SECONDS)
     if alive:
-        print(f"{run.what} has not ended within {_SECONDS:g} s. To kill it: nb-accelerate stop {run.pid} --force")
+        print(f"{run.what} has not ended within {_END_SECONDS:g} s. To kill it: nb-accelerate stop {run.pid} --force")
         return 1
     print(f"ended {len(run.ranks)} ranks of {run.what}")
     return 0

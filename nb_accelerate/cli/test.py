@@ -1,4 +1,4 @@
-"""`nb-accelerate test`: does distributed training work on this machine, as it is configured?"""
+"""`nb-accelerate test`: check that distributed training works on this machine, as configured."""
 
 from __future__ import annotations
 

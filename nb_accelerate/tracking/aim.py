@@ -1,4 +1,4 @@
-"""Aim."""
+"""Record to Aim."""
 
 from __future__ import annotations
 

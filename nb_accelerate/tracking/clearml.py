@@ -1,4 +1,4 @@
-"""ClearML."""
+"""Record to ClearML."""
 
 from __future__ import annotations
 

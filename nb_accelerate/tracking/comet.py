@@ -1,4 +1,4 @@
-"""Comet."""
+"""Record to Comet."""
 
 from __future__ import annotations
 

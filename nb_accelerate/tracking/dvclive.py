@@ -1,4 +1,4 @@
-"""DVCLive."""
+"""Record to DVCLive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tracker that needs nothing: one file of JSON lines for each run, and a plot of it."""
+"""Record to a file of JSON lines, one for each run. Needs no library."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class JSONLinesTracker(GeneralTracker):
         if self.path is None:
             self.start()
         assert self.path is not None
-        line = json.dumps(entry, default=_told)
+        line = json.dumps(entry, default=_as_json)
         # Opened for each line: nothing is open, or lost, when the process is killed.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
 
-def _told(value: Any) -> Any:
-    """What JSON has no word for: arrays as lists, anything else as text."""
+def _as_json(value: Any) -> Any:
+    """Return a value that JSON cannot hold: arrays as lists, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

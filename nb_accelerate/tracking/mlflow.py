@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Record to MLflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from nb_accelerate.tracking.tracker import LibraryTracker, is_number, load_libra
 if TYPE_CHECKING:
     import os
 
-_BATCH = 100  # parameters that one request may carry
+_MAX_PARAMS = 100
+"""Parameters that MLflow takes in one request."""
 
 
 class MLflowTracker(LibraryTracker):
@@ -82,8 +83,8 @@ class MLflowTracker(LibraryTracker):
         for name in values.keys() - short.keys():
             _warn("The value of %r is longer than the %d characters that MLflow takes, and left out.", name, longest)
         items = list(short.items())
-        for start in range(0, len(items), _BATCH):
-            mlflow.log_params(dict(items[start : start + _BATCH]))
+        for start in range(0, len(items), _MAX_PARAMS):
+            mlflow.log_params(dict(items[start : start + _MAX_PARAMS]))
 
     @override
     @on_main_process

@@ -1,4 +1,4 @@
-"""A tracker whose curves are drawn in the panel of the notebook that launched the ranks, and kept there."""
+"""Draw curves in the panel of the notebook that launched the ranks. Needs no library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nb_accelerate.board import MAX_RECORD, here
 from nb_accelerate.records import RunRecord
 from nb_accelerate.tracking.tracker import GeneralTracker, is_number, on_main_process, plain_values
 
-_LONGEST = 200
-"""Letters of a value that is no number."""
+_MAX_TEXT = 200
+"""Characters that are kept of a value that is not a number."""
 
 
 class NotebookTracker(GeneralTracker):
@@ -85,4 +85,4 @@ class NotebookTracker(GeneralTracker):
 
 
 def _kept(value: Any) -> Any:
-    return value if is_number(value) or value is None else str(value)[:_LONGEST]
+    return value if is_number(value) or value is None else str(value)[:_MAX_TEXT]

@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""Record to SwanLab."""
 
 from __future__ import annotations
 

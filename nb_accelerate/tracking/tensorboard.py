@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""Record to TensorBoard."""
 
 from __future__ import annotations
 

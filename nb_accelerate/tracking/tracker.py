@@ -1,4 +1,4 @@
-"""The base of all experiment trackers, those here and those users write."""
+"""Base classes of experiment trackers: `GeneralTracker` for users, `LibraryTracker` for the adapters here."""
 
 from __future__ import annotations
 

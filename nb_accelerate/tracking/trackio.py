@@ -1,4 +1,4 @@
-"""Trackio: Hugging Face's local dashboard."""
+"""Record to trackio, the local dashboard of Hugging Face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Record to Weights & Biases."""
 
 from __future__ import annotations
 
