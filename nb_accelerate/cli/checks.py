@@ -1,6 +1,6 @@
 """The checks of `nb-accelerate test`, which run on every rank at the same time.
 
-A check raises `CheckFailed`, or returns what it measured. Expected values are computed without this package.
+A check raises if something is wrong, or returns what it measured. Expected values are computed without this package.
 """
 
 from __future__ import annotations

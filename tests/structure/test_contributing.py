@@ -186,6 +186,75 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
     assert '<td class="nba-retries">3</td>' in shown
 
 
+ABACUS = """\
+from nb_accelerate.devices.kind import DeviceKind
+
+ABACUS = DeviceKind(
+    name="meta",  # torch has no others without hardware
+    distributed_type="MULTI_CPU",
+    backend="gloo",
+    passes_device_ids=False,
+    visibility="ABACUS_VISIBLE_DEVICES",
+    find=lambda visible, changed: tuple((visible or "0,1").split(",")),
+    count=lambda: 2,
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_device_is_added_by_the_files_of_its_row(copy: Path):
+    if not _exists("devices/table.py"):
+        pytest.skip("there is no table of devices yet")
+    table = copy / "nb_accelerate" / "devices" / "table.py"
+    (table.parent / "abacus.py").write_text(ABACUS)
+    _insert(table, "from nb_accelerate.devices.kind", "from nb_accelerate.devices.abacus import ABACUS\n")
+    listed = table.read_text(encoding="utf-8").replace("DEVICE_KINDS: list[DeviceKind] = [", "DEVICE_KINDS = [ABACUS, ")
+    table.write_text(listed, encoding="utf-8")
+    new, lines, _ = _rows()["device"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+    said = _run(
+        copy,
+        "from nb_accelerate import notebook_launcher\n"
+        "def where():\n"
+        "    from nb_accelerate import Accelerator\n"
+        "    return str(Accelerator().device)\n"
+        "print(notebook_launcher(where, num_processes=2))",
+    )
+    assert said.splitlines()[-1] == "['meta:0', 'meta:1']"
+
+
+@pytest.mark.slow
+def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
+    if not _exists("start_methods.py"):
+        pytest.skip("there is no table of start methods yet")
+    (copy / "nb_accelerate" / "launch" / "careful.py").write_text(
+        "import contextlib\n"
+        "from nb_accelerate.launch.servers import ColdServer\n"
+        "@contextlib.contextmanager\n"
+        "def careful(options):\n"
+        "    print('starting carefully')\n"
+        "    with contextlib.closing(ColdServer()) as server:\n"
+        "        yield server\n"
+    )
+    _insert(
+        copy / "nb_accelerate" / "start_methods.py",
+        '        StartMethod(name="inline"',
+        '        StartMethod(name="careful", starter="nb_accelerate.launch.careful:careful"),\n',
+    )
+    new, lines, _ = _rows()["start method or engine"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+    said = _run(
+        copy,
+        "from nb_accelerate import notebook_launcher\n"
+        "def rank():\n"
+        "    import os\n"
+        "    return int(os.environ['RANK'])\n"
+        "print(notebook_launcher(rank, num_processes=2, devices='cpu', start_method='careful'))",
+    )
+    assert "starting carefully" in said
+    assert said.splitlines()[-1] == "[0, 1]"
+
+
 def test_the_picture_names_only_rooms_of_the_package():
     table = PAGE[PAGE.index("| | training half") : PAGE.index("`compat/`, `utils/`")]
     rooms = {path.strip("/").removesuffix(".py") for path in _paths(table)}
