@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             function, args, kwargs = load()
             gate.check()
             value = function(*args, **kwargs)
+            _finish_saves()
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):
             return fail(error)
@@ -45,6 +47,14 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
     return Result(parcel=packed.parcel), packed
+
+
+def _finish_saves() -> None:
+    """Wait for the checkpoint that is written in the background, and raise its error: a rank has to end soon after."""
+    # Of the training half, and not imported by a function that has saved nothing so.
+    background: Any = sys.modules.get("nb_accelerate.checkpoint.background")
+    if background is not None:
+        background.saves.join()
 
 
 def exits_well(error: BaseException) -> bool:

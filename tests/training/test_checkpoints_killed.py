@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from training.soak import soak
 
 PROGRAM = """
 import os, sys
@@ -81,6 +82,12 @@ def run():
 
 print("count", notebook_launcher(run, (), 2, start_method="forkserver", progress="off")[0])
 """
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+def test_runs_that_are_killed_go_on_by_themselves_to_the_same_end(tmp_path: Path):
+    soak(8, 16, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,0 +1,104 @@
+"""Saving and loading a model of 500 MB with AdamW, beside accelerate, and beside what the disk does."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nb_accelerate import notebook_launcher
+
+WIDTH, LAYERS = 2048, 30  # 126 million weights of 4 bytes; AdamW has two numbers for each
+ROUNDS = 5
+
+
+def _times(where: str, width: int, layers: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds that each kind of save and load took on this rank, in turns; and what else is to be known."""
+    from accelerate import Accelerator as Theirs
+
+    from nb_accelerate import Accelerator
+
+    ours, theirs = _trained(Accelerator(cpu=True), width, layers), _trained(Theirs(cpu=True), width, layers)
+    taken: dict[str, list[float]] = {}
+
+    def time_of(name: str, action: Callable[[], Any]) -> Any:
+        ours.wait_for_everyone()
+        began = time.perf_counter()
+        result = action()
+        ours.wait_for_everyone()
+        taken.setdefault(name, []).append(time.perf_counter() - began)
+        return result
+
+    def durable(save: Callable[[], Any]) -> None:
+        save()
+        if ours.is_main_process:
+            os.sync()
+
+    for _ in range(rounds):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        time_of("save ours", lambda: ours.save_state(f"{where}/ours"))  # always durable
+        taken.setdefault("more memory", []).append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        time_of("save theirs", lambda: theirs.save_state(f"{where}/theirs"))
+        time_of("durable theirs", lambda: durable(lambda: theirs.save_state(f"{where}/theirs")))
+        time_of("load ours", lambda: ours.load_state(f"{where}/ours"))
+        time_of("load theirs", lambda: theirs.load_state(f"{where}/theirs"))
+        handle = time_of("blocked", lambda: ours.save_state(f"{where}/ours", async_save=True))
+        handle.wait()
+    return taken
+
+
+def _trained(accelerator: Any, width: int, layers: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator
+
+
+def _rate_of_disk(where: Path, num_bytes: int) -> float:
+    """Seconds that it takes to write as many bytes, until they are durable."""
+    piece = os.urandom(1 << 24)
+    began = time.perf_counter()
+    with (where / "raw").open("wb") as file:
+        for _ in range(num_bytes >> 24):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - began
+
+
+def measure() -> list[str]:
+    lines = []
+    size = 3 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+    parent = Path("build").resolve()
+    parent.mkdir(exist_ok=True)
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory(dir=parent) as where:
+            disk = _rate_of_disk(Path(where), size)
+            shutil.rmtree(where)
+            Path(where).mkdir()
+            taken = notebook_launcher(
+                _times, (where, WIDTH, LAYERS, ROUNDS), ranks, progress="off", start_method="forkserver", timeout=900
+            )[0]
+        last = {name: statistics.median(one[1:]) for name, one in taken.items()}  # the first one fills fresh memory
+        lines += [
+            f"{ranks} rank{'s' if ranks > 1 else ' '}  save   {last['save ours'] / last['save theirs']:5.2f} of "
+            f"accelerate, {last['save ours'] / last['durable theirs']:.2f} until durable  ({last['save ours']:.2f} s; "
+            f"the disk alone {disk:.2f} s for {size / 1e9:.1f} GB; {last['more memory'] / 1024:.0f} MB more memory)",
+            f"         load   {last['load ours'] / last['load theirs']:5.2f} of accelerate  ({last['load ours']:.2f} s)",
+            f"         async  {last['blocked'] / last['save ours']:5.2f} of a save is waited for  "
+            f"({last['blocked']:.2f} s)",
+        ]
+    return lines
