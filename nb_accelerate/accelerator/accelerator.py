@@ -169,6 +169,7 @@ class Accelerator(
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
+            plugins={},
         )
 
     def __reduce__(self) -> NoReturn:

@@ -18,7 +18,7 @@ from nb_accelerate.comm import Trigger
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
-from nb_accelerate.config.engines import EngineOptions
+from nb_accelerate.config.engines import resolve_engines
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
@@ -35,7 +35,7 @@ from nb_accelerate.tracking import Recording, resolve_recording
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
+    from nb_accelerate.config.engines import EngineOptions
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
@@ -92,6 +93,7 @@ class Core:
         step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
         scheduler_steps_per_process: whether schedules advance once for each process at an optimizer step.
         dynamo: how models are compiled.
+        engines: options of the engines by which the strategy was chosen.
         trigger: what this rank has to tell the others.
         recording: trackers, directories, profiles.
         registry: what users add to checkpoints.
@@ -113,6 +115,7 @@ class Core:
     step_scheduler_with_optimizer: bool
     scheduler_steps_per_process: bool
     dynamo: TorchDynamoPlugin
+    engines: EngineOptions
     trigger: Trigger = field(default_factory=Trigger)
     recording: Recording = field(default_factory=Recording)
     registry: Registry = field(default_factory=Registry)
@@ -127,6 +130,7 @@ class Core:
             mixed_precision=self.precision.name,
             distributed_type=self.strategy.distributed_type,
             dynamo=self.dynamo,
+            engines=self.engines,
             accumulation=self.accumulation,
             tracker=self.tracker,
         )
@@ -165,11 +169,12 @@ def build_core(
     kwargs_handlers: Iterable[KwargsHandler] | None,
     dynamo_backend: DynamoBackend | str | None = None,
     dynamo_plugin: TorchDynamoPlugin | None = None,
+    plugins: Mapping[str, Any],
 ) -> Core:
     """Check all options, then connect the process, then choose the parts.
 
-    Precision and compilation that are not asked for are those of the newest `Accelerator` of this process, if there is
-    one: libraries make a second `Accelerator` where they want the one of the script.
+    Precision, compilation and sharding that are not asked for are those of the newest `Accelerator` of this process, if
+    there is one: libraries make a second `Accelerator` where they want the one of the script.
 
     Raises:
         ConfigError: an option has a value that cannot be. Nothing was connected then.
@@ -184,6 +189,9 @@ def build_core(
     accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environment)
     loader = resolve_loader(split_batches, dataloader_config)
     handlers = Handlers.collect(kwargs_handlers)
+    engines = resolve_engines(
+        plugins, ddp=handlers.ddp, before=before.engines if before is not None else None, environment=environment
+    )
     in_step = resolve_rng_types(rng_types)
     recording = resolve_recording(log_with, project_dir, project_config, handlers.profile)
     dynamo = resolve_dynamo(dynamo_backend, dynamo_plugin, environment)
@@ -194,7 +202,7 @@ def build_core(
         check_flag("cpu", cpu)
 
     process = setup_process(cpu=cpu, options=handlers.process_group, environment=environment)
-    strategy = select_strategy(process, EngineOptions(ddp=handlers.ddp))
+    strategy = select_strategy(process, engines)
     shared = shared_training()
     shared.window.join()
     precision = strategy.adapt_precision(
@@ -224,6 +232,7 @@ def build_core(
         board=here(),
         losses=LossReport(here(), process.kind),
         dynamo=dynamo,
+        engines=engines,
     )
     remember(process, core.choices)
     _note_uses(core, gradient_accumulation_plugin)

@@ -219,7 +219,7 @@ def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict:
 
 
 def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: bool) -> None:
-    now = model.state_dict()
+    now = model.state_dict(keep_vars=True)  # of sharded weights, tied ones are known by their identity
     here = {id_tensor_storage(now[name]) for name in found if name in now and isinstance(now[name], torch.Tensor)}
     missing = [
         name

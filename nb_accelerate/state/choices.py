@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
+    from nb_accelerate.config.engines import EngineOptions
     from nb_accelerate.data.tracker import LoaderTracker
     from nb_accelerate.process.context import ProcessContext
 
@@ -32,6 +33,7 @@ class Choices:
     Attributes:
         mixed_precision: the name of the precision.
         distributed_type: the name of the strategy; None where no `Accelerator` has chosen one.
+        engines: the options by which the strategy was chosen; None where no `Accelerator` has chosen one.
         dynamo: how models are compiled.
         accumulation: the accumulation window, and the batch of it that the loop is at.
         tracker: which loader is being iterated.
@@ -43,6 +45,7 @@ class Choices:
     accumulation: AccumulationState
     tracker: LoaderTracker
     distributed_type: DistributedType | None = None
+    engines: EngineOptions | None = None
     variables: Mapping[str, str] = field(default_factory=lambda: _variables(Environment()))
 
     @classmethod
@@ -68,7 +71,7 @@ def inherited(environment: Environment) -> Choices | None:
 
 
 def _variables(environment: Environment) -> dict[str, str]:
-    names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
+    names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_", "ACCELERATE_USE_FSDP", "FSDP_")
     return {name: value for name, value in environment.variables.items() if name.startswith(names)}
 
 

@@ -122,7 +122,7 @@ class DDPStrategy(Strategy):
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = _wrapped(model)
-        if wrapped is not None and _is_alive(wrapped.process_group):
+        if wrapped is not None and is_alive(wrapped.process_group):
             return model
         model = model if wrapped is None else wrapped.module  # wrapped for a process group that has ended
         if not any(p.requires_grad for p in model.parameters()):
@@ -212,7 +212,8 @@ def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:
     return model if isinstance(model, parallel.DistributedDataParallel) else None
 
 
-def _is_alive(group: dist.ProcessGroup) -> bool:
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group can still be used."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
