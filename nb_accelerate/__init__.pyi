@@ -19,6 +19,7 @@ from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_
 from nb_accelerate.compat.packages import is_rich_available as is_rich_available
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from nb_accelerate.config.distributed import DistributedType as DistributedType
+from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from nb_accelerate.config.kwargs import (
     AutocastKwargs as AutocastKwargs,
     DDPCommunicationHookType as DDPCommunicationHookType,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
+    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.options import Options
     from nb_accelerate.config.project import LoggerType
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 _NOT_YET = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
-    "fsdp_plugin": "FSDP",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
     "parallelism_config": "device meshes",
@@ -59,6 +59,7 @@ _ARGUMENTS = (
     "kwargs_handlers",
     "dynamo_backend",
     "dynamo_plugin",
+    "fsdp_plugin",
     "scheduler_steps_per_process",
 )
 
@@ -121,6 +122,7 @@ class Accelerator(
         dynamo_backend: compile models with this backend of `torch.compile`, ``"inductor"`` say; else
             ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: how models are compiled, in detail.
+        fsdp_plugin: shard models over ranks; else ``ACCELERATE_USE_FSDP``. A single process is not sharded.
         scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
             batches are split. False: once.
         **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
@@ -148,6 +150,7 @@ class Accelerator(
         kwargs_handlers: Iterable[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         scheduler_steps_per_process: bool = True,
         **others: Any,
     ) -> None:
@@ -169,7 +172,7 @@ class Accelerator(
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
-            plugins={},
+            plugins={"fsdp_plugin": fsdp_plugin},
         )
 
     def __reduce__(self) -> NoReturn:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.config.fsdp import resolve_fsdp
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.config.env import Environment
+    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,11 @@ class EngineOptions:
 
     Attributes:
         ddp: arguments of DistributedDataParallel, the engine of several ranks if no other one is asked for.
+        fsdp: how models are sharded; None if they are not.
     """
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    fsdp: FullyShardedDataParallelPlugin | None = None
 
 
 def resolve_engines(
@@ -34,7 +38,7 @@ def resolve_engines(
     """Choose the options of each engine: the argument, else those of an earlier `Accelerator`, else the environment.
 
     Args:
-        plugins: arguments of the `Accelerator` by name, None for what was not given.
+        plugins: arguments of the `Accelerator` by name, such as ``fsdp_plugin``; None for what was not given.
         ddp: arguments of DistributedDataParallel.
         before: the options of the newest `Accelerator` of this process, if it is to be followed.
         environment: variables that ask for an engine.
@@ -42,5 +46,6 @@ def resolve_engines(
     Raises:
         ConfigError: a value is not supported.
     """
-    del plugins, before, environment  # nothing to choose from yet
-    return EngineOptions(ddp=ddp)
+    given = plugins.get("fsdp_plugin")
+    fsdp = before.fsdp if given is None and before is not None else given
+    return EngineOptions(ddp=ddp, fsdp=resolve_fsdp(fsdp, environment))

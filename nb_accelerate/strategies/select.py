@@ -11,6 +11,7 @@ from nb_accelerate.config.checks import first_given
 from nb_accelerate.config.env import DEBUG_MODE, Environment
 from nb_accelerate.devices import backend_named
 from nb_accelerate.strategies.ddp import DDPStrategy
+from nb_accelerate.strategies.fsdp import FSDPStrategy
 from nb_accelerate.strategies.single import SingleStrategy
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     collectives = select_collectives(process)
     if process.topology.world_size == 1:
         return SingleStrategy(process.device, collectives, process.distributed_type)
+    if engines.fsdp is not None:
+        assert process.group is not None  # there are several ranks
+        return FSDPStrategy(process.device, collectives, group=process.group, options=engines.fsdp)
     return DDPStrategy(
         process.device,
         collectives,

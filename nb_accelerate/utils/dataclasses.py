@@ -7,6 +7,7 @@ from nb_accelerate.config.dynamo import (
     DynamoBackend as DynamoBackend,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
+from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from nb_accelerate.config.kwargs import (
     AutocastKwargs as AutocastKwargs,
     DDPCommunicationHookType as DDPCommunicationHookType,

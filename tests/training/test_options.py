@@ -68,7 +68,11 @@ from nb_accelerate.process.rng import set_seed
         ),
         (lambda: Accelerator(dynamo_plugin="inductor"), "dynamo_plugin='inductor' is of type str, not a TorchDynamo"),
         (lambda: Accelerator(project_config="runs"), "project_config='runs' is of type str, not a ProjectConfig"),
-        (lambda: Accelerator(fsdp_plugin=object()), "fsdp_plugin=.*FSDP is not supported in this version"),
+        (
+            lambda: Accelerator(deepspeed_plugin=object()),
+            "deepspeed_plugin=.*DeepSpeed is not supported in this version",
+        ),
+        (lambda: Accelerator(fsdp_plugin=object()), "fsdp_plugin=.*not a FullyShardedDataParallelPlugin"),
         (lambda: DataLoaderConfiguration(even_batches="False"), "even_batches='False' is of type str"),
         (lambda: DataLoaderConfiguration(data_seed=-1), "data_seed=-1 is too small"),
         (lambda: GradScalerKwargs(growth_factor=1.0), "growth_factor=1.0 is too small"),

@@ -1,0 +1,333 @@
+"""FSDP on two ranks: losses, norms and weights are those of one process in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS = 12
+ROWS = 8  # of all ranks together, in one step
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 13)  # does not divide evenly by two
+        self.down = nn.Linear(13, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Model(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.BatchNorm1d(8)  # has buffers; without effect on gradients, as it runs in evaluation mode
+        self.last = nn.Linear(8, 1)  # of one row: nothing of it is on rank 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.norm.eval()(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(10, 8)
+        self.block = Block()
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.words(x)))
+
+
+def make_data() -> TensorDataset:
+    inputs = torch.randn(STEPS * ROWS, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+def train_by_hand(*, accumulate: int = 1, max_norm: float | None = None, norm_type: float = 2.0) -> Any:
+    """The same training in one process, on whole batches."""
+    model, data = Model(), make_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for step in range(STEPS):
+        inputs, targets = data[step * ROWS : (step + 1) * ROWS]
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        losses.append(loss.item())
+        (loss / accumulate).backward()
+        if (step + 1) % accumulate == 0 or step + 1 == STEPS:
+            if max_norm is not None:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, [weight.detach() for weight in model.parameters()]
+
+
+def train_sharded(
+    *,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    order: str = "together",
+    **options: Any,
+) -> Any:
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=True, fsdp_plugin=Plugin(**options))
+    model = Model(seed=accelerator.process_index)  # all ranks train that of rank 0
+    before = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = accelerator.prepare(DataLoader(make_data(), batch_size=ROWS // accelerator.num_processes))
+    if order == "together":
+        optimizer, model = accelerator.prepare(optimizer, model)
+    elif order == "model first":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    elements = sum(weight.to_local().numel() for weight in model.parameters())  # type: ignore[attr-defined]
+    losses, norms = [], []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            accelerator.backward(loss)
+            if max_norm is not None and accelerator.sync_gradients:
+                # Also by the parameters that the model had before it was sharded.
+                clipped = before if order == "model first" else model.parameters()
+                norms.append(accelerator.clip_grad_norm_(clipped, max_norm, norm_type).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [weight.full_tensor().detach() for weight in model.parameters()]  # type: ignore[attr-defined]
+    return losses, norms, weights, elements, accelerator.distributed_type
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_norm": 0.5}, {}),
+    ({"max_norm": 0.5}, {"order": "model first", "min_num_params": 100}),
+    ({"max_norm": 0.5}, {"order": "optimizer first"}),
+    ({"accumulate": 5, "max_norm": 0.1}, {"reshard_after_forward": False}),
+    ({"max_norm": 0.1, "norm_type": float("inf")}, {"auto_wrap_policy": "no_wrap"}),
+    ({"max_norm": 0.5, "norm_type": 3.0}, {"transformer_cls_names_to_wrap": "Block"}),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_ranks_train_as_one_process_of_plain_pytorch(run_ranks, world_size):
+    def train_all() -> list[Any]:
+        return [train_sharded(**case, **how) for case, how in CASES]
+
+    expected_of_cases = [train_by_hand(**case) for case, _ in CASES]
+    whole = sum(weight.numel() for weight in Model().parameters())
+    ranks = run_ranks(train_all, world_size=world_size)
+    for results in ranks:
+        for (*ours, _, kind), expected in zip(results, expected_of_cases, strict=True):
+            assert str(kind) == "FSDP"
+            for mine, theirs in zip(ours, expected, strict=True):
+                assert len(mine) == len(theirs)
+                for one, other in zip(mine, theirs, strict=True):
+                    # AdamW divides by small numbers: rounding of 1e-8 in a gradient may move a weight by 1e-6.
+                    torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=0, atol=1e-5)
+    for number in range(len(CASES)):
+        assert sum(results[number][3] for results in ranks) == whole  # each rank has a part, and no more
+
+
+def test_an_optimizer_that_has_stepped_keeps_its_state_and_a_window_that_was_left_leaves_nothing(run_ranks):
+    def train(sharded: bool, steps: int = 4) -> Any:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
+        torch.manual_seed(0)
+        model: Any = Model()
+        temperature = nn.Parameter(torch.tensor([1.5]))  # of no model
+        optimizer: Any = torch.optim.AdamW([*model.parameters(), temperature], lr=0.01)
+        inputs = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(5))
+
+        def loss_of(rows: torch.Tensor) -> torch.Tensor:
+            return (model(rows) * temperature).square().mean()
+
+        loss_of(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sharded:
+            optimizer, model = accelerator.prepare(optimizer, model)
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_of(inputs) * 1000)
+            optimizer.zero_grad()
+        mine = inputs[accelerator.process_index :: accelerator.num_processes]
+        norms = []
+        for _ in range(steps):
+            loss = loss_of(mine)
+            accelerator.backward(loss)
+            norms.append(accelerator.clip_grad_norm_([*model.parameters(), temperature], 0.3).item())
+            accelerator.clip_grad_value_([*model.parameters(), temperature], 0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        return norms, temperature.item(), {name: value.clone() for name, value in state.items()}
+
+    norms, temperature, weights = train(False)
+    for rank, (ours, mine, state) in enumerate(run_ranks(train, True)):
+        assert ours == pytest.approx(norms, abs=1e-5)
+        assert mine == pytest.approx(temperature, abs=1e-6)
+        assert state.keys() == (weights.keys() if rank == 0 else set())  # collected where it may be written
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_of_shards_is_that_of_a_whole_model_and_the_other_way_round(run_ranks, tmp_path: Path):
+    def train(sharded: bool, load: Path | None, save: Path) -> Any:
+        from nb_accelerate.process import context
+
+        context.reset()
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
+        model: Any = Model(seed=3 if load else 0)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader: Any = DataLoader(make_data(), batch_size=ROWS // accelerator.num_processes)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if load:
+            accelerator.load_state(load)
+        losses = []
+        for inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(save)
+        accelerator.save_model(model, save / "alone")
+        return losses
+
+    def twice(first: Path) -> Any:
+        return train(True, None, first), train(True, first, tmp_path / "again")
+
+    plain = train(False, None, tmp_path / "plain"), train(False, tmp_path / "plain", tmp_path / "plain again")
+    for ours in run_ranks(twice, tmp_path / "sharded"):
+        for mine, expected in zip(ours, plain, strict=True):
+            assert mine == pytest.approx(expected, abs=1e-6)
+    # The files have no trace of sharding: one process loads them, and ranks load those of one process.
+    assert train(False, tmp_path / "sharded", tmp_path / "c") == pytest.approx(plain[1], abs=1e-6)
+    for ours in run_ranks(train, True, tmp_path / "plain", tmp_path / "d"):
+        assert ours == pytest.approx(plain[1], abs=1e-6)
+    files = {file.name for file in (tmp_path / "plain").iterdir()} | {"random_states_1.pkl"}
+    assert {file.name for file in (tmp_path / "sharded").iterdir()} == files
+    from safetensors.torch import load_file
+
+    for folder in ("sharded", "sharded/alone"):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        assert {name: value.shape for name, value in saved.items()} == {
+            name: value.shape for name, value in Model().state_dict().items()
+        }
+
+
+def test_tied_weights_train_as_one_if_they_are_in_one_block(run_ranks):
+    words = torch.arange(8)
+
+    def train(sharded: bool) -> Any:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
+        model: Any = Tied()
+        options = {"transformer_cls_names_to_wrap": ["Block"]}
+        if sharded:
+            accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(**options))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        mine = words[accelerator.process_index :: accelerator.num_processes]
+        for _ in range(3):
+            accelerator.backward(nn.functional.cross_entropy(model(mine), mine))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        assert not state or state["head.weight"] is state["words.weight"] or not sharded
+        return {name: value.clone() for name, value in state.items()}
+
+    expected = train(False)
+    ours = run_ranks(train, True)[0]
+    assert ours.keys() == expected.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_tied_weights_in_two_blocks_are_refused_by_name():
+    model = Tied()
+    check_ties(model, [model.block])
+    with pytest.raises(ConfigError, match=r"words\.weight and head\.weight of this Tied are one parameter"):
+        check_ties(model, [model.head])
+
+
+def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
+    model = Model()
+    assert blocks_by_class(model) == [model.blocks[1], model.blocks[0]]
+    assert blocks_by_class(Tied()) == []
+    assert blocks_by_class(model, ["Linear"])[-1] is model.first
+    with pytest.raises(ConfigError, match=r"names Blok, and Model has no such part.*Block"):
+        blocks_by_class(model, ["Blok", "Block"])
+    size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    assert blocks_by_size(model, size) == list(model.blocks)
+    assert model.blocks[0].up in blocks_by_size(model, 8 * 13)
+    assert blocks_by_size(model, 10**6) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version=1 .*Write fsdp_version=2"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy='HYBRID_SHARD'.*reshard_after_forward"),
+        ({"cpu_offload": True}, "cpu_offload=True.*not supported in this version"),
+        ({"use_orig_params": 1}, "use_orig_params=1"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "FULL_STATE_DICT"),
+        ({"auto_wrap_policy": "size_based_wrap"}, "needs a size"),
+        ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "is not used by"),
+        ({"reshard_after_forward": "FULL_SHARD"}, "not a yes or no"),
+    ],
+)
+def test_options_that_this_version_has_not_are_refused_with_what_to_write(options, said):
+    with pytest.raises(ConfigError, match=said):
+        Plugin(**options)
+
+
+def test_what_cannot_be_done_with_shards_is_refused_and_the_environment_asks_for_them(run_ranks):
+    def ask() -> list[str]:
+        from nb_accelerate.local_sgd import LocalSGD
+
+        said = []
+
+        def note(action: Any) -> None:
+            with pytest.raises(ConfigError) as caught:
+                action()
+            said.append(str(caught.value))
+
+        note(lambda: Accelerator(cpu=True, mixed_precision="bf16"))
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(Model())
+        assert accelerator.is_fsdp2
+        assert Accelerator().is_fsdp2  # a further one, as libraries make them
+        note(lambda: LocalSGD(accelerator, model, 2))
+        note(lambda: accelerator.join_uneven_inputs([model]).__enter__())
+        said.append(str(sorted(type(part).__name__ for part in model.modules() if "FSDP" in type(part).__name__)))
+        return said
+
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}
+    for said in run_ranks(ask, env=variables):
+        precision, local_sgd, join, parts = said
+        assert "float32" in precision
+        assert "LocalSGD" in local_sgd
+        assert "even_batches" in join
+        assert parts == "['FSDPBlock', 'FSDPBlock', 'FSDPModel']"
