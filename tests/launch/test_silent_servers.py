@@ -194,7 +194,7 @@ def test_an_interrupt_of_the_first_launch_does_not_wait_until_all_is_imported(
 def test_a_server_that_is_still_importing_is_not_waited_for(
     takes_long: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_CLOSING", 600.0)
+    monkeypatch.setattr(servers, "CLOSE_TIMEOUT", 600.0)
     monkeypatch.setenv("NB_ACCELERATE_KEEP_WARM", "0")
     launch: Any = notebook_launcher(int, (), 1, start_method="forkserver", progress="off", block=False)
     takes_long()
