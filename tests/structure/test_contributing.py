@@ -159,10 +159,9 @@ def test_a_command_is_added_by_the_files_of_its_row(copy: Path):
         "    parser.set_defaults(run=lambda _: print('hello'))\n"
     )
     source = copy / "nb_accelerate" / "cli" / "__init__.py"
-    _insert(source, "    config,", "    greet,\n")
-    source.write_text(
-        source.read_text(encoding="utf-8").replace("_COMMANDS = (", "_COMMANDS = (greet, "), encoding="utf-8"
-    )
+    _insert(source, "_COMMANDS = (", "from nb_accelerate.cli import greet\n")
+    listed = source.read_text(encoding="utf-8").replace("_COMMANDS = (", "_COMMANDS = (greet, ")
+    source.write_text(listed, encoding="utf-8")
     new, lines, _ = _rows()["command"]
     assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
     assert _run(copy, "from nb_accelerate.cli import main\nmain(['greet'])\nmain(['--help'])").count("hello") == 2
