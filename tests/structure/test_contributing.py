@@ -73,7 +73,7 @@ def test_the_names_in_its_table_are_in_the_files_beside_them():
         for part in lines.split("; "):
             path, _, what = part.partition(": ")
             (path,) = _paths(path)
-            if path in UNDER_WAY:
+            if path in UNDER_WAY and not _exists(path):
                 continue
             source = (PACKAGE / path).read_text(encoding="utf-8")
             for name in re.findall(r"`(\w+)`", what):
