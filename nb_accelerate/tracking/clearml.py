@@ -69,15 +69,7 @@ class ClearMLTracker(LibraryTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table.
-
-        Args:
-            table_name: its name.
-            columns: the names of its columns.
-            data: its rows.
-            dataframe: a pandas data frame instead of both.
-            step: at which step.
-            **kwargs: those of the logger's ``report_table``.
+        """Record a table. See `WandBTracker.log_table`; other arguments are those of the logger's ``report_table``.
 
         Raises:
             ValueError: neither rows nor a data frame were given.
