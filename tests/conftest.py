@@ -15,4 +15,5 @@ pytest_plugins = [
     "fixtures.ranks",
     "fixtures.kernels",
     "fixtures.hosts",
+    "fixtures.users",
 ]

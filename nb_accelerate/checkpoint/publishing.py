@@ -74,9 +74,10 @@ class Staging:
             kind: whether it is a state or the weights of a model, which tells the files of a save before from others.
 
         Raises:
-            CheckpointError: it cannot be written there.
+            CheckpointError: it cannot be written there, or another user has prepared a folder or a link of that name.
             ConfigError: there is a file of that name.
         """
+        _refuse_planted(Path(folder).expanduser())
         target = Path(os.path.realpath(Path(folder).expanduser()))
         if target.exists() and not target.is_dir():
             raise ConfigError(f"{folder} is a file. Give the name of a folder for the checkpoint.")
@@ -186,6 +187,29 @@ class Staging:
             shutil.rmtree(trash, ignore_errors=True)
 
 
+def _refuse_planted(folder: Path) -> None:
+    """Refuse what another user has put where a folder is to be saved, in one that everybody can write to.
+
+    Linux refuses such links too (``fs.protected_symlinks``), but not to a process that reads where they point to. A
+    link at any place of the path counts, and the folder itself: whoever owns it can replace what is saved there.
+
+    Raises:
+        CheckpointError: there is a link or a folder of another user.
+    """
+    path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
+    for place in (path, *path.parents[:-1]):
+        with contextlib.suppress(OSError):  # it is not there yet
+            found, around = place.lstat(), place.parent.stat()
+            is_open = around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH
+            if is_open and found.st_uid not in (os.geteuid(), around.st_uid):
+                what = "link" if stat.S_ISLNK(found.st_mode) else "folder"
+                if what == "link" or place == path:
+                    raise CheckpointError(
+                        f"Nothing is saved as {folder}: the {what} {place} belongs to another user (user id "
+                        f"{found.st_uid}), in a folder that everybody can write to. Give another name."
+                    )
+
+
 def folder_of(staging: Path, rank: int) -> Path:
     """Return where a rank writes, in the folder of a `Staging` that another process may have made."""
     return staging / f"rank-{rank}"
@@ -205,11 +229,12 @@ def remove_leftovers(place: Path) -> None:
         match = _STAGED.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):
             continue
-        if match[2] != _of_this_machine() and time.time() - entry.stat(follow_symlinks=False).st_mtime < _A_DAY:
-            continue
         try:
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
+        except OSError:  # it is another user's, or gone again
+            continue
+        if match[2] != _of_this_machine() and time.time() - os.fstat(descriptor).st_mtime < _A_DAY:
+            os.close(descriptor)
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

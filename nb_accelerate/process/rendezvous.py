@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from typing_extensions import override
 
+from nb_accelerate.process import loopback
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -87,6 +89,8 @@ class RendezvousHandler:
 
     def install(self) -> None:
         """Answer ``env://`` and ``tcp://`` from now on. Replaces one that was installed before."""
+        if self._file is not None:
+            loopback.install()
         # register_rendezvous_handler refuses a scheme that is known already.
         handlers = _torch._rendezvous_handlers  # noqa: SLF001 - as above
         for scheme, original in (

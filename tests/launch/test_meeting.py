@@ -159,7 +159,10 @@ kept = []
 deepest = 32
 while line := sys.stdin.readline():
     for port in map(int, line.split()):
-        for text in (b"", b"GET / HTTP/1.0\\r\\n\\r\\n", os.urandom(4096), struct.pack("<I", 0x3C85F7CE) + bytes(64)):
+        # What gloo takes for a rank is a small number, in eight bytes.
+        numbers = [struct.pack("<q", number) for number in range(8)]
+        garbage = [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", os.urandom(4096), struct.pack("<I", 0x3C85F7CE) + bytes(64)]
+        for text in numbers + garbage:
             try:
                 one = socket.create_connection(("127.0.0.1", port), timeout=5)
                 one.sendall(text)

@@ -1,0 +1,181 @@
+"""Gloo groups of one machine that no other user's process can join.
+
+Gloo listens on a port, and takes whoever connects and sends a small number for a rank: numbers begin at 0, and ports
+are listed in ``/proc/net/tcp``. Another user of the machine could so take the place of a rank, read the tensors that
+are meant for it and send others. Each group is therefore checked before anything is sent in it::
+
+    listen on a new port --> connect all ranks --> whose are the other ends, as /proc/net/tcp has them?
+      ^                                              | only this user's, and all still there: the group is used
+      +-- another attempt <--------------------------+ not so on some rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import stat
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+logger = logging.getLogger(__name__)
+
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+
+_ESTABLISHED, _CLOSE_WAIT = 0x01, 0x08
+"""States of a connection, as the tables have them."""
+
+_LIMIT = 20.0
+"""Seconds after which no other attempt is made. One takes some hundredths; a stranger has to come in between in all."""
+
+_BARRIER = 2.0
+"""Seconds for a barrier of ranks that are there. One that takes longer costs another attempt."""
+
+_GONE = -1
+"""Stands for the user id of a stranger who has closed the connection again."""
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """A row of ``/proc/net/tcp``. Addresses are hexadecimal text, as there."""
+
+    local: str
+    remote: str
+    state: int
+    uid: int
+    inode: int
+
+
+class _Checked(type):
+    """The type of what `install` puts in the place of `ProcessGroupGloo`."""
+
+
+def install() -> None:
+    """Check the gloo groups that this process makes from now on, whatever library makes them."""
+    module: Any = dist.distributed_c10d
+    if not isinstance(module.ProcessGroupGloo, _Checked) and Path(_TABLES[0]).exists():
+        module.ProcessGroupGloo = _checked(module.ProcessGroupGloo)
+
+
+def _checked(original: Any) -> Any:
+    """Return a class that is called to make checked instances of `original`, and has the same instances."""
+
+    class Meta(_Checked, type(original)):  # type: ignore[misc] # pybind11's
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            if size == 1 or args or set(kwargs) != {"timeout"}:  # with options of its own it is not torch that asks
+                return original(store, rank, size, *args, **kwargs)
+            return _connect(original, store, rank, size, kwargs["timeout"])
+
+    return Meta(original.__name__, (original,), {"__module__": original.__module__, "__doc__": original.__doc__})
+
+
+def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a group with the other ranks; again if a stranger came between on any of them.
+
+    Raises:
+        DistBackendError: a stranger came between in every attempt.
+        RuntimeError: as torch raises it.
+    """
+    limit = min(_LIMIT, timeout.total_seconds())
+    began = time.monotonic()
+    patience = dist.BarrierOptions()
+    patience.timeout = timedelta(seconds=_BARRIER)
+    for attempt in itertools.count():
+        part = PrefixStore(f"attempt {attempt}", store)
+        devices, listeners = _listen(original)
+        options = original._Options()  # noqa: SLF001 - as torch's own `ProcessGroupGloo` makes them
+        options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)  # noqa: SLF001
+        group: Any = None
+        strangers = set()
+        try:
+            with contextlib.ExitStack() as stack:
+                for listener in listeners:
+                    stack.enter_context(listener)
+                group = original(part, rank, size, options)
+                strangers = _strangers(listeners)
+            found = _said_by_all(part, "are strangers", strangers, rank, size)
+            if not found:
+                group.barrier(patience).wait()  # fails if a stranger came, and had gone when it was looked for
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or time.monotonic() - began >= limit:
+                raise
+            logger.debug("attempt %d to connect the ranks failed", attempt, exc_info=True)
+            if group is None:
+                _said_by_all(part, "are strangers", {_GONE}, rank, size)
+            group, strangers = None, {_GONE}  # closes its connections: no other rank waits in the barrier
+        found = _said_by_all(part, "were strangers", strangers, rank, size)
+        if not found:
+            return group
+        # Rank 0 says for all whether there is another attempt: they have not the same time.
+        if rank == 0:
+            part.set("is over", "yes" if time.monotonic() - began >= limit else "")
+        if part.get("is over"):
+            raise _disturbed(found)
+        group = None
+    raise AssertionError
+
+
+def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) -> set[int]:
+    """Tell all ranks of a group which user ids this one has found; returns what all of them have found."""
+    store.set(f"{what}: {rank}", ",".join(map(str, uids)))
+    said = [store.get(f"{what}: {other}").decode() for other in range(size)]
+    return {int(uid) for uids in said for uid in uids.split(",") if uid}
+
+
+def _disturbed(uids: set[int]) -> Exception:
+    who = ", ".join(map(str, sorted(uids - {_GONE}))) or "not known"
+    return dist.DistBackendError(
+        f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to each of "
+        "their ports and take themselves for a rank. Ask the administrator of the machine to end them."
+    )
+
+
+def _listen(original: Any) -> tuple[list[Any], list[socket.socket]]:
+    """Make gloo's devices, as torch chooses them. Returns them, and copies of the sockets on which they listen."""
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib takes ten times as long
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [original.create_device(interface=name) for name in names] or [original.create_default_device()]
+    listeners = []
+    for entry in set(os.listdir("/proc/self/fd")) - before:  # noqa: PTH208 - as above
+        with contextlib.suppress(OSError):  # that of the listing itself
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                one = socket.socket(fileno=os.dup(int(entry)))
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listeners.append(one)
+                else:
+                    one.close()
+    return devices, listeners
+
+
+def _connections() -> Iterator[_Connection]:
+    for table in _TABLES:
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                yield _Connection(words[1], words[2], int(words[3], 16), int(words[7]), int(words[9]))
+
+
+def _strangers(listeners: Sequence[socket.socket]) -> set[int]:
+    """Return the user ids of those who are connected to a port of ours and are not this user."""
+    inodes = {os.fstat(listener.fileno()).st_ino for listener in listeners}
+    rows = [row for row in _connections() if row.inode]  # without one it is not accepted yet, or over
+    ports = {row.local for row in rows if row.inode in inodes}
+    accepted = [row for row in rows if row.local in ports and row.state in (_ESTABLISHED, _CLOSE_WAIT)]
+    if not accepted:
+        return set()
+    others = {(row.remote, row.local): row.uid for row in rows if row.state == _ESTABLISHED}
+    return {others.get((row.local, row.remote), _GONE) for row in accepted} - {os.geteuid()}
