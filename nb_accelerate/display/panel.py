@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from nb_accelerate.display.charts import charts_of
+from nb_accelerate.display.runs import charts_of
 from nb_accelerate.display.state import PanelState
 
 if TYPE_CHECKING:

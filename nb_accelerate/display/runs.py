@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.records import RunRecord
+from nb_accelerate.display.view import Chart
+from nb_accelerate.records import Curve, RunRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_MOST_CHARTS = 8
+"""Charts in a panel; `runs` has the rest."""
+
+_EARLIER_RUNS = 3
+"""Earlier runs in a chart."""
 
 _records: dict[str, RunRecord] = {}
 """By the id their trackers gave them, in the order in which they began."""
@@ -49,3 +59,19 @@ def earlier(key: str, most: int) -> list[RunRecord]:
     """The last few runs of the same project before one."""
     before = list(_records)[: list(_records).index(key)]
     return [_records[other] for other in before if _projects[other] == _projects[key]][-most:]
+
+
+def charts_of(keys: Iterable[str]) -> tuple[Chart, ...]:
+    """Return charts of what runs have logged, each value beside those of earlier runs of the project.
+
+    Args:
+        keys: ids of the runs, as `take` returns them.
+    """
+    found = []
+    for key in keys:
+        record = record_of(key)
+        before = earlier(key, _EARLIER_RUNS)
+        for name in record.columns:
+            others = tuple(Curve(old.name, tuple(old.column(name))) for old in before if name in old.columns)
+            found.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=others))
+    return tuple(found[:_MOST_CHARTS])

@@ -1,4 +1,4 @@
-"""What a panel knows: samples of the ranks go in, a `View` comes out. No process, no kernel, no clock."""
+"""The state of a panel: takes samples of the ranks, gives a `View`. Uses no process, no kernel and no clock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from nb_accelerate.diagnostics.stacks import innermost
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
-from nb_accelerate.display.curve import Curve
 from nb_accelerate.display.stragglers import slowest_of_all, stragglers
-from nb_accelerate.display.track import WORDS, Track
+from nb_accelerate.display.track import WORDS, LossHistory, Track, loss_of
 from nb_accelerate.display.view import Dot, Row, View
 
 if TYPE_CHECKING:
@@ -31,7 +30,10 @@ MOST_ROWS = 12
 """Ranks with a row each; more are folded into one, with those that stand out."""
 
 _OUTLIERS = 6
+"""Ranks that stand out and keep a row of their own then."""
+
 _COMPARE_EVERY = 1.0
+"""Seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Seen:
 
 
 class PanelState:
-    """Call `observe` now and then, and `end` once; `view` at any time.
+    """Collects what is known about the ranks of a launch or a cell. Call `observe` now and then, and `end` once.
 
     Args:
         facts: what does not change.
@@ -72,7 +74,7 @@ class PanelState:
         self._failure: Failure | None = None
         self._tracks = {rank: Track(now) for rank in ranks}
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
-        self._curve = Curve()
+        self._losses = LossHistory()
         self._peak = 0
         self._rows = 0
         self._stood = False
@@ -83,7 +85,7 @@ class PanelState:
         self._last_step: tuple[float, int] | None = None
 
     def observe(self, now: float, seen: Sequence[Seen]) -> None:
-        """What the ranks look like now."""
+        """Take a sample of each rank, made at the time `now`."""
         for one in seen:
             track = self._tracks[one.rank]
             before = track.moved_at
@@ -99,22 +101,22 @@ class PanelState:
         self._forget_standstill(now)
         self._compare(now)
         self._note_steps(now)
-        self._curve.add(self._sampled())
+        self._losses.add(self._sampled())
 
     def stalled(self, now: float) -> list[int]:
-        """Ranks that were moving, and have not for a while."""
+        """Return the ranks that were making progress and have made none for `STALL` seconds."""
         return [rank for rank, track in self._tracks.items() if self._is_stalled(rank, track, now)]
 
     def explain(self, stacks: Mapping[int, str]) -> None:
-        """Where the ranks are, asked because some were stalled: dumps of their stacks, by rank."""
+        """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
         self._stacks = {rank: dump for rank, dump in stacks.items() if dump}
 
     def end(self, now: float, state: State, failure: Failure | None = None) -> None:
-        """It has ended."""
+        """Note how the launch or cell ended, and why if it failed."""
         self._ended, self._state, self._failure = now, state, failure
 
     def view(self, now: float) -> View:
-        """The panel at this moment."""
+        """Return the panel as it is at the time `now`."""
         now = self._ended if self._ended is not None else now
         stalled = set(self.stalled(now)) if self._ended is None else set()
         slow = self._slow if self._ended is None and not self._stood else {}
@@ -136,7 +138,7 @@ class PanelState:
             dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
             if many
             else (),
-            curve=self._curve.points,
+            curve=self._losses.points,
             warnings=(*self._stall_words(stalled, now), *(() if many else _slow_words(slow)))
             if self._ended is None
             else (),
@@ -147,7 +149,7 @@ class PanelState:
 
     def _kind(self, rank: int, stalled: bool, slow: Straggler | None) -> Kind:
         state = self._seen[rank].state
-        loss = self._loss(self._tracks[rank].sample)
+        loss = loss_of(self._tracks[rank].sample)
         if self._failure is not None and self._failure.rank is not None:
             return "bad" if rank == self._failure.rank else ""
         if state == "failed" and self._state != "interrupted":
@@ -164,7 +166,7 @@ class PanelState:
         share: float | None
         track, seen = self._tracks[rank], self._seen[rank]
         sample = track.sample
-        loss = self._loss(sample)
+        loss = loss_of(sample)
         rate = track.rate
         if self._state == "done" and sample.steps:
             step = words.count(sample.steps)
@@ -194,7 +196,7 @@ class PanelState:
         )
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
-        """What a step was told last; "-" if ranks take none, of which it would say nothing."""
+        """Return the median GPU utilisation at the last steps; "-" if no rank takes steps at the moment."""
         known = [rank for rank in ranks if self._tracks[rank].sample.utilisation is not None]
         if not known or self._ended is not None:
             return ""
@@ -206,7 +208,7 @@ class PanelState:
         return words.percent(median(values)) if values else "-"
 
     def _cpu(self, ranks: Sequence[int]) -> str:
-        """As with memory: that of the process, where nothing is known of a device."""
+        """Return the median CPU use of the processes; "" where the device reports its own memory or utilisation."""
         values = [
             seen.cpu
             for seen in (self._seen[rank] for rank in ranks)
@@ -237,7 +239,7 @@ class PanelState:
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
 
     def _where(self, rank: int, doing: str) -> str:
-        """Of a rank that does not move: the place if that is news, the collective if it waits like others."""
+        """Say where a stalled rank is: the innermost line of its stack, or the collective in which it waits."""
         if rank not in self._stacks:
             return doing
         waits = who_waits({rank: self._stacks[rank]})
@@ -265,22 +267,16 @@ class PanelState:
         )
         return (whole, *(rows[rank] for rank in apart[:_OUTLIERS]))
 
-    def _loss(self, sample: Sample) -> float | None:
-        for name, value in sample.scalars.items():
-            if name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss"):
-                return value
-        return sample.loss
-
     # Stalls.
 
     def _compare(self, now: float) -> None:
-        """See who is slow. Not at each look: it is the dearest part of one, and what it says should stay a while."""
+        """Find stragglers, once in `_COMPARE_EVERY` seconds: it costs more than the rest of `observe` together."""
         if now >= self._compare_at:
             self._compare_at = now + _COMPARE_EVERY
             self._slow = stragglers(self._tracks)
 
     def _forget_standstill(self, now: float) -> None:
-        """Once all move again, nobody is slow for having waited."""
+        """Drop speeds that were measured during a standstill, as soon as all ranks make progress again."""
         stands = bool(self.stalled(now)) or any(one.state == "stopped" for one in self._seen.values())
         if self._stood and not stands:
             for track in self._tracks.values():
@@ -309,21 +305,20 @@ class PanelState:
         elsewhere = sorted(stalled - set(waiting) - set(stopped))
         returned = [rank for rank, seen in self._seen.items() if seen.state == "returned"]
         waited_in = self._place(waiting)
+        who = f"{words.capitalized(words.named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         if elsewhere and (waiting or len(elsewhere) < len(self._tracks)):
             since = now - min(self._tracks[rank].moved_at for rank in elsewhere)
             verb = "has" if len(elsewhere) == 1 else "have"
-            text = f"{_capital(words.named(elsewhere))} {verb} not moved for {words.brief(since)}"
+            text = f"{words.capitalized(words.named(elsewhere))} {verb} not moved for {words.brief(since)}"
             text += self._place(elsewhere, ": ")
             if waiting:
-                text += f"; {words.named(waiting)} {_waits_verb(waiting)} for {_it(elsewhere)}{waited_in}"
+                text += f"; {who[0].lower()}{who[1:]} for {_it(elsewhere)}{waited_in}"
             sentences.append(text + ".")
         elif waiting and returned:
-            sentences.append(
-                f"{_capital(words.named(waiting))} {_waits_verb(waiting)}{waited_in} for {words.named(returned)}, "
-                f"which {'has' if len(returned) == 1 else 'have'} returned."
-            )
+            have = "has" if len(returned) == 1 else "have"
+            sentences.append(f"{who}{waited_in} for {words.named(returned)}, which {have} returned.")
         elif waiting and stopped:
-            sentences[-1] += f". {_capital(words.named(waiting))} {_waits_verb(waiting)} for {_it(stopped)}{waited_in}."
+            sentences[-1] += f". {who} for {_it(stopped)}{waited_in}."
         return tuple(sentences)
 
     def _place(self, ranks: Sequence[int], before: str = " ") -> str:
@@ -337,7 +332,7 @@ class PanelState:
 
     def _sampled(self) -> tuple[int, list[float]] | None:
         samples = [track.sample for track in self._tracks.values()]
-        losses = [loss for sample in samples if (loss := self._loss(sample)) is not None and math.isfinite(loss)]
+        losses = [loss for sample in samples if (loss := loss_of(sample)) is not None and math.isfinite(loss)]
         return (max(sample.steps for sample in samples), losses) if losses else None
 
     def _note_steps(self, now: float) -> None:
@@ -359,7 +354,7 @@ class PanelState:
         if in_loop and quiet > STALL:
             return (f"no step for {words.brief(quiet)}",)
         parts = []
-        left = self._remaining()
+        left = min(self._tracks.values(), key=lambda track: track.sample.steps).time_left()
         if left is not None:
             parts.append(left)
         rates = [track.rate for track in self._tracks.values() if track.rate is not None]
@@ -367,22 +362,6 @@ class PanelState:
         if rates and rows and median(rates) > 0 and in_loop:
             parts.append(f"{words.rate(median(rates) * rows)} samples/s")
         return tuple(parts)
-
-    def _remaining(self) -> str | None:
-        """How long it will take: by the outermost bar, else by the loop that is on, said to be no more than that."""
-        slowest = min(self._tracks.values(), key=lambda track: track.sample.steps)
-        sample, rate = slowest.sample, slowest.rate
-        inner = sample.step / sample.total if sample.total and sample.in_loop else 0.0
-        for bar in sample.bars:
-            if not bar.ended and bar.total and bar.level == 0:
-                done = min(1.0, (bar.count + inner) / bar.total)
-                if done > 0.01 and bar.seconds > 1:
-                    return f"about {words.duration(bar.seconds * (1 - done) / done)} left"
-                return None
-        if sample.total and sample.in_loop and rate:
-            which = "evaluation" if sample.evaluates else "epoch"
-            return f"{words.duration((sample.total - sample.step) / rate)} left of this {which}"
-        return None
 
     def _summary(self) -> tuple[str, ...]:
         steps = int(median(track.sample.steps for track in self._tracks.values()))
@@ -392,7 +371,7 @@ class PanelState:
         rate = self._mean_rate()
         if rate and self._rows:
             parts.append(f"{words.rate(rate * self._rows)} samples/s")
-        losses = [loss for track in self._tracks.values() if (loss := self._loss(track.sample)) is not None]
+        losses = [loss for track in self._tracks.values() if (loss := loss_of(track.sample)) is not None]
         if losses:
             parts.append(f"loss {words.measured(sum(losses) / len(losses))}")
         return tuple(parts)
@@ -410,14 +389,6 @@ class PanelState:
 
 def _slow_words(slow: Mapping[int, Straggler]) -> list[str]:
     return [f"Rank {rank} is {one.factor:.1f}x slower than the median: {one.why}." for rank, one in slow.items()]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _waits_verb(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _it(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What the samples of one rank, one after the other, say about it."""
+"""What samples of a rank's progress page, taken one after the other, say about its speed, phases and loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.board import Phase, Sample
+from nb_accelerate.display import words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,10 +40,13 @@ WORDS = {
 }
 
 _ENOUGH = 20
-"""Looks at a rank before something is said about its time."""
+"""Samples of a rank before something is said about its time."""
+
+_MOST_POINTS = 240
+"""Points of a `LossHistory`, with the newest."""
 
 _WITH_OTHERS = (Phase.BACKWARD, Phase.WAITING)
-"""Phases in which a rank may be waiting for the slowest."""
+"""Phases in which a rank may be waiting for the slowest one."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Track:
         self._in_loops: Counter[Phase] = Counter()
 
     def add(self, now: float, sample: Sample) -> None:
-        """The board of the rank says this now."""
+        """Add a sample that was taken at the time `now`."""
         if _progress(sample) != _progress(self.sample):
             self.moved_at = now
         self.sample = sample
@@ -80,7 +84,7 @@ class Track:
             self._moments.popleft()
 
     def forget(self) -> None:
-        """What was is no measure of what comes: it stood still for a reason that is gone."""
+        """Drop earlier samples, which say nothing about the speed after a standstill."""
         self._moments.clear()
         self._news()
 
@@ -90,17 +94,17 @@ class Track:
 
     @property
     def rate(self) -> float | None:
-        """Steps of the current loop in a second, lately; None if it is too early to say."""
+        """Steps of the current loop per second in the last `_WINDOW` seconds; None if it is too early to say."""
         return self._pace[0] / self._pace[1] if self._pace is not None else None
 
     @property
     def rate_at_most(self) -> float | None:
-        """The same if a step was missed by a moment: of ranks that are as fast, one may be seen to take one less."""
+        """The same with one step more: of two equally fast ranks, one may have taken a step just after the sample."""
         return (self._pace[0] + 1) / self._pace[1] if self._pace is not None else None
 
     @cached_property  # until the next look
     def _pace(self) -> tuple[int, float] | None:
-        """So many steps in so many seconds, lately; None if it is too early to say.
+        """Number of steps and the seconds that they took, lately; None if it is too early to say.
 
         Taken from a step to a step, if there were two: in a window of four seconds there are three steps of 1.2 seconds
         at times, and four at others, and a rate that jumps between the two would be wrong both times.
@@ -129,7 +133,7 @@ class Track:
 
     @cached_property
     def phase(self) -> Phase:
-        """What it has mostly been doing for a moment."""
+        """The most frequent phase of the last `_RECENT` seconds."""
         if not self._moments:
             return Phase.NOTHING
         newest = self._moments[-1]
@@ -147,11 +151,11 @@ class Track:
 
     @property
     def looks(self) -> int:
-        """How often it was lately seen in the current loop."""
+        """Number of recent samples that were taken in the current loop."""
         return sum(moment.loop == self.sample.loop for moment in self._moments)
 
     def shares(self) -> dict[Phase, float]:
-        """Which part of its time it has lately spent in each phase. Empty if it is too early to say.
+        """Return the share of its recent time, from 0 to 1, spent in each phase; empty if it is too early to say.
 
         Its longest stay in one is left out: who was held up once is not slow.
         """
@@ -175,14 +179,87 @@ class Track:
             found[phase] += length
         return {phase: length / number for phase, length in found.items()}
 
+    def time_left(self) -> str | None:
+        """Estimate how long it will take, in words; None if nothing is known.
+
+        By the outermost progress bar, else by the current loop, which the words then say.
+        """
+        sample = self.sample
+        inner = sample.step / sample.total if sample.total and sample.in_loop else 0.0
+        for bar in sample.bars:
+            if not bar.ended and bar.total and bar.level == 0:
+                done = min(1.0, (bar.count + inner) / bar.total)
+                if done > 0.01 and bar.seconds > 1:
+                    return f"about {words.duration(bar.seconds * (1 - done) / done)} left"
+                return None
+        if sample.total and sample.in_loop and self.rate:
+            which = "evaluation" if sample.evaluates else "epoch"
+            return f"{words.duration((sample.total - sample.step) / self.rate)} left of this {which}"
+        return None
+
     def own_share(self) -> float | None:
-        """Which part of its time it has lately worked by itself, and not possibly waited for others."""
+        """Return the share of its recent time in which it cannot have waited for others; None if it is too early."""
         return _own(self.shares())
 
     def own_share_of_all(self) -> float | None:
         """The same for all of its loops."""
         number = self._in_loops.total()
         return _own({phase: one / number for phase, one in self._in_loops.items()}) if number >= _ENOUGH else None
+
+
+class LossHistory:
+    """The mean loss of the ranks over steps, in as many points as a small picture has room for.
+
+    When there are too many, every second one is dropped and new ones are taken half as often. The first and the newest
+    point are always kept.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float]] = []
+        self._newest: tuple[float, float] | None = None
+        self._stride = 1
+        self._skipped = 0
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(step, mean loss over ranks), in order of steps."""
+        return (*self._points, self._newest) if self._newest is not None else tuple(self._points)
+
+    def add(self, sampled: tuple[int, list[float]] | None) -> None:
+        """Add the losses of the ranks at a step.
+
+        Args:
+            sampled: the step and a loss for each rank that has one; None if no rank has. A step that is not newer than
+                the last point is left out, or replaces it if it is the same.
+        """
+        if sampled is None:
+            return
+        step, losses = sampled
+        point = (float(step), sum(losses) / len(losses))
+        last = self._newest or (self._points[-1] if self._points else None)
+        if last is not None and point[0] <= last[0]:
+            if point[0] == last[0] and self._newest is not None:
+                self._newest = point
+            elif point[0] == last[0]:
+                self._points[-1] = point
+            return
+        self._skipped += 1
+        if self._skipped < self._stride:
+            self._newest = point
+            return
+        self._skipped, self._newest = 0, None
+        self._points.append(point)
+        if len(self._points) == _MOST_POINTS - 1:  # an odd number: the last one stays
+            del self._points[1::2]
+            self._stride *= 2
+
+
+def loss_of(sample: Sample) -> float | None:
+    """Return the newest loss of a rank: one that was logged by that name, else what `backward` was called on."""
+    for name, value in sample.scalars.items():
+        if name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss"):
+            return value
+    return sample.loss
 
 
 def _own(shares: Mapping[Phase, float]) -> float | None:

@@ -88,3 +88,8 @@ def named(ranks: Sequence[int]) -> str:
     text = ranges(ranks)
     head, comma, last = text.rpartition(", ")
     return ("rank " if len(ranks) == 1 else "ranks ") + (f"{head} and {last}" if comma else text)
+
+
+def capitalized(text: str) -> str:
+    """Return a sentence that begins with a capital letter; all other letters stay as they are."""
+    return text[:1].upper() + text[1:]

@@ -9,7 +9,7 @@ import pytest
 
 from nb_accelerate.board import MAX_RECORD, here
 from nb_accelerate.display import runs as kept
-from nb_accelerate.display.charts import charts_of
+from nb_accelerate.display.runs import charts_of
 from nb_accelerate.tracking import NotebookTracker
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from nb_accelerate.board import Bar, Phase
 from nb_accelerate.display import html, text, words
 from nb_accelerate.display.bars import bar_rows
-from nb_accelerate.display.curve import Curve
+from nb_accelerate.display.track import LossHistory
 from nb_accelerate.display.view import Failure, View
 
 VOID = {"br", "hr", "img", "input", "meta"}
@@ -262,13 +262,13 @@ def test_a_bar_that_ended_early_is_not_done():
     assert (row.kind, row.share) == ("done", 1.0)
 
 
-# Curve.
+# LossHistory.
 
 
 @given(steps=st.lists(st.integers(0, 40), max_size=1500))
 @settings(deadline=None, max_examples=40)
 def test_a_thinned_curve_keeps_the_first_and_the_last_and_its_order(steps: list[int]):
-    curve = Curve()
+    curve = LossHistory()
     step, added = 0, []
     for more in steps:
         step += more
@@ -289,7 +289,7 @@ def test_a_thinned_curve_keeps_the_first_and_the_last_and_its_order(steps: list[
 
 
 def test_a_long_curve_is_spread_evenly():
-    curve = Curve()
+    curve = LossHistory()
     for step in range(100_000):
         curve.add((step, [1.0]))
     steps = [point[0] for point in curve.points]
@@ -299,7 +299,7 @@ def test_a_long_curve_is_spread_evenly():
 
 
 def test_the_newest_loss_at_a_step_is_its_loss_and_older_steps_change_nothing():
-    curve = Curve()
+    curve = LossHistory()
     for step, loss in ((1, 5.0), (2, 4.0), (2, 3.0), (1, 9.0)):
         curve.add((step, [loss]))
     curve.add(None)
