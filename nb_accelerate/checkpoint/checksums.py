@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import CheckpointError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Future
@@ -46,26 +48,45 @@ class RecordingFile:
 
     Args:
         path: of the file; must not be there.
-        pool: of threads that compute and that wait for the disk.
+        pool: of threads that compute.
+        waiting: others, that wait for the disk.
     """
 
-    def __init__(self, path: Path, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, pool: ThreadPoolExecutor, waiting: ThreadPoolExecutor) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._pool = pool
+        self._waiting = waiting
         self._size = 0
         self._crc32: list[int] = []
         self._flushed = 0
         self._flush: Future[None] | None = None
+        self._closed: Future[None] | None = None
+        self._path = path
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed = self._waiting.submit(self._close)
+
+    def wait(self) -> None:
+        """Wait until all of the file, which was left, has reached the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        assert self._closed is not None
         try:
-            if self._flush is not None:
-                self._flush.result()
+            self._closed.result()
+        except OSError as error:
+            raise CheckpointError(f"{self._path} could not be written: {error}") from error
+
+    def _close(self) -> None:
+        try:
             os.fsync(self._descriptor)
         finally:
+            if self._flush is not None:
+                self._flush.exception()  # the same as that of the last one; it uses the descriptor until then
             os.close(self._descriptor)
 
     @property
@@ -92,7 +113,7 @@ class RecordingFile:
         self._size += len(view)
         if self._size - self._flushed >= _FLUSH_EVERY and (self._flush is None or self._flush.done()):
             self._flushed = self._size
-            self._flush = self._pool.submit(os.fsync, self._descriptor)
+            self._flush = self._waiting.submit(os.fsync, self._descriptor)
         return len(view)
 
     def flush(self) -> None:
@@ -124,6 +145,7 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pool = _threads()
+        self._waiting = ThreadPoolExecutor(_MOST_THREADS, "nb-disk")
         self._written: dict[str, RecordingFile] = {}
 
     def __enter__(self) -> Self:
@@ -131,10 +153,11 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
+        self._waiting.shutdown()
 
     def open(self, path: Path) -> RecordingFile:
-        """Open a new file in the folder. When it is closed, all of it has reached the disk."""
-        file = RecordingFile(path, self._pool)
+        """Open a new file in the folder, once. `records` waits until all of it has reached the disk."""
+        file = RecordingFile(path, self._pool, self._waiting)
         self._written[path.relative_to(self._folder).as_posix()] = file
         return file
 
@@ -149,6 +172,7 @@ class Recorder:
             for path in (Path(folder, name) for name in names):
                 name = path.relative_to(self._folder).as_posix()
                 if name in self._written:
+                    self._written[name].wait()
                     files[name] = self._written[name].record
                 elif stat.S_ISREG(path.lstat().st_mode):
                     with open_file(path) as file:

@@ -97,7 +97,7 @@ def measure() -> list[str]:
             f"{ranks} rank{'s' if ranks > 1 else ' '}  save   {last['save ours'] / last['save theirs']:5.2f} of "
             f"accelerate, {last['save ours'] / last['durable theirs']:.2f} until durable  ({last['save ours']:.2f} s; "
             f"the disk alone {disk:.2f} s for {size / 1e9:.1f} GB; {last['more memory'] / 1024:.0f} MB more memory)",
-            f"         load   {last['load ours'] / last['load theirs']:5.2f} of accelerate  ({last['load ours']:.2f} s)",
+            f"         load   {last['load ours'] / last['load theirs']:5.2f} of accelerate ({last['load ours']:.2f} s)",
             f"         async  {last['blocked'] / last['save ours']:5.2f} of a save is waited for  "
             f"({last['blocked']:.2f} s)",
         ]

@@ -171,3 +171,31 @@ def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
     shutil.rmtree(tmp_path / "whole")
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
         load_checkpoint_in_model(Tied(), tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_saved_and_loaded_both_ways(tmp_path: Path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(BertForMaskedLM(config))  # whose head is tied to its embedding
+    plain = accelerator.unwrap_model(model)
+    plain.save_pretrained(
+        tmp_path / "theirs",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.save_model(model, tmp_path / "ours")
+    config.save_pretrained(tmp_path / "ours")
+    fresh = BertForMaskedLM(config)
+    load_checkpoint_in_model(fresh, tmp_path / "theirs")
+    for again in (
+        fresh,
+        BertForMaskedLM.from_pretrained(tmp_path / "theirs"),
+        BertForMaskedLM.from_pretrained(tmp_path / "ours"),
+    ):
+        assert again.state_dict().keys() == plain.state_dict().keys()
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
