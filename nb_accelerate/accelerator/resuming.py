@@ -183,7 +183,11 @@ class _Schedule:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal; a second one does at once what it did before."""
+        before = self._before.get(signal.Signals(number))
+        if self._received is not None and callable(before):
+            before(number, frame)
         self._received = signal.Signals(number)
 
     def count_step(self) -> None:

@@ -107,7 +107,8 @@ class ProjectConfiguration(Options):
             It saves one at the end too. None saves none.
         async_save: whether it does so while training goes on.
         save_on_signal: names of signals after which it saves a checkpoint and ends: ``("SIGTERM",)`` for machines that
-            are taken away, ``"SIGUSR1"`` for SLURM's warning, ``"SIGINT"`` for an interrupt.
+            are taken away, ``"SIGUSR1"`` for SLURM's warning, ``"SIGINT"`` for an interrupt, after which a notebook
+            leaves its ranks a second or two. A second signal does at once what it would have done.
         keep: which checkpoints stay if there is a ``total_limit``, besides the one that was saved last: the
             ``"newest"``, or the ``"best"`` by the value ``monitor``.
         monitor: the name of a value that is given to `Accelerator.log`.

@@ -115,7 +115,7 @@ def test_a_run_on_another_number_of_ranks_goes_on_with_the_rows_that_are_left(ru
         return [[row for rows in step for row in rows] for step in steps]
 
     whole = rows([_run(tmp_path / "whole")])
-    first = rows(run_ranks(run, str(tmp_path / "run"), 9))
+    first = rows(run_ranks(run, str(tmp_path / "run"), 10))  # with what was drawn after the first epoch
     rest = rows([_run(tmp_path / "run", save_every="1 step")])
     assert first == whole[:9]
     assert rest == whole[8:]  # the ninth was in the middle of an accumulation window
@@ -246,9 +246,10 @@ def test_a_signal_saves_a_checkpoint_and_then_does_what_it_did_before(tmp_path: 
 def _filled(value: float) -> tuple[Accelerator, nn.Linear, Any]:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(nn.Linear(300, 300), torch.optim.AdamW([torch.zeros(1)]))
+    plain = accelerator.unwrap_model(model)
     with torch.no_grad():
-        model.weight.fill_(value)
-    return accelerator, model, optimizer
+        plain.weight.fill_(value)
+    return accelerator, plain, optimizer
 
 
 def test_what_is_saved_in_the_background_is_what_was_there_when_it_was_asked_for(
@@ -316,11 +317,11 @@ def test_ranks_that_save_in_the_background_all_learn_how_it_ended(run_ranks: Run
         except (CheckpointError, ZeroDivisionError) as error:
             told.append(str(error))
         state.write = write
-        model.module.weight.data.fill_(3.0)
+        model.weight.data.fill_(3.0)
         accelerator.load_state(where)
         # The end of the function waits for the last one.
         accelerator.save_state(f"{where}/last", async_save=True)
-        return told, model.module.weight.mean().item(), accelerator.core.registry.copies.num_bytes
+        return told, model.weight.mean().item(), accelerator.core.registry.copies.num_bytes
 
     first, second = run_ranks(save, str(tmp_path / "state"))
     assert first[:2] == (["on rank 1: ZeroDivisionError: on purpose"], 1.0)
