@@ -3,7 +3,7 @@
 ::
 
     main process                                 each other rank
-    wait until all have come, and say who has    come: count up a key of the store; the first to do so decides
+    wait until all have come, name who is late   come: count up a key of the store; the first to do so decides
     close the keys of those that have not   <->  it was closed? then this save has gone on without this rank, or
     tell those that came what happens            it was one that this rank never called: try the next
     "together" -> collectives from here on       "alone" -> the main process saves by itself

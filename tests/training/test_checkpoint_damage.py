@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from fixtures.ranks import RunRanks
 from torch import nn
 
 from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.checkpoint.checksums import FileRecord, Recorder, Verification
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import context, group
 
@@ -142,6 +145,33 @@ def test_every_damage_of_every_file_is_refused_and_nothing_is_half_loaded(
 
     for wrong in run_ranks(load_all, str(tmp_path), world_size=ranks, deadline=80.0):
         assert not wrong, "\n".join(wrong)
+
+
+def test_checksums_do_not_depend_on_how_a_file_was_written_and_notice_every_change(tmp_path: Path):
+    random_ = random.Random(5)
+    content = random_.randbytes((1 << 24) + 70_001)
+    with Recorder(tmp_path) as recorder:
+        for number, most in enumerate((1 << 25, 1 << 20, 40_000)):
+            with recorder.open(tmp_path / f"{number}") as file:
+                rest = memoryview(content)
+                while rest:
+                    size = random_.randint(1, most)
+                    file.write(rest[:size])
+                    rest = rest[size:]
+        records = recorder.records()
+    assert len({*records.values()}) == 1
+    assert Verification(tmp_path, records).result() == []
+    plain = FileRecord(len(content), (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :])), of_sums=False)
+    assert Verification(tmp_path, {"0": plain}).result() == []  # as in manifests of format 2
+    for place in (0, 12_345, (1 << 24) - 1, 1 << 24, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 1 << random_.randrange(8)
+        (tmp_path / "0").write_bytes(changed)
+        for record in (records["0"], plain):
+            (told,) = Verification(tmp_path, {"0": record}).result()
+            assert "0 is not as it was saved" in told, place
+        halves = [Verification(tmp_path, {"0": records["0"]}, rank=rank, num_ranks=2).result() for rank in (0, 1)]
+        assert sum(map(len, halves)) == 1  # each rank looks at a part
 
 
 @pytest.mark.parametrize("kind", ["cut off", "missing", "other shapes", "empty"])
