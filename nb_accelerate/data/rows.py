@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nb_accelerate.pytree import find_batch_size
-
-Rebuild = Callable[[list[Any]], Any]
+from nb_accelerate.pytree import children_of, find_batch_size
 
 
 def count_rows(batch: Any) -> int | None:
@@ -25,7 +20,7 @@ def count_rows(batch: Any) -> int | None:
 
 
 def _listed_rows(data: Any) -> int | None:
-    inside = _opened(data)
+    inside = children_of(data)
     if inside is None:
         return None
     found = next((rows for rows in map(_listed_rows, inside[0]) if rows is not None), None)
@@ -57,7 +52,7 @@ def _slice(data: Any, rows_wanted: slice, rows: int | None) -> Any:
         return data[rows_wanted] if data.dim() else data
     if _is_column(data, rows):
         return data[rows_wanted]
-    inside = _opened(data)
+    inside = children_of(data)
     if inside is None:
         return data
     items, rebuild = inside
@@ -85,11 +80,11 @@ def _join(batches: list[Any], rows: list[int | None]) -> Any:
         return _concatenated(batches) if first.dim() else first
     if all(_is_column(batch, count) for batch, count in zip(batches, rows, strict=True)):
         return type(first)(item for batch in batches for item in batch)
-    inside = _opened(first)
+    inside = children_of(first)
     if inside is None:
         return first
     _, rebuild = inside
-    columns = zip(*((_opened(batch) or ([], rebuild))[0] for batch in batches), strict=True)
+    columns = zip(*((children_of(batch) or ([],))[0] for batch in batches), strict=True)
     return rebuild([_join(list(items), rows) for items in columns])
 
 
@@ -105,13 +100,13 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 def _is_column(data: Any, rows: int | None) -> bool:
-    """Whether something is a list with one entry for each row, such as the texts of a batch.
+    """Return whether something is a list with one entry for each row, such as the texts of a batch.
 
     A list of as many columns as there are rows is none: all tensors in it have that many rows.
     """
     if type(data) not in (list, tuple) or len(data) != rows:
         return False
-    if all(_opened(item) is None and not isinstance(item, Tensor) for item in data):
+    if all(children_of(item) is None and not isinstance(item, Tensor) for item in data):
         return True
     columns = [_is_of_columns(item, rows) for item in data]
     return False in columns or True not in columns
@@ -123,37 +118,8 @@ def _is_of_columns(data: Any, rows: int) -> bool | None:
         return data.dim() > 0 and len(data) == rows
     if _is_column(data, rows):
         return True
-    inside = _opened(data)
+    inside = children_of(data)
     if inside is None:
         return None
     parts = [part for part in (_is_of_columns(item, rows) for item in inside[0]) if part is not None]
     return all(parts) if parts else None
-
-
-def _opened(data: Any) -> tuple[list[Any], Rebuild] | None:
-    """Return what is inside a container, and how to make another of the same type; None if it is no container."""
-    kind = type(data)
-    if isinstance(data, MutableMapping):
-
-        def refilled(items: list[Any]) -> Any:
-            changed = copy.copy(data)  # keeps what mappings such as a tokenizer's BatchEncoding know besides
-            for key, item in zip(data, items, strict=True):
-                changed[key] = item
-            return changed
-
-        return list(data.values()), refilled
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return list(data), lambda items: kind(*items)
-    if isinstance(data, (list, tuple)):
-        return list(data), kind
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        names = [field.name for field in dataclasses.fields(data)]
-
-        def replaced(items: list[Any]) -> Any:
-            changed = copy.copy(data)
-            for name, item in zip(names, items, strict=True):
-                object.__setattr__(changed, name, item)  # works for frozen ones too
-            return changed
-
-        return [getattr(data, name) for name in names], replaced
-    return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from nb_accelerate.pytree import children_of
 
 _JOINED: tuple[type[Any], ...] = (list, tuple, str, bytes)  # by a plus, which of a numpy array means numbers
 
@@ -42,13 +43,10 @@ def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
                 f"split_between_processes was given a {type(inputs).__name__} whose values have different lengths, "
                 f"{lengths}, so their items do not belong together. Split them one by one, or make them equally long."
             )
-        parts = {key: split_between(value, rank, world_size, pad=pad) for key, value in inputs.items()}
-        if type(inputs) is dict or not isinstance(inputs, MutableMapping):
-            return parts
-        changed = copy.copy(inputs)  # keeps what mappings such as a tokenizer's BatchEncoding know besides
-        for key, part in parts.items():
-            changed[key] = part
-        return changed
+        inside = children_of(inputs)
+        assert inside is not None
+        values, rebuild = inside
+        return rebuild([split_between(value, rank, world_size, pad=pad) for value in values])
     length = len(inputs)
     first, end = bounds(length, rank, world_size)
     missing = -(-length // world_size) - (end - first) if pad and length else 0

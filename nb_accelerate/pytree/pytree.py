@@ -1,28 +1,67 @@
 """Walk through nested lists, tuples, named tuples, mappings and dataclasses that hold tensors.
 
-Two functions, `tensors_in` and `map_tensors`, visit tensors in the same order, so that what is done to a list of
-all tensors at once (one collective, say) can be put back in place.
+`tensors_in` and `map_tensors` visit tensors in the same order, so that what is done to a list of all tensors at once
+(one collective, say) can be put back in place.
+
+``torch.utils._pytree`` does not serve here: it takes classes that nobody registered with it for leaves, among them
+dataclasses, subclasses of list, and mappings such as a tokenizer's ``BatchEncoding``, and it is no public module.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
+
+Rebuild = Callable[["Sequence[Any]"], Any]
+
+
+def children_of(data: Any) -> tuple[list[Any], Rebuild] | None:
+    """Return what is inside a container, and a function that makes another one of such items; None for other objects.
+
+    Containers keep their types, and what mappings such as ``BatchEncoding`` and dataclasses know besides their items.
+    Mappings that cannot be changed become dicts.
+
+    Args:
+        data: any object.
+    """
+    kind = type(data)
+    if isinstance(data, (list, tuple)):
+        return list(data), (lambda items: kind(*items)) if hasattr(data, "_fields") else kind
+    if isinstance(data, MutableMapping):
+        return list(data.values()), lambda items: _refilled(data, items)
+    if isinstance(data, Mapping):
+        return list(data.values()), lambda items: dict(zip(data, items, strict=True))
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        names = [field.name for field in dataclasses.fields(data)]
+        return [getattr(data, name) for name in names], lambda items: _replaced(data, names, items)
+    return None
+
+
+def _refilled(data: MutableMapping[Any, Any], items: Sequence[Any]) -> Any:
+    changed = copy.copy(data)  # keeps default factories and attributes
+    for key, item in zip(data, items, strict=True):
+        changed[key] = item
+    return changed
+
+
+def _replaced(data: Any, names: list[str], items: Sequence[Any]) -> Any:
+    changed = copy.copy(data)
+    for name, item in zip(names, items, strict=True):
+        # Works for frozen dataclasses and for fields that the constructor does not take.
+        object.__setattr__(changed, name, item)
+    return changed
 
 
 def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = False, movable: bool = False) -> Any:
-    """Return ``data`` with every tensor replaced by ``function(tensor)``; containers are new, the rest is kept.
-
-    Containers keep their types: named tuples, ordered and default dicts, dataclasses, and mappings with
-    attributes of their own such as a tokenizer's ``BatchEncoding``.
+    """Return ``data`` with every tensor replaced by ``function(tensor)``; containers are new, see `children_of`.
 
     Args:
         function: called with each tensor, depth first, in the order of the containers.
@@ -44,35 +83,15 @@ def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = Fal
         return tuple([map_tensors(function, value, strict=strict, movable=movable) for value in data])
     if isinstance(data, Tensor) or (movable and is_movable(data)):
         return function(data)
-    if isinstance(data, tuple):
-        items = [map_tensors(function, value, strict=strict, movable=movable) for value in data]
-        return kind(*items) if hasattr(data, "_fields") else kind(items)
-    if isinstance(data, list):
-        return kind([map_tensors(function, value, strict=strict, movable=movable) for value in data])
-    if isinstance(data, Mapping):
-        return _map_mapping(function, data, strict=strict, movable=movable)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        changed = copy.copy(data)
-        for field in dataclasses.fields(data):
-            # Works for frozen dataclasses and for fields that the constructor does not take.
-            value = map_tensors(function, getattr(data, field.name), strict=strict, movable=movable)
-            object.__setattr__(changed, field.name, value)
-        return changed
+    inside = children_of(data)
+    if inside is not None:
+        items, rebuild = inside
+        return rebuild([map_tensors(function, item, strict=strict, movable=movable) for item in items])
     if strict:
         raise TypeError(
             f"found a {kind.__name__} ({str(data)[:60]!r}) where only tensors, and containers of tensors, can be"
         )
     return data
-
-
-def _map_mapping(function: Callable[[Any], Any], data: Mapping[Any, Any], *, strict: bool, movable: bool) -> Any:
-    mapped = {key: map_tensors(function, value, strict=strict, movable=movable) for key, value in data.items()}
-    if not isinstance(data, MutableMapping):
-        return mapped
-    changed = copy.copy(data)  # keeps default factories and the attributes of BatchEncoding and its like
-    for key, value in mapped.items():
-        changed[key] = value
-    return changed
 
 
 def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
@@ -93,16 +112,65 @@ def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
     return found
 
 
+def paths_of_tensors(data: Any, path: str = "") -> list[str]:
+    """Return the path of each tensor in Python's notation, in the order of `tensors_in`: ``['outputs'][0].logits``.
+
+    Args:
+        data: any structure. The path of a single tensor is empty.
+        path: of ``data`` in what it is part of.
+    """
+    if isinstance(data, Tensor):
+        return [path]
+    inside: list[tuple[str, Any]] = []
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        inside = [(f"{path}.{name}", value) for name, value in zip(data._fields, data, strict=True)]
+    elif isinstance(data, (list, tuple)):
+        inside = [(f"{path}[{index}]", value) for index, value in enumerate(data)]
+    elif isinstance(data, Mapping):
+        inside = [(f"{path}[{key!r}]", value) for key, value in data.items()]
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        inside = [(f"{path}.{field.name}", getattr(data, field.name)) for field in dataclasses.fields(data)]
+    return [found for where, value in inside for found in paths_of_tensors(value, where)]
+
+
 def find_batch_size(data: Any) -> int | None:
     """Return the number of rows of the first tensor that has rows, or None if there is none."""
     return next((tensor.shape[0] for tensor in tensors_in(data) if tensor.dim()), None)
 
 
 def is_movable(data: Any) -> bool:
-    """Whether an object moves itself to a device, as graphs, packed sequences and a tokenizer's encodings do."""
+    """Return whether an object moves itself to a device, as graphs, packed sequences and ``BatchEncoding`` do."""
     return not isinstance(data, type) and callable(getattr(data, "to", None))
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether a tensor holds 16-bit floating point numbers."""
+    """Return whether a tensor holds 16-bit floating point numbers."""
     return tensor.dtype is torch.float16 or tensor.dtype is torch.bfloat16
+
+
+def send_to_device(data: Any, device: torch.device | str | int, *, non_blocking: bool = False) -> Any:
+    """Return ``data`` with all tensors on ``device``. Tensors that are there already are not copied.
+
+    Args:
+        data: any structure. Objects in it that know how to move themselves (``.to(device)``) do so: graphs, packed
+            sequences, a tokenizer's encodings.
+        device: where to.
+        non_blocking: do not wait for the copy; of use with pinned memory.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        try:
+            return leaf.to(device, non_blocking=non_blocking)
+        except TypeError:  # a `to` without that argument
+            return leaf.to(device)
+
+    return map_tensors(move, data, movable=True)
+
+
+def to_float32(data: Any) -> Any:
+    """Return ``data`` with 16-bit floating point tensors converted to float32; others are kept as they are."""
+    if type(data) is Tensor:
+        return data.float() if is_half(data) else data
+    return map_tensors(lambda tensor: tensor.float() if is_half(tensor) else tensor, data)

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nb_accelerate.pytree.placement import send_to_device as place
-from nb_accelerate.pytree.pytree import find_batch_size as first_rows, is_half, map_tensors, tensors_in
+from nb_accelerate.pytree.pytree import (
+    find_batch_size as first_rows,
+    is_half,
+    map_tensors,
+    send_to_device as place,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
