@@ -1,4 +1,4 @@
-"""All ranks shuffle alike, although their random numbers differ."""
+"""Shuffle in the same order on all ranks, although their random numbers differ."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from nb_accelerate.process.rng import RNGType, synchronize
 
-_BLOCK = 1 << 14
+_BLOCK_ROWS = 1 << 14
+"""Rows that are made Python numbers at a time; fewer rows than that are all made Python numbers at once."""
 
 
 class Rows(Sequence[int]):
-    """Row numbers in a tensor, as a sequence that makes Python numbers of them where it is read, block by block."""
+    """Row numbers in a tensor, as a sequence of Python numbers, which are made block by block.
+
+    Args:
+        numbers: of shape (rows,), whole.
+    """
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
@@ -37,18 +42,18 @@ class Rows(Sequence[int]):
         first, end, step = index.indices(len(self._numbers))
         if step < 0:  # no slice of a tensor goes backwards
             return [int(self._numbers[number]) for number in range(first, end, step)]
-        if step > 1 or end - first > _BLOCK:
+        if step > 1 or end - first > _BLOCK_ROWS:
             listed: list[int] = self._numbers[index].tolist()
             return listed
         if first < self._first or end > self._first + len(self._block):
             self._first = first
-            self._block = self._numbers[first : first + _BLOCK].tolist()
+            self._block = self._numbers[first : first + _BLOCK_ROWS].tolist()
         return self._block[first - self._first : end - self._first]
 
 
 def listed_rows(numbers: Tensor) -> Sequence[int]:
     """Return row numbers as a sequence: a list where they are few, whose slices are the cheapest."""
-    few: list[int] | None = numbers.tolist() if len(numbers) <= _BLOCK else None
+    few: list[int] | None = numbers.tolist() if len(numbers) <= _BLOCK_ROWS else None
     return Rows(numbers) if few is None else few
 
 
@@ -80,7 +85,7 @@ class SharedOrder:
         return self.sampler.generator
 
     def __call__(self) -> None:
-        """Put the sampler in step. All ranks call it together."""
+        """Give the sampler's generator the same state on all ranks. All ranks call it together."""
         if not self.draws:
             synchronize((RNGType.GENERATOR,), self.broadcast, self.sampler.generator)
             return
@@ -103,12 +108,17 @@ class SharedNumbers:
         self.generator = generator
 
     def __call__(self) -> None:
-        """Put them in step. All ranks call it together."""
+        """Send the states of rank 0 to all ranks. All ranks call it together."""
         synchronize(self.rng_types, self.broadcast, self.generator)
 
 
 def shared_order(sampler: Any, broadcast: Broadcast) -> SharedOrder | None:
-    """Return what keeps a sampler in step, or None if it is not random in a way that we can reach."""
+    """Return what makes a sampler shuffle alike on all ranks, or None if it has no generator of torch.
+
+    Args:
+        sampler: that of a loader.
+        broadcast: returns rank 0's tensor on every rank.
+    """
     # Others may have a generator that is not torch's, or none and no use for one.
     known = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
     if known or isinstance(getattr(sampler, "generator", None), torch.Generator):

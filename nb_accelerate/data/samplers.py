@@ -1,4 +1,4 @@
-"""Samplers that yield one rank's part."""
+"""Samplers that yield one rank's part of what another sampler yields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from nb_accelerate.data.order import listed_rows
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
-from nb_accelerate.data.reading import later
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,15 +61,19 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-def _order_of(sampler: Any) -> Sequence[Any]:
-    """Return the rows of an epoch, in order, as cheaply as they can be had."""
+def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
+    """Return the rows of an epoch, in order, as cheaply as they can be had.
+
+    Returns:
+        The rows; and a generator with which as many rows have to be permuted when the epoch is over, or None.
+    """
     if type(sampler) is SequentialSampler:
-        return range(len(sampler))
+        return range(len(sampler)), None
     if type(sampler) not in {RandomSampler, SeedableRandomSampler} or sampler.replacement:
-        return list(sampler)
+        return list(sampler), None
     rows = len(sampler.data_source)
     if sampler.num_samples != rows:
-        return list(sampler)
+        return list(sampler), None
     # What RandomSampler draws, without making a Python list of a million rows to use a few of them.
     generator = sampler.generator
     if type(sampler) is SeedableRandomSampler:
@@ -79,10 +82,8 @@ def _order_of(sampler: Any) -> Sequence[Any]:
     elif generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = listed_rows(torch.randperm(rows, generator=generator))
-    if sampler.generator is not None:
-        torch.randperm(rows, generator=generator)  # torch draws once more than it uses; the next epoch shows it
-    return order
+    # torch permutes once more than it uses, at the end of the epoch; the next epoch shows it.
+    return listed_rows(torch.randperm(rows, generator=generator)), sampler.generator
 
 
 # These yield as many rows as they say they have, and take no decision while they do, so their whole order may be
@@ -145,18 +146,18 @@ class BatchSamplerShard(BatchSampler):
         self.last_rows_of_ranks: tuple[int, ...] | None = None
         self._in_step = in_step
         self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
-        self._settle()
+        self._examine()
 
-    def _settle(self) -> None:
-        """Choose how to go through the samplers inside, once they are known."""
+    def _examine(self) -> None:
+        """Note whether rows can be planned, and how to make all ranks shuffle alike, for the samplers inside."""
         self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in FINITE
         self.on_start = self._in_step(self.batch_sampler, self.sampler) if self._in_step else None
 
     def use_sampler(self, sampler: Any) -> None:
-        """Put another sampler in the place of that inside."""
+        """Replace the sampler inside."""
         put_sampler(self.batch_sampler, sampler)
         self.sampler = sampler
-        self._settle()
+        self._examine()
 
     @property
     def total_length(self) -> int:
@@ -168,7 +169,7 @@ class BatchSamplerShard(BatchSampler):
         return _starting_at(self, batch)
 
     def real_rows(self, rows_on_rank: int) -> int | None:  # noqa: ARG002 - SamplerShard needs to know
-        """Return how many rows of the last group are real, or None if all are. Asked after the last batch."""
+        """Return how many rows of the last group are real, or None if all are. Called after the last batch."""
         return self.last_group_rows
 
     def __len__(self) -> int:
@@ -189,7 +190,7 @@ class BatchSamplerShard(BatchSampler):
         if self.on_start is not None:
             self.on_start()
         # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
-        yield from self._planned() if self._plannable else later(self._streamed(), self.start, self.reread)
+        yield from self._planned() if self._plannable else without_first(self._streamed(), self.start, self.reread)
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -202,15 +203,18 @@ class BatchSamplerShard(BatchSampler):
         )
 
     def _planned(self) -> Iterator[list[Any]]:
-        """Slice this rank's rows out of the whole order; those of other ranks are never collected."""
-        order = _order_of(self.sampler)
+        """Yield slices of the whole order; rows of other ranks are never collected."""
+        order, drawn_again = _order_of(self.sampler)
         plan = self._plan(len(order))
         self._note_last(plan.remainder)
-        rest = plan.batches(order, self.process_index, start=self.start)
-        return chain(islice(plan.batches(order, self.process_index), self.reread), rest) if self.reread else rest
+        if self.reread:
+            yield from islice(plan.batches(order, self.process_index), self.reread)
+        yield from plan.batches(order, self.process_index, start=self.start)
+        if drawn_again is not None:
+            torch.randperm(len(order), generator=drawn_again)
 
     def _streamed(self) -> Iterator[list[Any]]:
-        """Go through all batches of a sampler whose order is its own affair."""
+        """Go through all batches of a sampler whose order is not known before, and yield this rank's."""
         self.last_group_rows = self.last_rows_of_ranks = None
         per_group = 1 if self.split_batches else self.num_processes
         start: list[Any] = []  # of the data: rows, or whole batches where these have no fixed size
@@ -294,7 +298,7 @@ class SamplerShard(Sampler[Any]):
         self.use_sampler(sampler)
 
     def use_sampler(self, sampler: Any) -> None:
-        """Put another sampler in the place of that inside."""
+        """Replace the sampler inside."""
         self.sampler = sampler
         self.on_start = self._in_step(sampler, sampler) if self._in_step else None
 
@@ -306,7 +310,7 @@ class SamplerShard(Sampler[Any]):
         return _starting_at(self, batch)
 
     def real_rows(self, rows_on_rank: int) -> int | None:
-        """Return how many rows of the last round are real, or None if all are. Asked after the last item."""
+        """Return how many rows of the last round are real, or None if all are. Called after the last item."""
         return None if self.last_group_items is None else self.last_group_items * rows_on_rank
 
     def __len__(self) -> int:
@@ -347,6 +351,11 @@ def put_sampler(outer: Any, sampler: Any) -> None:
             "batch. Prepare a loader with another batch_sampler."
         )
     outer.sampler = sampler
+
+
+def without_first(items: Iterator[Any], start: int, reread: int) -> Iterator[Any]:
+    """Return the first ``reread`` items, and those from ``start`` on. Nothing is drawn until the first is asked for."""
+    return chain(islice(items, reread), islice(items, start - reread, None))
 
 
 S = TypeVar("S", BatchSamplerShard, SamplerShard)

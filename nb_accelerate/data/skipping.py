@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from nb_accelerate.data.reading import later
-from nb_accelerate.data.samplers import FINITE, BatchSamplerShard, SamplerShard, put_sampler
+from nb_accelerate.data.samplers import FINITE, BatchSamplerShard, SamplerShard, put_sampler, without_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,7 +33,7 @@ class SkipBatchSampler(BatchSampler):
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
 
     def use_sampler(self, sampler: Any) -> None:
-        """Put another sampler in the place of that inside."""
+        """Replace the sampler inside."""
         put_sampler(self.batch_sampler, sampler)
         self.sampler = sampler
 
@@ -49,7 +48,7 @@ class SkipBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batch_sampler)
         if self.reread or not hasattr(batches, "state_dict"):
-            return later(batches, self.skip_batches, self.reread)  # draws nothing before the first is asked for
+            return without_first(batches, self.skip_batches, self.reread)  # draws nothing before the first is asked for
         for _ in islice(batches, self.skip_batches):
             pass
         return batches  # as it is: it can save its position
@@ -77,7 +76,7 @@ def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
 
 
 def left_out(sampler: Any) -> tuple[Any, int]:
-    """Return the sampler that `skipping` was given, and how many of its batches it leaves out by now."""
+    """Return the sampler that `skipping` was given, and how many batches it leaves out in all."""
     if isinstance(sampler, SkipBatchSampler):
         return sampler.batch_sampler, sampler.skip_batches
     if isinstance(sampler, BatchSamplerShard) and sampler.num_processes == 1 and sampler.start:
