@@ -18,7 +18,7 @@ from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
-from nb_accelerate.data import DataLoaderShard, check_alike, prepare_data_loader
+from nb_accelerate.data import DataLoaderShard, check_loader_lengths, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.state import GradientState
@@ -89,7 +89,9 @@ class PreparingSlice(Slice):
         # A model is prepared on all ranks together, so the lengths of its loaders can be compared. A rank that prepares
         # a loader alone must not wait for others.
         if models or Environment().debug_mode:
-            check_alike(self.core.collectives, [item for item in results.values() if isinstance(item, DataLoaderShard)])
+            check_loader_lengths(
+                self.core.collectives, [item for item in results.values() if isinstance(item, DataLoaderShard)]
+            )
         return results[0] if len(results) == 1 else tuple(results.values())
 
     def prepare_model(

@@ -1,8 +1,7 @@
 """Share out data between ranks: which rows are mine, in which order, and which of them are copies."""
 
-from nb_accelerate.data.alike import check_alike
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
-from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.data.loader import DataLoaderShard, check_loader_lengths
 from nb_accelerate.data.plan import ShardPlan
 from nb_accelerate.data.prepare import prepare_data_loader, skip_first_batches
 from nb_accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler
@@ -17,7 +16,7 @@ __all__ = [
     "SeedableRandomSampler",
     "ShardPlan",
     "SkipBatchSampler",
-    "check_alike",
+    "check_loader_lengths",
     "prepare_data_loader",
     "skip_first_batches",
 ]

@@ -1,20 +1,64 @@
-"""Share out the rows of some batches between ranks: evenly, and in the order in which they came."""
+"""Count the rows of batches, and share them out between ranks: evenly, and in the order in which they came."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nb_accelerate.data.counted import Counted
+from torch.utils.data._utils.pin_memory import pin_memory
+
 from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.plan import dealt, round_of_batches
-from nb_accelerate.data.rows import join_rows, slice_rows
+from nb_accelerate.data.rows import count_rows, join_rows, slice_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Cut = Callable[[Any, slice, int], Any]
     """Called with a batch, rows of it and a rank."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A batch and its rows.
+
+    Attributes:
+        batch: as the user's loader makes it.
+        rows: how many it has; None if that is not known.
+    """
+
+    batch: Any
+    rows: int | None
+
+    def pin_memory(self) -> Counted:
+        """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
+        return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
+
+
+class CountingCollate:
+    """A loader's ``collate_fn`` that counts the rows it is given: in what it returns they may not be found again.
+
+    Args:
+        collate: the loader's own.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> Counted:
+        """Return rows as a batch. Called by the loader, perhaps in a worker process."""
+        # A dataset that fetches many rows at once may return something else than a list.
+        count = len(rows) if isinstance(rows, (list, tuple)) else None
+        batch = self.collate(rows)
+        return Counted(batch, count_rows(batch) if count is None else count)
+
+
+def counted(batch: Any) -> Counted:
+    """Return a batch with its rows, counted if its loader did not."""
+    return batch if type(batch) is Counted else Counted(batch, count_rows(batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +74,7 @@ class GroupEnd:
     rows: tuple[int, ...]
 
     def mark(self, part: Any, rank: int) -> LastBatch:
-        """Return a rank's part, with what it has to know of the group."""
+        """Return a rank's part, with what the loader has to know of the group."""
         return LastBatch(part, self.real, self.rows[rank], self.rows if len(set(self.rows)) > 1 else None)
 
 
@@ -93,3 +137,17 @@ def deal_whole(
     rows = [one.rows or 1 for one in given] + [0] * nothing
     end = None if len(group) == ranks else GroupEnd(sum(rows[: len(group)]), tuple(rows))
     return [one.batch for one in given] + [None] * nothing, end
+
+
+def failing(error: Exception) -> Iterator[T]:
+    """Return an iterator that raises an error when its first item is asked for."""
+    raise error
+    yield
+
+
+def next_of(items: Iterator[T]) -> tuple[T | None, Exception | None]:
+    """Return the next item, or None and what was raised instead; None and None at the end."""
+    try:
+        return next(items, None), None
+    except Exception as error:
+        return None, error

@@ -10,8 +10,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from nb_accelerate.data.reader import Reached
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from nb_accelerate.data.reader import Reader
+
+
+class Pass:
+    """One epoch of a loader, as far as it has come.
+
+    Args:
+        reader: reads it.
+        position: batches that were left out at its beginning.
+
+    Attributes:
+        position: batches that were handed out or left out so far; 0 when it is over.
+        reached: where reading was after the batch that was handed out last.
+    """
+
+    __slots__ = ("__weakref__", "position", "reached", "reader")
+
+    def __init__(self, reader: Reader, position: int) -> None:
+        self.reader = reader
+        self.position = position
+        self.reached = Reached()
 
 
 class EpochCounter:
@@ -27,37 +51,41 @@ class EpochCounter:
 
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
-        self._reader: weakref.ref[Any] | None = None  # or a loader that was dropped would keep its workers
+        self._current: weakref.ref[Pass] | None = None  # or a loader that was dropped would keep its workers
         self.listen(*things)
 
     @property
-    def reader(self) -> Any:
-        """The loader that began an epoch last; None since the epoch was set, or if the loader is no more."""
-        return None if self._reader is None else self._reader()
+    def current(self) -> Pass | None:
+        """The epoch that was begun last; None since the epoch was set, or if its loader is no more."""
+        return None if self._current is None else self._current()
 
-    def begins(self, reader: Any) -> None:
-        """A loader begins an epoch."""
+    def begins(self, current: Pass) -> None:
+        """Count an epoch that begins."""
         self.epoch += 1
-        self._reader = weakref.ref(reader)
+        self._current = weakref.ref(current)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_reader": None}
+        return vars(self) | {"_current": None}
 
     def listen(self, *things: Any) -> None:
-        """Tell these from now on, and those inside of them, instead of the ones told before."""
+        """Tell samplers and datasets from now on, and those inside of them, instead of the ones before.
+
+        Args:
+            *things: those of the loader.
+        """
         self._listeners = _listeners(things)
         self._told: list[Any] = [getattr(one, "epoch", None) for one in self._listeners]
 
     def set(self, epoch: int) -> None:
-        """Start again from ``epoch``, and tell everyone."""
+        """Count from ``epoch`` on, and tell all samplers and datasets."""
         self.epoch = epoch
-        self._reader = None
+        self._current = None
         for index, one in enumerate(self._listeners):
             one.set_epoch(epoch)
             self._told[index] = getattr(one, "epoch", None)
 
     def announce(self) -> None:
-        """Tell everyone which epoch comes, except those who were told by someone else or count by themselves."""
+        """Tell samplers and datasets which epoch comes, except those that others told or that count by themselves."""
         if not self.epoch:
             return  # the first epoch is what they were made for
         for index, one in enumerate(self._listeners):
@@ -83,15 +111,8 @@ def _listeners(things: tuple[Any, ...]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def numbers_kept(*, when: bool = True) -> Iterator[None]:
-    """Give the random numbers of Python, numpy and torch, on the CPU, their states back at the end of a block.
-
-    Args:
-        when: whether to do so at all.
-    """
-    if not when:
-        yield
-        return
+def numbers_kept() -> Iterator[None]:
+    """Restore the random states of Python, numpy and torch, on the CPU, at the end of a block."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):

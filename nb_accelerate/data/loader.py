@@ -1,9 +1,16 @@
-"""The loader that a rank iterates."""
+"""The loader that a rank iterates.
+
+A batch goes forward through these steps::
+
+    read -> look ahead -> note what is known of the last group -> place on the device -> yield
+
+`nb_accelerate.data.reader` reads; the steps after that are those of `DataLoaderShard.__iter__`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -11,33 +18,26 @@ from typing_extensions import override
 from nb_accelerate.board import Phase, here
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
-from nb_accelerate.data.rows import count_rows
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import CollectiveMismatchError, ConfigError
 from nb_accelerate.process.rng import RNGType
-from nb_accelerate.pytree import find_batch_size, map_tensors, send_to_device, tensors_in
+from nb_accelerate.pytree import map_tensors, send_to_device, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from typing_extensions import Self
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.data.epochs import Pass
     from nb_accelerate.data.tracker import HasTracker, LoaderTracker
-
-
-class Share(Protocol):
-    """What decides which rows are this rank's: a sampler's shard, or that of an iterable dataset."""
-
-    even_batches: bool
-    """Whether all ranks get equal batches."""
-
-    def real_rows(self, rows_on_rank: int) -> int | None:
-        """Return how many rows of the last group are real, or None if all are. Asked after the last batch."""
-        ...
 
 
 class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     """A user's loader, prepared. Made by `prepare_data_loader`; all else is as in `torch.utils.data.DataLoader`.
 
-    It looks one batch ahead, so that while a batch is used it is known whether it is the last.
+    It reads one batch ahead, so that while a batch is used it is known whether it is the last. Random augmentations
+    therefore draw the numbers that they draw under accelerate, which reads ahead as well.
 
     Args:
         dataset: the user's, or this rank's part of an iterable one.
@@ -45,10 +45,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         gradient_state: has the tracker that is told when an epoch begins and ends; one of its own by default.
         rng_types: which random numbers get the state of rank 0's before each epoch.
         on_start: called before each epoch, to that end.
-        share: what decides which rows are this rank's; None if all are.
         rows: of the user's dataset; None if it does not say.
         total_batch_size: rows of all ranks together in one step.
-        items_are_batches: the user's loader has no batch size: what it reads are batches by themselves.
         non_blocking: do not wait for copies to the device; batches are then sent there one ahead.
         prepared: whether its rows are shared out between ranks; `prepare_data_loader` does it if they are not.
         **kwargs: those of `DataLoaderAdapter`.
@@ -65,7 +63,6 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     batch_remainder: int | None = None
     rows_on_rank: int | None = None
     rows_of_ranks: tuple[int, ...] | None = None
-    _looks_ahead = True
 
     def __init__(
         self,
@@ -75,10 +72,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         gradient_state: HasTracker | None = None,
         rng_types: Sequence[RNGType] = (),
         on_start: Callable[[], None] | None = None,
-        share: Share | None = None,
         rows: int | None = None,
         total_batch_size: int | None = None,
-        items_are_batches: bool = False,
         non_blocking: bool = False,
         prepared: bool = False,
         **kwargs: Any,
@@ -86,37 +81,22 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         super().__init__(dataset, **kwargs)
         self.device = device
         self.prepared = prepared
-        self._share = share
         self.gradient_state = gradient_state or LoaderView()
         self._tracker = self.gradient_state.tracker
         self._rng_types = rng_types
         self._on_start = on_start
         self._rows = rows
         self._total_batch_size = total_batch_size
-        self._items_are_batches = items_are_batches
         self._non_blocking = non_blocking
-        self._arguments |= {
-            "device": device,
-            "gradient_state": self.gradient_state,
-            "rng_types": rng_types,
-            "on_start": on_start,
-            "share": share,
-            "rows": rows,
-            "total_batch_size": total_batch_size,
-            "items_are_batches": items_are_batches,
-            "non_blocking": non_blocking,
-            "prepared": prepared,
-        }
 
     @property
     def even(self) -> bool:
         """Whether all ranks get equal batches at the end of the data."""
-        return self._share is None or self._share.even_batches
+        return self._reader.even
 
     @even.setter
     def even(self, value: bool) -> None:
-        if self._share is not None:
-            self._share.even_batches = value
+        self._reader.even = value
 
     @property
     def rng_types(self) -> list[RNGType]:
@@ -127,7 +107,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     @property
     def synchronized_generator(self) -> torch.Generator | None:
         """The generator of the sampler or dataset that is among these; None if there is none."""
-        called = (self._on_start, getattr(self._share, "on_start", None))
+        called = (self._on_start, getattr(self._reader.share, "on_start", None))
         found = (getattr(one, "generator", None) for one in called)
         return next((generator for generator in found if generator is not None), None)
 
@@ -154,6 +134,12 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         return self._rows
 
     @override
+    def skipping(self, batches: int) -> Self:
+        later = super().skipping(batches)
+        later.reset()
+        return later
+
+    @override
     def reset(self) -> None:
         super().reset()
         self.batch_remainder = self.rows_of_ranks = None
@@ -173,10 +159,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
-        self.reset()
         if self._on_start is not None:
             self._on_start()
-        self._epochs.announce()
+        self.epochs.announce()
         self.begin()
         board = here()
         enter, step = board.enter, board.step
@@ -187,49 +172,58 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             rows=self._total_batch_size,
             epoch=self.iteration + 1,
             evaluates=evaluates,
-            step=self.skip_batches if self._resume_at is None else self._resume_at,
+            step=self._first_position,
         )
         enter(reads)
         try:
-            source = self._begin()
+            batches = self._begin()
+            progress = self._pass
+            if progress.reader.source.is_stateful:
+                batches = _reached_before_each(batches, progress)
             try:
-                current = next(source)
+                current = next(batches)
             except StopIteration:
                 return
-            place = self._placement(current)
-            # Copies that nobody waits for start as early as possible; others as late as possible, so that only one
-            # batch at a time takes the memory of the device.
-            ahead, late = (place, None) if self._non_blocking else (None, place)
-            if ahead is not None:
-                current = ahead(current)
-            position = self.position
-            state = vars(self)  # a DataLoader looks at every attribute that is set, at a microsecond each
-            for upcoming in source:
+            late = place = _placement(current, self.device, non_blocking=self._non_blocking)
+            if place is not None and self._non_blocking:
+                # Copies that nobody waits for start as early as possible; others as late as possible, so that only one
+                # batch at a time takes the memory of the device.
+                current, late, batches = place(current), None, map(place, batches)
+            position = progress.position
+            for upcoming in batches:
                 position += 1
-                state["position"] = position
+                progress.position = position
                 step(position)
                 enter(works)
                 if type(current) is LastBatch:  # of one worker of several; others go on
-                    current = self._open(current)
+                    current = self._note_last(progress.reader.last(current))
                     yield current if late is None else late(current)
                     self.batch_remainder = self.rows_of_ranks = None
                 else:
                     yield current if late is None else late(current)
-                current = upcoming if ahead is None else ahead(upcoming)
+                current = upcoming
                 enter(reads)
             self.end_of_dataloader = True
-            self.position = 0
+            progress.position = 0
             step(position + 1)
             enter(works)
-            current = self._open(current) if type(current) is LastBatch else self._mark(current)
+            current = self._note_last(progress.reader.last(current))
             yield current if late is None else late(current)
         finally:
             board.end_loop(loop)
             self.end()
 
+    def _note_last(self, last: LastBatch) -> Any:
+        """Note how many rows of the last group are real, and return the batch without that."""
+        self.batch_remainder = last.real
+        self.remainder = last.real or 0
+        self.rows_on_rank = last.rows
+        self.rows_of_ranks = last.rows_of_ranks
+        return last.batch
+
     def extent(self) -> tuple[int, int] | None:
-        """Return rows of the dataset and batches of this rank, if they have to be alike on all ranks; else None."""
-        if not self.even or self._rows is None:
+        """Return rows of the dataset and batches of this rank, if they have to be the same on all ranks; else None."""
+        if not self._reader.compares_lengths or self._rows is None:
             return None
         batches = self._known_length()
         return None if batches is None else (self._rows, batches)
@@ -244,65 +238,77 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
         torch takes a length that was asked for as a promise, and warns for each batch beyond it: here nobody asked.
         """
-        asked = self._IterableDataset_len_called
+        loader = self._reader.source.loader
+        asked = loader._IterableDataset_len_called  # noqa: SLF001 - torch's
         try:
-            return len(self)
+            return len(self._reader)
         except Exception:  # a dataset's own, as when the loader was prepared
             return None
         finally:
-            self._IterableDataset_len_called = asked
+            loader._IterableDataset_len_called = asked  # noqa: SLF001 - torch's
 
-    def _placement(self, first: Any) -> Callable[[Any], Any] | None:
-        """Return what moves batches to the device; None if the first is there already and so nothing has to move.
 
-        Only the CPU is believed to be where all batches are if the first is: datasets live there.
-        """
-        device, non_blocking = self.device, self._non_blocking
-        if device is None:
-            return None
-        first = first.batch if type(first) is LastBatch else first
-        leaves: list[Any] = []
-        map_tensors(leaves.append, first, movable=True)
-        if device.type == "cpu" and all(
-            isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves
-        ):
-            return None
+def _reached_before_each(batches: Iterator[Any], progress: Pass) -> Iterator[Any]:
+    """Yield batches, and note before each is read where reading is: there, the batch before it was handed out."""
+    reader = progress.reader
+    while True:
+        progress.reached = reader.reached()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            progress.reached = reader.ended()
+            return
+        yield batch
 
-        def place(batch: Any) -> Any:
-            if type(batch) is LastBatch:
-                return replace(batch, batch=send_to_device(batch.batch, device, non_blocking=non_blocking))
-            try:
-                return send_to_device(batch, device, non_blocking=non_blocking)
-            except NotImplementedError as error:  # a device that cannot be copied from
-                places = {str(tensor.device) for tensor in tensors_in(batch)}
-                raise ConfigError(
-                    f"A batch with tensors on {', '.join(sorted(places))} could not be moved to {device}: {error} Let "
-                    "the dataset and collate_fn make all tensors on the CPU; batches are moved to the device here."
-                ) from error
 
-        return place
+def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """Return what moves batches to a device; None if the first is there already and so nothing has to move.
 
-    def _open(self, marked: LastBatch) -> Any:
-        """Take a batch of an incomplete group out of its wrapping and note how many of its rows are real."""
-        rows, real = marked.rows, marked.real
-        if self._items_are_batches:
-            rows = find_batch_size(marked.batch) or 1
-            real *= rows
-        self.remainder = self.batch_remainder = real
-        self.rows_on_rank = rows
-        self.rows_of_ranks = marked.rows_of_ranks
-        return marked.batch
+    Only the CPU is believed to be where all batches are if the first is: datasets live there.
+    """
+    if device is None:
+        return None
+    leaves: list[Any] = []
+    map_tensors(leaves.append, first.batch if type(first) is LastBatch else first, movable=True)
+    if device.type == "cpu" and all(isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves):
+        return None
 
-    def _mark(self, batch: Any) -> Any:
-        """Note, at the last batch, how many rows of its group are real."""
-        share = self._source_loader._share  # noqa: SLF001 - this class
-        if share is not None:
-            rows = (find_batch_size(batch) if self._items_are_batches else count_rows(batch)) or 0
-            rows = rows or int(self._items_are_batches)
-            self.batch_remainder = share.real_rows(rows)
-            self.rows_on_rank = rows
-            self.rows_of_ranks = getattr(share, "last_rows_of_ranks", None)
-        else:
-            self.rows_on_rank = count_rows(batch)
-        self.remainder = self.batch_remainder or 0
-        return batch
+    def place(batch: Any) -> Any:
+        if type(batch) is LastBatch:
+            return replace(batch, batch=send_to_device(batch.batch, device, non_blocking=non_blocking))
+        try:
+            return send_to_device(batch, device, non_blocking=non_blocking)
+        except NotImplementedError as error:  # a device that cannot be copied from
+            places = {str(tensor.device) for tensor in tensors_in(batch)}
+            raise ConfigError(
+                f"A batch with tensors on {', '.join(sorted(places))} could not be moved to {device}: {error} Let "
+                "the dataset and collate_fn make all tensors on the CPU; batches are moved to the device here."
+            ) from error
+
+    return place
+
+
+def check_loader_lengths(collectives: Collectives, loaders: Sequence[DataLoaderShard]) -> None:
+    """Compare the lengths of loaders between ranks, before ranks wait for batches that others do not have.
+
+    All ranks call it together, with equally many loaders. Those that may end apart (``even_batches=False``) are not
+    compared, nor those that do not know their length.
+
+    Raises:
+        CollectiveMismatchError: some are longer on one rank than on another.
+    """
+    if collectives.world_size == 1 or not loaders:
+        return
+    of_ranks = collectives.all_gather_object([loader.extent() for loader in loaders])
+    for number, extents in enumerate(zip(*of_ranks, strict=False), start=1):
+        if None in extents or len(set(extents)) == 1:
+            continue
+        other = next(rank for rank, extent in enumerate(extents) if extent != extents[0])
+        (rows, batches), (other_rows, other_batches) = extents[0], extents[other]
+        raise CollectiveMismatchError(
+            f"prepare was given loaders of different lengths: number {number} has {rows} rows on rank 0, so {batches} "
+            f"batches for each rank, and {other_rows} rows on rank {other}, so {other_batches} batches. Ranks would "
+            "wait for each other for ever. Give all ranks the same dataset; prepare shares it out. "
+            "If each is to have data of its own, write DataLoaderConfiguration(even_batches=False) and loop inside of "
+            "accelerator.join_uneven_inputs([model])."
+        )

@@ -1,4 +1,4 @@
-"""A loader over a stream that shards itself: each rank reads its own part, and nothing else.
+"""Loaders over a stream that shards itself: each rank reads its own part, and nothing else.
 
 No rank knows how long its part is, or those of the others. So before each step all ranks compare what they have::
 
@@ -11,30 +11,30 @@ All ranks hand out equally many batches, and every row of the stream is handed o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from nb_accelerate.comm import SingleCollectives
-from nb_accelerate.data.counted import Counted, counted
-from nb_accelerate.data.dealing import deal_rows, deal_whole, joined
+from nb_accelerate.data.dealing import Counted, counted, deal_rows, deal_whole, failing, joined, next_of
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.reading import failing, next_of
+from nb_accelerate.data.reader import CollectiveReader, Reached, skip
 from nb_accelerate.data.rows import slice_rows
 from nb_accelerate.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nb_accelerate.comm import Collectives
+    from nb_accelerate.data.positions import SavedPosition
+    from nb_accelerate.data.source import TorchSource
 
-_FULL, _OTHER, _FAILED = range(3)
+_FULL, _OTHER, _FAILED = range(3)  # codes for what a rank has for the next step, from good to bad
 
 
 def shards_itself(dataset: Any, world_size: int) -> bool:
-    """Whether a stream can give each rank shards of its own (``datasets.IterableDataset``, or one with its methods).
+    """Return whether a stream can give each rank shards of its own: ``datasets.IterableDataset``, or the like.
 
     Args:
         dataset: the user's.
@@ -44,7 +44,7 @@ def shards_itself(dataset: Any, world_size: int) -> bool:
 
 
 def is_split(dataset: Any) -> bool:
-    """Whether a dataset is one rank's part already, made by ``split_dataset_by_node``."""
+    """Return whether a dataset is one rank's part already, made by ``split_dataset_by_node``."""
     return getattr(dataset, "_distributed", None) is not None
 
 
@@ -74,7 +74,7 @@ def _shards(dataset: Any) -> int:
 
 
 def shuffled_without_seed(dataset: Any) -> bool:
-    """Whether a random generator in a ``datasets.IterableDataset`` was seeded by the operating system.
+    """Return whether a random generator in a ``datasets.IterableDataset`` was seeded by the operating system.
 
     Then its shards are in another order on each rank.
     """
@@ -101,107 +101,71 @@ def _of_datasets(thing: Any) -> bool:
     return type(thing).__module__.partition(".")[0] == "datasets" and hasattr(thing, "__dict__")
 
 
-class DataLoaderNativeShard(DataLoaderShard):
-    """A user's loader, prepared so that each rank reads its own shards of a stream.
+class StreamReader(CollectiveReader):
+    """Reads this rank's shards of a stream, in step with the other ranks. If not ``even``, each ends with its own.
 
     Args:
-        dataset: this rank's shards.
-        collectives: compares what ranks have.
-        even_batches: give all ranks equally many batches; otherwise each ends with its own shards.
+        source: a loader of this rank's shards.
         drop_last_group: leave out the incomplete last group of all ranks. ``drop_last`` would leave out the last rows
             of each.
-        drop_reads: batches of this rank's shards to read and leave out at the beginning of every epoch.
-        **kwargs: those of `DataLoaderShard`.
+        **kwargs: those of `CollectiveReader`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        collectives: Collectives | None = None,
-        even_batches: bool = True,
-        drop_last_group: bool = False,
-        drop_reads: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, **kwargs)
+    def __init__(self, source: TorchSource, *, drop_last_group: bool = False, **kwargs: Any) -> None:
+        super().__init__(source, **kwargs)
         self._drop_last_group = drop_last_group
-        self._collectives = collectives or SingleCollectives()
-        self._even = even_batches
-        self._drop_reads = drop_reads
+        self._repeat = 0  # batches to leave out once, after reading was taken up at a saved state
         self._pool: list[Counted] = []  # what all ranks have read and not dealt out yet, the same on all
-        self._before_pool: Any = None  # where reading was before there was anything in it
+        self._before_pool = Reached()  # where reading was before there was anything in it
         self._since_pool = 0  # batches handed out since then
-        self._arguments |= {
-            "collectives": self._collectives,
-            "even_batches": even_batches,
-            "drop_last_group": drop_last_group,
-            "drop_reads": drop_reads,
-        }
-
-    @property
-    @override
-    def even(self) -> bool:
-        return self._even
-
-    @even.setter
-    def even(self, value: bool) -> None:
-        self._even = value
 
     @override
-    def extent(self) -> None:
-        return None  # shards may differ in length
-
-    @override
-    def _source(self) -> Iterator[Any]:
-        self._rest = None
+    def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         self._pool = []
         repeat, self._repeat = self._repeat, 0
+        is_restored = resumed and self.source.is_restored
         try:
-            own = self._read()
+            own = self.source.open(epoch, resumed=resumed)
+            skip(own, 0 if is_restored else self.drop_reads)
         except Exception as error:
             own = failing(error)  # the others have to be told
-        source = self._in_step(map(counted, own)) if self._even else self._apart(map(counted, own))
-        for _ in range(self._dropped + repeat):
-            next(source, None)
-        return source
+        batches = self._in_step(map(counted, own)) if self.even_batches else self._apart(map(counted, own))
+        skip(batches, (0 if is_restored else self.dropped) + repeat)
+        return batches
 
     @override
-    def _leave_out(self, source: Iterator[Any]) -> None:
-        for _ in range(self._drop_reads):
-            next(source, None)
+    def reached(self) -> Reached:
+        return replace(self._before_pool, repeat=self._since_pool) if self._pool else super().reached()
 
     @override
-    def _reached(self) -> Any:
-        return self._before_pool if self._pool else self._read_state()
-
-    @property
-    @override
-    def _to_repeat(self) -> int:
-        return self._since_pool if self._pool else 0
+    def restore(self, saved: SavedPosition) -> None:
+        super().restore(saved)
+        self._repeat = saved.repeat
 
     def _apart(self, own: Iterator[Counted]) -> Iterator[Any]:
-        return (batch.batch for batch in own if not self._drop_last_group or batch.rows == self.batch_size)
+        return (
+            batch.batch for batch in own if not self._drop_last_group or batch.rows == self.source.loader.batch_size
+        )
 
     def _in_step(self, own: Iterator[Counted]) -> Iterator[Any]:
         """Yield what this rank gets in each step. All ranks read together."""
-        size = self.batch_size
+        size = self.source.loader.batch_size
         while True:
             if not self._pool:
-                self._before_pool, self._since_pool = self._read_state(), 0
+                self._before_pool, self._since_pool = super().reached(), 0
             batch, failure = next_of(own)
             full = batch is not None and (size is None or batch.rows == size)
-            worst = self._worst(_FAILED if failure else _FULL if full and not self._pool else _OTHER)
+            worst = self._worst_of_ranks(_FAILED if failure else _FULL if full and not self._pool else _OTHER)
             if worst == _FULL and batch is not None:
                 yield batch.batch
                 continue
-            told = self._collectives.all_gather_object((batch, _described(failure)))
-            for rank, (_, text) in enumerate(told):
+            of_ranks = self.collectives.all_gather_object((batch, _described(failure)))
+            for rank, (_, text) in enumerate(of_ranks):
                 if failure is not None:
                     raise failure
                 if text is not None:
                     raise DispatchError(f"Rank {rank}, which reads its own part of the data, failed: {text}")
-            read = [other for other, _ in told if other is not None]
+            read = [other for other, _ in of_ranks if other is not None]
             self._pool += read
             for part in self._dealt(last=not read):
                 self._since_pool += 1
@@ -209,14 +173,15 @@ class DataLoaderNativeShard(DataLoaderShard):
             if not read:
                 return
 
-    def _worst(self, word: int) -> int:
-        number = torch.tensor(word, device=self._collectives.device)
-        return int(self._collectives.all_reduce(number, "max").item())
+    def _worst_of_ranks(self, code: int) -> int:
+        """Return the largest code of all ranks: one has no full batch, or failed. All ranks call it together."""
+        number = torch.tensor(code, device=self.collectives.device)
+        return int(self.collectives.all_reduce(number, "max").item())
 
     def _dealt(self, *, last: bool) -> Iterator[Any]:
         """Take full groups out of the pool, and an incomplete one at the end of the data; yield this rank's parts."""
-        rank, ranks = self._collectives.rank, self._collectives.world_size
-        size = self.batch_size
+        rank, ranks = self.collectives.rank, self.collectives.world_size
+        size = self.source.loader.batch_size
         if size is None:
             while len(self._pool) >= ranks:
                 mine, self._pool = self._pool[rank], self._pool[ranks:]
@@ -234,6 +199,10 @@ class DataLoaderNativeShard(DataLoaderShard):
             parts, end = deal(self._pool, self._pool, ranks, even=True)
             self._pool = []
             yield parts[rank] if end is None else end.mark(parts[rank], rank)
+
+
+class DataLoaderNativeShard(DataLoaderShard):
+    """A user's loader, prepared so that each rank reads its own shards of a stream."""
 
 
 def _part(whole: Counted, first: int, end: int) -> Counted:

@@ -1,7 +1,7 @@
-"""What rank 0 sends each rank for one batch: bytes, and a label that says what they are.
+"""Pack a batch for a rank into bytes, and a layout that says what they are.
 
 The tensors of a batch lie one after the other in one buffer, at offsets that fit every dtype, so that a rank uses
-them where they arrived. All else in the batch travels in the label, which is sent only when it changes.
+them where they arrived. All else in the batch is in the layout, which has to be sent only when it changes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16
+ALIGNMENT_BYTES = 16
+"""Of the offset of a tensor; the largest item, of complex128, has 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a buffer a tensor lies, and whether it came from the CPU."""
+class TensorSlot:
+    """Where in a buffer a tensor lies.
+
+    Attributes:
+        offset: bytes before it.
+        size: bytes of it.
+        shape: of the tensor.
+        dtype: of the tensor.
+        of_cpu: whether the tensor was on the CPU before it was sent.
+    """
 
     offset: int
     size: int
@@ -31,17 +40,17 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
-    """What the bytes of a rank are.
+class BatchLayout:
+    """What the bytes for a rank are.
 
     Attributes:
         skeleton: the batch without its tensors, pickled; None if there is no batch for this rank.
-        places: where its tensors lie, in the order in which they were pickled.
+        slots: where its tensors lie, in the order in which they were pickled.
         size: bytes of all tensors.
     """
 
     skeleton: bytes | None
-    places: tuple[Place, ...] = ()
+    slots: tuple[TensorSlot, ...] = ()
     size: int = 0
 
 
@@ -72,43 +81,41 @@ class _Unpacker(pickle.Unpickler):
         return self.tensors[pid]
 
 
-def pack(batch: Any) -> tuple[Label, list[Tensor]]:
-    """Return the label of a batch, and its tensors."""
+def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
+    """Return the layout of a batch, and its tensors."""
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(batch)
-    places = []
+    slots = []
     offset = 0
     for tensor in packer.tensors:
         size = tensor.numel() * tensor.element_size()
-        places.append(Place(offset, size, tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
-    return Label(file.getvalue(), tuple(places), offset), packer.tensors
+        slots.append(TensorSlot(offset, size, tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"))
+        offset += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return BatchLayout(file.getvalue(), tuple(slots), offset), packer.tensors
 
 
-def write(label: Label, tensors: list[Tensor], buffer: Tensor) -> None:
-    """Put the tensors of a batch into a buffer."""
-    for place, tensor in zip(label.places, tensors, strict=True):
-        _at(place, buffer).copy_(tensor)
+def write(layout: BatchLayout, tensors: list[Tensor], buffer: Tensor) -> None:
+    """Copy the tensors of a batch into a buffer of at least ``layout.size`` bytes."""
+    for slot, tensor in zip(layout.slots, tensors, strict=True):
+        _view(slot, buffer).copy_(tensor)
 
 
-def unpack(label: Label, buffer: Tensor, *, bring_back: bool = False) -> Any:
+def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> Any:
     """Return the batch that arrived. Its tensors lie in the buffer.
 
     Args:
-        label: what the bytes are.
+        layout: what the bytes are; of a batch.
         buffer: the bytes, on the device that carried them.
         bring_back: copy tensors to the CPU that came from there, instead of leaving them on that device.
     """
-    assert label.skeleton is not None
-    tensors = [_at(place, buffer) for place in label.places]
+    assert layout.skeleton is not None
+    tensors = [_view(slot, buffer) for slot in layout.slots]
     if bring_back:
-        tensors = [
-            tensor.cpu() if place.of_cpu else tensor for place, tensor in zip(label.places, tensors, strict=True)
-        ]
-    return _Unpacker(io.BytesIO(label.skeleton), tensors).load()
+        tensors = [tensor.cpu() if slot.of_cpu else tensor for slot, tensor in zip(layout.slots, tensors, strict=True)]
+    return _Unpacker(io.BytesIO(layout.skeleton), tensors).load()
 
 
-def _at(place: Place, buffer: Tensor) -> Tensor:
-    part: Tensor = buffer[place.offset : place.offset + place.size].view(place.dtype)
-    return part.view(place.shape)
+def _view(slot: TensorSlot, buffer: Tensor) -> Tensor:
+    part: Tensor = buffer[slot.offset : slot.offset + slot.size].view(slot.dtype)
+    return part.view(slot.shape)

@@ -15,7 +15,7 @@ So states travel to torchdata, and to others that are built on it, and back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nb_accelerate.errors import CheckpointError
@@ -29,44 +29,40 @@ _OF_DATASETS = ("dataset_state", "dataset_iter_state")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A position that was saved.
+class SavedPosition:
+    """A position in the data, as saved.
 
     Attributes:
-        epoch: the one it is in.
+        epoch: the one it is in, from 0.
         position: batches of it that were handed out.
-        reading: torchdata's part.
-        repeat: batches to leave out once reading is taken up there.
-        to_restore: the same as ``reading`` if samplers or datasets have a state in it; else nothing, and the position
+        reading: torchdata's part; empty for loaders that are not torchdata's.
+        repeat: batches to leave out once reading is taken up where ``to_restore`` says.
+        to_restore: the same as ``reading`` if samplers or datasets have a state in it; else empty, and the position
             is enough.
     """
 
     epoch: int
     position: int
-    reading: dict[str, Any]
-    repeat: int
-    to_restore: dict[str, Any]
+    reading: dict[str, Any] = field(default_factory=dict)
+    repeat: int = 0
+    to_restore: dict[str, Any] = field(default_factory=dict)
 
 
-def complete(
-    reading: Mapping[str, Any], *, epoch: int, position: int, per_batch: int, repeat: int = 0
-) -> dict[str, Any]:
-    """Return a position to be saved.
+def complete(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
+    """Return a position in the form in which it is saved: torchdata's part, and ours where that does not say it.
 
     Args:
-        reading: torchdata's part.
-        epoch: which one.
-        position: batches of it that were handed out.
+        position: in the data.
         per_batch: how many batches are read for one that is handed out.
-        repeat: batches that were handed out since reading was there.
     """
-    if (epoch, position) == _assumed(reading, per_batch) and not repeat:
+    reading, repeat = position.reading, position.repeat
+    if (position.epoch, position.position) == _assumed(reading, per_batch) and not repeat:
         return dict(reading)
-    own = {"epoch": epoch, "position": position} | ({"repeat": repeat} if repeat else {})
+    own = {"epoch": position.epoch, "position": position.position} | ({"repeat": repeat} if repeat else {})
     return {**reading, _OURS: own}
 
 
-def find(state: Any, *, per_batch: int, workers: int) -> Found:
+def find(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
     """Return the position that was saved in a state.
 
     Args:
@@ -96,19 +92,29 @@ def find(state: Any, *, per_batch: int, workers: int) -> Found:
             f"The position was saved by a loader with num_workers={were}, together with the state of its sampler or "
             f"dataset in each of them, and this loader has num_workers={workers}. Write num_workers={were}."
         )
-    to_restore = reading if states and were == workers else {}
-    return Found(epoch=epoch, position=position, reading=reading, repeat=repeat, to_restore=to_restore)
+    if not states or were != workers:
+        return SavedPosition(epoch=epoch, position=position, reading=reading)
+    return SavedPosition(epoch=epoch, position=position, reading=reading, repeat=repeat, to_restore=reading)
 
 
 def is_over(reading: Mapping[str, Any]) -> bool:
-    """Whether torchdata's part of a position is of an epoch that is over."""
+    """Return whether torchdata's part of a position is of an epoch that is over."""
     return bool(reading.get(OVER, False))
 
 
-def moved(reading: Mapping[str, Any], batches: int) -> dict[str, Any]:
-    """Return torchdata's part of a position, as of a loader that reads some batches more before it, or fewer."""
-    if not batches or not reading:
-        return dict(reading)
+def moved(reading: Mapping[str, Any], batches: int, *, over: bool = False) -> dict[str, Any]:
+    """Return torchdata's part of a position, as of a loader that reads some batches more before it, or fewer.
+
+    Args:
+        reading: torchdata's part; empty if nothing was read.
+        batches: how many more, or with a minus, fewer.
+        over: say that the epoch is over, even if its loop was left in the middle.
+    """
+    if not reading:
+        return {}
+    reading = {**reading, OVER: True} if over else dict(reading)
+    if not batches:
+        return reading
     if "_snapshot" not in reading:
         return _added(reading, batches, "_num_yielded", "_sampler_iter_yielded")
     snapshot = _added(reading["_snapshot"], batches, "_snapshot_step")

@@ -6,7 +6,6 @@ torch does not let the sampler of a loader be changed, so a new loader is made, 
 from __future__ import annotations
 
 import copy
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,16 +23,26 @@ from torch.utils.data import (
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.data.counted import CountingCollate
-from nb_accelerate.data.dispatcher import DataLoaderDispatcher
+from nb_accelerate.data.adapter import DataLoaderAdapter
+from nb_accelerate.data.dealing import CountingCollate
+from nb_accelerate.data.dispatcher import DataLoaderDispatcher, DispatchingReader
 from nb_accelerate.data.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.native import DataLoaderNativeShard, is_split, shard_of, shards_itself, shuffled_without_seed
+from nb_accelerate.data.native import (
+    DataLoaderNativeShard,
+    StreamReader,
+    is_split,
+    shard_of,
+    shards_itself,
+    shuffled_without_seed,
+)
 from nb_accelerate.data.order import SharedNumbers, shared_order
 from nb_accelerate.data.plan import rows_per_rank
+from nb_accelerate.data.reader import Reader
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from nb_accelerate.data.skipping import left_out, skipping
-from nb_accelerate.data.stateful import is_stateful, stateful
+from nb_accelerate.data.source import settings_of
+from nb_accelerate.data.stateful import is_stateful
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import RNGType
 
@@ -45,19 +54,12 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.data.dispatcher import SliceFunction
     from nb_accelerate.data.samplers import InStep
+    from nb_accelerate.data.source import TorchSource
     from nb_accelerate.data.tracker import HasTracker
 
 _COPIED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # they may be given a generator
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-)
-_KEPT_WITH_WORKERS = ("prefetch_factor", "persistent_workers", "in_order")
+
+_KNOWN_ITERATION = {DataLoader.__iter__, DataLoaderAdapter.__iter__, DataLoaderShard.__iter__}
 
 
 def prepare_data_loader(
@@ -91,7 +93,7 @@ def prepare_data_loader(
     if isinstance(loader, DataLoaderDispatcher) or (isinstance(loader, DataLoaderShard) and loader.prepared):
         return loader
     _refuse_own_iteration(loader)
-    return _made(
+    return _rebuilt(
         loader,
         collectives,
         config or DataLoaderConfiguration(),
@@ -104,7 +106,7 @@ def prepare_data_loader(
 
 
 def _refuse_own_iteration(loader: DataLoader[Any]) -> None:
-    if type(loader).__iter__ not in {DataLoader.__iter__, DataLoaderShard.__iter__} and not is_stateful(loader):
+    if type(loader).__iter__ not in _KNOWN_ITERATION and not is_stateful(loader):
         raise ConfigError(
             f"{type(loader).__name__} has an __iter__ of its own, which would be lost: prepare makes a new "
             "DataLoader. Prepare a plain torch.utils.data.DataLoader, or leave yours out and move its batches to "
@@ -112,70 +114,69 @@ def _refuse_own_iteration(loader: DataLoader[Any]) -> None:
         )
 
 
-def _made(
+def _rebuilt(
     loader: DataLoader[Any],
     collectives: Collectives,
     config: DataLoaderConfiguration,
     rng_types: Sequence[RNGType],
     *,
     slice_fn: SliceFunction | None = None,
+    device: torch.device | None = None,
     **settings: Any,
 ) -> DataLoaderShard:
-    """Return a new loader: the user's, with what is read by whom decided."""
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    if loader.num_workers:
-        kept |= {name: getattr(loader, name) for name in _KEPT_WITH_WORKERS if hasattr(loader, name)}
-    if is_stateful(loader):
-        kept["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]  # torchdata's
-    reading = _reading(loader.dataset, collectives.world_size, config)
-    maker = _Maker(loader, collectives, config, rng_types, reading)
-    parts = maker.iterable() if isinstance(loader.dataset, IterableDataset) else maker.mapped()
-    kind: Any = DataLoaderShard
-    if reading is not _Reading.EVERY_RANK:
-        kind = DataLoaderDispatcher if reading is _Reading.RANK_0 else DataLoaderNativeShard
-        parts |= {"collectives": collectives, "even_batches": config.even_batches}
+    """Return a new loader with the user's settings, and with a reader and samplers for this rank."""
+    kind = _reader_class(loader.dataset, collectives.world_size, config)
+    chosen = _Arguments(loader, collectives, config, rng_types, kind)
+    parts = chosen.iterable() if isinstance(loader.dataset, IterableDataset) else chosen.mapped()
+    reader = chosen.reader
+    if kind is DispatchingReader:
+        reader |= {"split_batches": config.split_batches, "slice_fn": slice_fn, "bring_back": device is None}
+    if kind is not Reader:
+        reader |= {"collectives": collectives, "even_batches": config.even_batches}
         if (parts.get("batch_size", loader.batch_sampler)) is not None:
             parts["collate_fn"] = CountingCollate(loader.collate_fn)
-    if reading is _Reading.RANK_0:
-        parts |= {"split_batches": config.split_batches, "slice_fn": slice_fn}
-    if config.use_stateful_dataloader or is_stateful(loader):
-        kind = stateful(kind)
-    made: DataLoaderShard = kind(
+    made = _LOADERS[kind](
         rng_types=rng_types,
         non_blocking=config.non_blocking,
         rows=_length(loader.dataset),
-        **{**kept, **parts, **settings},
+        use_stateful_dataloader=config.use_stateful_dataloader or is_stateful(loader),
+        reader=partial(_reader, kind, not_read=chosen.reads_later, **reader),
+        device=device,
+        **{**settings_of(loader), **parts, **settings},
     )
     if isinstance(loader, DataLoaderShard) and loader.iteration:
         made.set_epoch(loader.iteration)
-    if isinstance(made, DataLoaderDispatcher) and maker.reads_later:
-        made = made.without_reads(maker.reads_later)
-    return made.skipping(maker.later) if maker.later else made
+    return made.skipping(chosen.later) if chosen.later else made
 
 
-class _Reading(Enum):
-    """Who reads the data."""
+_LOADERS: dict[type[Reader], type[DataLoaderShard]] = {
+    Reader: DataLoaderShard,
+    DispatchingReader: DataLoaderDispatcher,
+    StreamReader: DataLoaderNativeShard,
+}
 
-    EVERY_RANK = "every rank, of an iterable dataset all rows"
-    RANK_0 = "rank 0, for all"
-    OWN_PART = "every rank, its own part of a stream that shards itself"
+
+def _reader(kind: type[Reader], source: TorchSource, *, not_read: int, **options: Any) -> Reader:
+    """Return a reader that leaves out ``not_read`` batches of the loader of torch, which positions do not count."""
+    reader = kind(source, **options)
+    return reader.without_reads(not_read) if not_read else reader
 
 
-def _reading(dataset: Any, world_size: int, config: DataLoaderConfiguration) -> _Reading:
-    """Return who reads a dataset.
+def _reader_class(dataset: Any, world_size: int, config: DataLoaderConfiguration) -> type[Reader]:
+    """Choose who reads a dataset: every rank, rank 0 for all, or every rank its own part of a stream.
 
     Raises:
         ConfigError: all ranks are to read a stream, and it would be shuffled in another order on each.
     """
     if world_size == 1:
-        return _Reading.EVERY_RANK
+        return Reader
     if config.dispatch_batches:
-        return _Reading.RANK_0
+        return DispatchingReader
     if not isinstance(dataset, IterableDataset):
-        return _Reading.EVERY_RANK
+        return Reader
     sharding = shards_itself(dataset, world_size)
     if sharding and not shuffled_without_seed(dataset):
-        return _Reading.OWN_PART
+        return StreamReader
     # One that shuffles, or that is read from a socket, would yield other rows on each rank.
     if sharding and (config.dispatch_batches is False or is_split(dataset)):
         raise ConfigError(
@@ -184,8 +185,8 @@ def _reading(dataset: Any, world_size: int, config: DataLoaderConfiguration) -> 
             "reads for all."
         )
     if config.dispatch_batches is None:
-        return _Reading.RANK_0
-    return _Reading.EVERY_RANK
+        return DispatchingReader
+    return Reader
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
@@ -204,14 +205,15 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     check_whole("num_batches", num_batches, at_least=0)
     if not isinstance(dataloader, DataLoaderShard):
         _refuse_own_iteration(dataloader)
-        dataloader = _made(dataloader, SingleCollectives(), DataLoaderConfiguration(), (RNGType.GENERATOR,))
+        dataloader = _rebuilt(dataloader, SingleCollectives(), DataLoaderConfiguration(), (RNGType.GENERATOR,))
     return dataloader.skipping(num_batches)
 
 
-class _Maker:
-    """Makes those arguments of the new loader that differ from the old one's.
+class _Arguments:
+    """Chooses those arguments of the new loader that differ from the old one's.
 
     Attributes:
+        reader: arguments of the new loader's reader.
         later: batches of the new loader to leave out, where the old one does so.
         reads_later: batches that rank 0 is not to read for the same reason, if these are no whole steps.
     """
@@ -222,16 +224,17 @@ class _Maker:
         collectives: Collectives,
         config: DataLoaderConfiguration,
         rng_types: Sequence[RNGType],
-        reading: _Reading,
+        kind: type[Reader],
     ) -> None:
         self.loader = loader
-        self.reading = reading
+        self.kind = kind
         # Where rank 0 reads for all, it reads as if it were alone.
-        self.ranks = 1 if reading is _Reading.RANK_0 else collectives.world_size
-        self.rank = 0 if reading is _Reading.RANK_0 else collectives.rank
+        self.ranks = 1 if kind is DispatchingReader else collectives.world_size
+        self.rank = 0 if kind is DispatchingReader else collectives.rank
         self.collectives = collectives
         self.config = config
         self.rng_types = rng_types
+        self.reader: dict[str, Any] = {}
         self.later = self.reads_later = 0
 
     def _skipped(self, batches: int) -> int:
@@ -257,7 +260,7 @@ class _Maker:
         inner = getattr(outer, "sampler", None) if batches else outer
         self._refuse_sharded(inner if inner is not None else outer)
         outer = self._own(outer, inner, batches=batches)
-        if self.reading is _Reading.RANK_0:
+        if self.kind is DispatchingReader:
             self.reads_later = skipped
         elif skipped:
             outer = skipping(outer, skipped)
@@ -276,7 +279,7 @@ class _Maker:
                 outer = SamplerShard(
                     outer, self.ranks, self.rank, even_batches=self.config.even_batches, in_step=self._in_step()
                 )
-            parts |= {"share": outer, "items_are_batches": not batches}
+            self.reader |= {"share": outer, "items_are_batches": not batches}
         if batched:
             parts["batch_sampler"] = outer
         else:
@@ -297,16 +300,18 @@ class _Maker:
             parts["drop_last"] = loader.drop_last
         skipped = self._skipped(loader.left_out_by_reading) if isinstance(loader, DataLoaderShard) else 0
         if self.ranks == 1:
-            return parts | ({"drop_reads": skipped} if skipped else {})
+            self.reader |= {"drop_reads": skipped} if skipped else {}
+            return parts
         split = self.config.split_batches and batched
         size = loader.batch_size or 1
         if batched:
             parts["batch_size"] = rows_per_rank(size, self.ranks, split_batches=split)
-        if self.reading is _Reading.OWN_PART:
+        if self.kind is StreamReader:
             parts["dataset"] = shard_of(loader.dataset, self.rank, self.ranks)
-            parts["drop_last_group"] = parts.pop("drop_last", False)
-            return parts | {"drop_reads": max(-(-(skipped - self.rank) // self.ranks), 0)}
-        parts["dataset"] = parts["share"] = MarkingShard(
+            self.reader["drop_last_group"] = parts.pop("drop_last", False)
+            self.reader["drop_reads"] = max(-(-(skipped - self.rank) // self.ranks), 0)
+            return parts
+        parts["dataset"] = shard = MarkingShard(
             cast("Iterable[Any]", loader.dataset),
             size,
             bool(batched and loader.drop_last),
@@ -316,7 +321,7 @@ class _Maker:
             even_batches=self.config.even_batches,
             skip_batches=skipped,
         )
-        parts["items_are_batches"] = not batched
+        self.reader |= {"share": shard, "items_are_batches": not batched}
         parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
         return parts
 

@@ -1,4 +1,4 @@
-"""Loaders that can save their position and take it up again, with the help of torchdata.
+"""Loaders that save the state of samplers and datasets with their position, by means of torchdata.
 
 What such a loader saves is what torchdata's own would save after the batch that was handed out last, although prepared
 loaders have read further by then; see `nb_accelerate.data.positions`.
@@ -11,139 +11,99 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from nb_accelerate.data import positions
+from nb_accelerate.data.source import TorchSource
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nb_accelerate.data.adapter import DataLoaderAdapter
+    from nb_accelerate.data.positions import SavedPosition
 
 
 def is_stateful(loader: object) -> bool:
-    """Whether a loader is torchdata's. Does not import it: where it was not imported there is none."""
+    """Return whether a loader is torchdata's. Does not import torchdata: where it was not imported there is none."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
-@functools.cache
-def stateful(kind: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
-    """Return a kind of prepared loader with ``state_dict`` and ``load_state_dict``, built on torchdata's loader.
+def loader_class(*, stateful: bool) -> type[DataLoader[Any]]:
+    """Return the class of torch's loader, or of torchdata's.
 
     Raises:
-        MissingDependencyError: torchdata is not installed.
+        MissingDependencyError: torchdata is asked for and not installed.
     """
+    if not stateful:
+        return DataLoader
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
         raise MissingDependencyError(
             "torchdata", needed_for="DataLoaderConfiguration(use_stateful_dataloader=True)", extra="torchdata"
         ) from None
+    return StatefulDataLoader  # type: ignore[no-any-return]  # torchdata has no types
 
-    class Stateful(kind, StatefulDataLoader):  # type: ignore[misc, valid-type]  # both are loaders of torch
-        """A loader that saves its position, and the state of a dataset that has one."""
 
-        next_iter_state: dict[str, Any] | None  # torchdata's: what was loaded
-        _before: dict[str, Any] | None = None  # where reading was when it had read the batch that was handed out
-        _repeated_before = 0  # batches that were handed out since then
-        _loaded: dict[str, Any] | None = None  # a position that was loaded, until the next epoch begins
+@functools.cache
+def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """Return a class of prepared loaders that is torchdata's as well, for ``isinstance``. It has nothing of its own."""
+    name = f"Stateful{kind.__name__}"
+    return type(name, (kind, loader_class(stateful=True)), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
-        def _source(self) -> Iterator[Any]:
-            self._loaded = None
-            return self._remembered(super()._source())
 
-        def _source_from(self, position: int) -> Iterator[Any]:
-            self._loaded = None
-            if self.next_iter_state is not None:
-                return self._source()
-            # Where only the position counts, rows before it need not be drawn one by one.
-            later: Iterator[Any] = super()._source_from(position)
-            return later
+class StatefulSource(TorchSource):
+    """Reads a loader of torchdata, and saves the states of samplers and datasets with the number of batches.
 
-        def _read(self) -> Iterator[Any]:
-            if self.next_iter_state is None:
-                fresh: Iterator[Any] = super()._read()
-                return fresh
-            if positions.is_over(self.next_iter_state) and self.position:
-                self.next_iter_state = None  # this rank's part is over; those of others are not
-                return iter(())
-            with self._seeded_before():
-                if positions.is_over(self.next_iter_state) and not self.persistent_workers:
-                    # torchdata begins the epoch that is over, for the sake of its states, and then the next one; an
-                    # uninterrupted run draws a number for the next one only.
-                    with torch.random.fork_rng(devices=()):
-                        self._get_iterator()
-                source: Iterator[Any] = iter(StatefulDataLoader.__iter__(self))
-            return source
+    Args:
+        loader: one of torchdata's own class.
+    """
 
-        def _remembered(self, source: Iterator[Any]) -> Iterator[Any]:
-            mine: Any = vars(self)  # a DataLoader looks at every attribute that is set
-            while True:
-                mine["_before"] = self._reached()
-                mine["_repeated_before"] = self._to_repeat
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    mine["_before"] = self._read_state()
-                    mine["_repeated_before"] = 0
-                    return
-                yield batch
+    is_stateful = True
+    loader: Any
 
-        def _read_state(self) -> Any:
-            return StatefulDataLoader.state_dict(self) if self._reads_itself else None
+    @override
+    def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
+        if not self.is_restored:
+            return super().open(epoch, resumed=resumed)
+        loader, over = self.loader, positions.is_over(self.loader.next_iter_state)
+        if over and resumed:  # this rank's part is over; those of others are not
+            loader.next_iter_state = None
+            return iter(())
+        if over and not loader.persistent_workers:
+            # torchdata begins the epoch that is over, for the sake of its states, and then the next one; an
+            # uninterrupted run draws a number for the next one only.
+            with torch.random.fork_rng(devices=()):
+                loader._get_iterator()  # noqa: SLF001 - torchdata has no other way to
+        return super().open(epoch, resumed=resumed)
 
-        def _state(self) -> dict[str, Any]:
-            epoch, position = self.whereabouts
-            reading = self._reading(position) if self._loaded is None else self._loaded
-            return positions.complete(
-                reading,
-                epoch=epoch,
-                position=position,
-                per_batch=self._read_per_batch(),
-                repeat=self._repeat if self._loaded is not None else self._repeated,
-            )
+    @override
+    def state(self) -> dict[str, Any]:
+        # torchdata would begin an epoch to have a state.
+        state: dict[str, Any] = {} if self.loader._iterator is None else self.loader.state_dict()  # noqa: SLF001
+        return state
 
-        def _reading(self, position: int) -> dict[str, Any]:
-            """Return torchdata's part of a position, counted from the beginning of the epoch."""
-            reader = self._epochs.reader  # another loader if the beginning of the epoch is left out
-            source = (self if reader is None else reader)._source_loader  # noqa: SLF001 - one of ours
-            now = source._last_read()  # noqa: SLF001 - likewise
-            if not now:  # no epoch was begun
-                return {}
-            if not position:  # between epochs, perhaps because a loop was left
-                now = {**now, positions.OVER: True}
-            return positions.moved(now, source._uncounted)  # noqa: SLF001 - likewise
+    @property
+    @override
+    def is_restored(self) -> bool:
+        return self.loader.next_iter_state is not None
 
-        @property
-        def _repeated(self) -> int:
-            """How many batches were handed out since reading was where the state of this epoch says."""
-            reader = self._epochs.reader
-            source = (self if reader is None else reader)._source_loader  # noqa: SLF001 - one of ours
-            repeated: int = source._repeated_before  # noqa: SLF001 - likewise
-            return repeated
+    @override
+    def restore(self, state: dict[str, Any]) -> None:
+        self.loader.next_iter_state = None  # torchdata keeps one that was loaded before if there is nothing to restore
+        self.loader.load_state_dict(state)
 
-        def _last_read(self) -> dict[str, Any] | None:
-            return self._read_state() if self._before and not self._looks_ahead else self._before
+    @override
+    def saved(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
+        return positions.complete(position, per_batch=per_batch)
 
-        @property
-        def _uncounted(self) -> int:
-            """How many batches samplers leave out, which torchdata therefore does not count."""
-            batches: int = (self.skip_batches - self._dropped) * self._read_per_batch() - self._reread
-            return batches
+    @override
+    def find(self, state: Any, per_batch: int) -> SavedPosition:
+        return positions.find(state, per_batch=per_batch, workers=self.loader.num_workers)
 
-        def state_dict(self) -> dict[str, Any]:
-            return kind.state_dict(self)  # of the two bases
 
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            found = positions.find(state_dict, per_batch=self._read_per_batch(), workers=self.num_workers)
-            self.set_epoch(found.epoch)
-            self._resume_at = found.position or None
-            self._loaded = found.reading
-            self._repeat = found.repeat if found.to_restore else 0
-            to_restore = found.to_restore if self._reads_itself else {}
-            self.next_iter_state = None  # torchdata keeps one that was loaded before if there is nothing to restore
-            StatefulDataLoader.load_state_dict(self, positions.moved(to_restore, -self._uncounted))
-
-    Stateful.__name__ = Stateful.__qualname__ = f"Stateful{kind.__name__}"
-    return Stateful
+def source_of(loader: DataLoader[Any]) -> TorchSource:
+    """Return what reads a loader of torch, or of torchdata."""
+    return StatefulSource(loader) if is_stateful(loader) else TorchSource(loader)

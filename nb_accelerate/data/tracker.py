@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Tracked(Protocol):
-    """What a loader tells about itself while it is iterated."""
+    """What a loader shows of itself while it is iterated."""
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -75,10 +75,8 @@ class LoaderTracker:
 
     def forget(self, loaders: Iterable[Tracked]) -> None:
         """Forget some loaders, and those that leave out the beginning of one of them."""
-        gone = {id(loader) for loader in loaders}
-        self._loaders = [
-            one for one in self._loaders if id(one) not in gone and id(getattr(one, "_source_loader", one)) not in gone
-        ]
+        gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
+        self._loaders = [one for one in self._loaders if id(getattr(one, "epochs", one)) not in gone]
         self.active = self._loaders[-1] if self._loaders else None
 
     @property
@@ -148,7 +146,7 @@ class LoaderView:
 
 
 class DataLoaderStateMixin:
-    """Makes a loader known to the loop while it is iterated. Prepared loaders have it; loaders of yours can.
+    """Make a loader known to the loop while it is iterated. Prepared loaders have it; loaders of yours can.
 
     Such a loader sets ``gradient_state = GradientState()``, calls `begin` before its first batch and `end` after its
     last, and sets ``end_of_dataloader`` to True before it hands out the last. Then accumulation windows close there,

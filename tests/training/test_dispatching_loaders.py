@@ -260,7 +260,7 @@ def test_rows_that_cannot_be_joined_are_refused_with_what_to_write(run_ranks):
         assert "shapes (1, 3), (1, 1), (1, 2), which cannot be joined row by row. Pad them" in text
 
 
-def test_parcels_hold_any_tensors():
+def test_packed_batches_hold_any_tensors():
     tensors = [
         torch.ones(3, dtype=torch.bool),
         torch.tensor(4.0, dtype=torch.float64),
@@ -269,10 +269,10 @@ def test_parcels_hold_any_tensors():
         torch.tensor([1 + 2j]),
     ]
     batch = {"tensors": tensors, "again": tensors[0], "text": "x"}
-    label, inside = pack(batch)
-    buffer = torch.empty(label.size, dtype=torch.uint8)
-    write(label, inside, buffer)
-    arrived = unpack(label, buffer)
+    layout, inside = pack(batch)
+    buffer = torch.empty(layout.size, dtype=torch.uint8)
+    write(layout, inside, buffer)
+    arrived = unpack(layout, buffer)
     assert arrived["text"] == "x"
     for one, other in zip([*tensors, tensors[0]], [*arrived["tensors"], arrived["again"]], strict=True):
         assert torch.equal(one, other)
@@ -288,12 +288,12 @@ def test_tensors_come_back_to_where_they_were_if_batches_are_not_to_be_moved():
             return super().cpu()
 
     batch = {"of the CPU": torch.arange(3.0), "elsewhere": torch.ones(2, 2)}
-    label, tensors = pack(batch)
-    label = replace(label, places=(label.places[0], replace(label.places[1], of_cpu=False)))
-    buffer = torch.zeros(label.size, dtype=torch.uint8)
-    write(label, tensors, buffer)
+    layout, tensors = pack(batch)
+    layout = replace(layout, slots=(layout.slots[0], replace(layout.slots[1], of_cpu=False)))
+    buffer = torch.zeros(layout.size, dtype=torch.uint8)
+    write(layout, tensors, buffer)
     for bring_back, expected in ((True, [(3,)]), (False, [])):
         brought = []
-        arrived = unpack(label, buffer.as_subclass(Recorded), bring_back=bring_back)
+        arrived = unpack(layout, buffer.as_subclass(Recorded), bring_back=bring_back)
         assert brought == expected
         assert [arrived[name].tolist() for name in batch] == [tensor.tolist() for tensor in tensors]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from nb_accelerate.data_loader import (
     DataLoaderStateMixin,
     SkipDataLoader,
     get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
 )
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.state import GradientState
@@ -155,10 +159,22 @@ def test_an_adapter_is_a_loader_of_torch_or_of_torchdata():
     loader = DataLoaderAdapter(range(5), batch_sampler=[[0, 1], [4]])
     assert isinstance(loader, DataLoader)
     assert not loader.use_stateful_dataloader
-    assert loader.base_dataloader is loader
+    assert type(loader.base_dataloader) is DataLoader
     assert lists(loader) == [[0, 1], [4]]
-    with pytest.raises(ConfigError, match="Write use_stateful_dataloader=True"):
-        DataLoaderAdapter(range(5), True)
+
+
+def test_settings_of_a_loader_are_those_of_the_one_that_reads():
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(6), batch_size=2))
+    loader.collate_fn = sum
+    assert loader.base_dataloader.collate_fn is loader.collate_fn is sum
+    assert [*loader] == [1, 5, 9]
+    assert [*skip_first_batches(loader, 1)] == [5, 9]
+    loader.load_state_dict({"epoch": 0, "position": 2})
+    assert [*loader] == [9]
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        loader.batch_size = 4
+    assert not hasattr(loader, "no_setting_of_a_loader")
+    assert [*copy.deepcopy(loader)] == [1, 5, 9]
 
 
 @pytest.mark.may_leave("threads")
@@ -166,6 +182,7 @@ def test_loaders_made_by_hand_may_be_stateful():
     pytest.importorskip("torchdata")
     for make in (
         lambda: DataLoaderAdapter(range(10), use_stateful_dataloader=True, batch_size=2),
+        lambda: DataLoaderAdapter(range(10), True, batch_size=2),
         lambda: DataLoaderShard(range(10), use_stateful_dataloader=True, batch_size=2),
         lambda: SkipDataLoader(range(12), skip_batches=1, use_stateful_dataloader=True, batch_size=2),
     ):
@@ -257,3 +274,25 @@ def test_a_loader_that_is_begun_again_has_forgotten_its_end():
     assert not loader.end_of_dataloader
     assert loader.remainder == -1
     loader.end()
+
+
+@pytest.mark.parametrize("batches", [1, None])
+def test_a_shuffling_sampler_draws_as_much_as_it_does_without_us(batches: int | None):
+    drawn = []
+    for prepare in (lambda loader: loader, lambda loader: prepare_data_loader(loader, num_processes=2, rng_types=[])):
+        generator = torch.Generator().manual_seed(5)
+        loader = prepare(DataLoader(range(42), batch_size=3, shuffle=True, generator=generator))
+        for _ in itertools.islice(loader, batches):
+            pass  # to the end, or left early
+        drawn.append(torch.randint(2**60, (1,), generator=generator).item())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_loader_without_its_beginning_is_forgotten_with_the_whole_one():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(9), batch_size=3))
+    batches = iter(skip_first_batches(loader, 1))
+    next(batches)
+    assert accelerator.gradient_state.in_dataloader
+    accelerator.clear()
+    assert not accelerator.gradient_state.in_dataloader

@@ -392,11 +392,6 @@ def test_a_stateful_loader_of_the_users_stays_one():
 
 
 def test_without_torchdata_the_extra_is_named(monkeypatch):
-    from nb_accelerate.data.stateful import stateful
-
-    stateful.cache_clear()
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    monkeypatch.setattr("nb_accelerate.data.prepare.is_stateful", lambda _: False)
     with pytest.raises(MissingDependencyError, match=r"needs the package 'torchdata'.*nb-accelerate\[torchdata\]"):
         prepared(KINDS["in order"])
-    stateful.cache_clear()
