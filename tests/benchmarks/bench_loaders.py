@@ -1,13 +1,14 @@
-"""Prepared loaders: the cost of a batch over a plain loader, of a skip, and of dispatching over a bare broadcast."""
+"""Prepared loaders: the cost of a batch over a plain loader, of the first batch, of a skip, and of dispatching."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from turns import medians
 
 from nb_accelerate import notebook_launcher
@@ -38,6 +39,55 @@ def _per_batch() -> list[str]:
     ]
 
 
+class _Stream(IterableDataset[int]):
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rows))
+
+
+def _per_batch_of_a_stream() -> list[str]:
+    """Measure one rank of two that both read all rows and keep theirs, beside a plain loader of as many batches."""
+    from accelerate.data_loader import prepare_data_loader as theirs
+
+    from nb_accelerate.data_loader import prepare_data_loader as ours
+
+    size, ranks = 8, 2
+    plain = DataLoader(_Stream(BATCHES * size), batch_size=size)
+    options = {"num_processes": ranks, "process_index": 0, "dispatch_batches": False}
+    options |= {"put_on_device": True, "device": torch.device("cpu")}
+    whole = DataLoader(_Stream(ranks * BATCHES * size), batch_size=size)
+    loaders = {"plain": plain, "ours": ours(whole, **options), "theirs": theirs(whole, **options)}  # type: ignore[arg-type]
+    taken = medians({name: partial(_empty, loader) for name, loader in loaders.items()}, rounds=15)
+    mine, other = (1e6 * (taken[name] - taken["plain"]) / BATCHES for name in ("ours", "theirs"))
+    return [
+        f"a batch of a stream over plain {mine / other:5.2f} of accelerate  ({mine:.1f} µs, accelerate {other:.1f})"
+    ]
+
+
+def _first_batches() -> list[str]:
+    from accelerate import Accelerator as Theirs
+
+    from nb_accelerate import Accelerator
+
+    lines = []
+    for name, rows in (("10,000 rows", 10_000), ("1,000,000", 1_000_000)):
+        for shuffle in (False, True):
+            rounds = 7 if shuffle and rows == 1_000_000 else 200
+            data = DataLoader(TensorDataset(torch.zeros(rows, 8)), batch_size=8, shuffle=shuffle)
+            mine, other = Accelerator(cpu=True).prepare(data), Theirs(cpu=True).prepare(data)
+            taken = medians(
+                {"ours": lambda: next(iter(mine)), "theirs": lambda: next(iter(other))},  # noqa: B023 - run at once
+                rounds=rounds,
+            )
+            lines.append(
+                f"first batch of {name + (', shuffled' if shuffle else ''):<21} {taken['ours'] / taken['theirs']:5.2f} "
+                f"of accelerate  ({1e6 * taken['ours']:.0f} µs, accelerate {1e6 * taken['theirs']:.0f})"
+            )
+    return lines
+
+
 class _Rows(Dataset[int]):
     def __len__(self) -> int:
         return 1_000_000
@@ -48,24 +98,34 @@ class _Rows(Dataset[int]):
 
 def _skips() -> list[str]:
     from accelerate import Accelerator as Theirs
+    from accelerate.utils import DataLoaderConfiguration as TheirConfiguration
 
-    from nb_accelerate import Accelerator
+    from nb_accelerate import Accelerator, DataLoaderConfiguration
 
     lines = []
-    for name, shuffle in (("in order", False), ("shuffled", True)):
-        loader = DataLoader(_Rows(), batch_size=4, shuffle=shuffle)
-        ours, theirs = Accelerator(cpu=True), Theirs(cpu=True)
+    for name, size, shuffle, seeded in (
+        ("in order", 4, False, False),
+        ("shuffled", 4, True, False),
+        ("by a seed", 64, True, True),
+    ):
+        loader = DataLoader(_Rows(), batch_size=size, shuffle=shuffle)
+        config = {"use_seedable_sampler": True, "data_seed": 1} if seeded else {}
+        ours = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))  # type: ignore[arg-type]
+        theirs = Theirs(cpu=True, dataloader_config=TheirConfiguration(**config))  # type: ignore[arg-type]
         mine, other = ours.prepare(loader), theirs.prepare(loader)
+        half = 500_000 // size
         taken = medians(
             {
-                "ours": lambda: next(iter(ours.skip_first_batches(mine, 125_000))),  # noqa: B023 - run at once
-                "theirs": lambda: next(iter(theirs.skip_first_batches(other, 125_000))),  # noqa: B023
+                "permutation": lambda: torch.randperm(1_000_000),
+                "ours": lambda: next(iter(ours.skip_first_batches(mine, half))),  # noqa: B023 - run at once
+                "theirs": lambda: next(iter(theirs.skip_first_batches(other, half))),  # noqa: B023 - likewise
             },
-            rounds=3,
+            rounds=5,
         )
         lines.append(
             f"half a million rows {name:<10} {taken['ours'] / taken['theirs']:5.2f} of accelerate  "
-            f"({1e3 * taken['ours']:.1f} ms, accelerate {1e3 * taken['theirs']:.1f})"
+            f"({1e3 * taken['ours']:.1f} ms, accelerate {1e3 * taken['theirs']:.1f}, "
+            f"a bare permutation {1e3 * taken['permutation']:.1f})"
         )
     return lines
 
@@ -135,4 +195,4 @@ def _dispatching() -> list[str]:
 
 
 def measure() -> list[str]:
-    return [*_per_batch(), *_skips(), *_dispatching()]
+    return [*_per_batch(), *_per_batch_of_a_stream(), *_first_batches(), *_skips(), *_dispatching()]
