@@ -11,8 +11,11 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from nb_accelerate.process.rng import RNGType, synchronize
 
+_FIRST_BLOCK_ROWS = 1 << 10
+"""Rows that are made Python numbers before the first batch."""
+
 _BLOCK_ROWS = 1 << 14
-"""Rows that are made Python numbers at a time; fewer rows than that are all made Python numbers at once."""
+"""Rows that are made Python numbers at a time at the most; each block is twice as long as the one before."""
 
 
 class Rows(Sequence[int]):
@@ -25,6 +28,7 @@ class Rows(Sequence[int]):
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self._first = 0
+        self._length = _FIRST_BLOCK_ROWS
         self._block: list[int] = []
 
     def __len__(self) -> int:
@@ -47,13 +51,14 @@ class Rows(Sequence[int]):
             return listed
         if first < self._first or end > self._first + len(self._block):
             self._first = first
-            self._block = self._numbers[first : first + _BLOCK_ROWS].tolist()
+            self._block = self._numbers[first : first + max(self._length, end - first)].tolist()
+            self._length = min(2 * self._length, _BLOCK_ROWS)
         return self._block[first - self._first : end - self._first]
 
 
 def listed_rows(numbers: Tensor) -> Sequence[int]:
     """Return row numbers as a sequence: a list where they are few, whose slices are the cheapest."""
-    few: list[int] | None = numbers.tolist() if len(numbers) <= _BLOCK_ROWS else None
+    few: list[int] | None = numbers.tolist() if len(numbers) <= _FIRST_BLOCK_ROWS else None
     return Rows(numbers) if few is None else few
 
 

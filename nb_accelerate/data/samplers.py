@@ -69,7 +69,7 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler)), None
-    if type(sampler) not in {RandomSampler, SeedableRandomSampler} or sampler.replacement:
+    if type(sampler) not in SHUFFLING or sampler.replacement:
         return list(sampler), None
     rows = len(sampler.data_source)
     if sampler.num_samples != rows:
@@ -89,6 +89,10 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
 # These yield as many rows as they say they have, and take no decision while they do, so their whole order may be
 # asked for at once.
 FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
+
+
+SHUFFLING = (RandomSampler, SeedableRandomSampler)
+"""Those of whose order a part can be had without a list of the whole."""
 
 
 class BatchSamplerShard(BatchSampler):

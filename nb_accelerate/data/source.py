@@ -6,9 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from nb_accelerate.data.positions import SavedPosition
+from nb_accelerate.data.samplers import SHUFFLING, BatchSamplerShard
 from nb_accelerate.data.skipping import skipping
 from nb_accelerate.errors import CheckpointError
 
@@ -94,7 +95,7 @@ class TorchSource:
         """
         loader = self.loader
         if not (epoch and loader.persistent_workers and loader._iterator is None):  # noqa: SLF001 - torch's
-            return iter(loader)
+            return self._sliced(iter(loader))
         # Workers that stay are started in a later epoch because training is resumed. They are seeded without drawing
         # the number for it: an uninterrupted run drew it in its first epoch.
         own, loader.generator = loader.generator, torch.Generator()
@@ -103,6 +104,17 @@ class TorchSource:
             return iter(loader)
         finally:
             loader.generator = own
+
+    def _sliced(self, batches: Any) -> Iterator[Any]:
+        """Let torch's iterator take row numbers as slices of the whole order, where its sampler allows it.
+
+        These are the rows, and the random numbers, of torch's `BatchSampler`, which makes a list of Python numbers of
+        all rows before the first.
+        """
+        sampler: Any = self.loader.batch_sampler
+        if type(sampler) is BatchSampler and type(sampler.sampler) in SHUFFLING and not self.loader.num_workers:
+            batches._sampler_iter = iter(BatchSamplerShard(sampler, even_batches=False))  # noqa: SLF001 - torch's
+        return batches  # type: ignore[no-any-return]
 
     def state(self) -> dict[str, Any] | None:
         """Return where reading is, as torchdata saves it; None if only the number of batches is saved."""

@@ -277,15 +277,20 @@ def test_a_loader_that_is_begun_again_has_forgotten_its_end():
 
 
 @pytest.mark.parametrize("batches", [1, None])
-def test_a_shuffling_sampler_draws_as_much_as_it_does_without_us(batches: int | None):
+@pytest.mark.parametrize("sampler", [RandomSampler, SubsetRandomSampler])
+def test_a_shuffling_sampler_draws_as_much_as_it_does_without_us(batches: int | None, sampler: Any):
     drawn = []
-    for prepare in (lambda loader: loader, lambda loader: prepare_data_loader(loader, num_processes=2, rng_types=[])):
+    for prepare in (
+        lambda loader: loader,
+        Accelerator(cpu=True).prepare,
+        lambda loader: prepare_data_loader(loader, num_processes=2, rng_types=[]),
+    ):
         generator = torch.Generator().manual_seed(5)
-        loader = prepare(DataLoader(range(42), batch_size=3, shuffle=True, generator=generator))
-        for _ in itertools.islice(loader, batches):
-            pass  # to the end, or left early
-        drawn.append(torch.randint(2**60, (1,), generator=generator).item())
-    assert drawn[0] == drawn[1]
+        order = sampler(range(42), generator=generator)
+        loader = prepare(DataLoader(range(42), batch_size=3, sampler=order))
+        rows = [batch.tolist() for batch in itertools.islice(loader, batches)]  # to the end, or left early
+        drawn.append((rows[0], torch.randint(2**60, (1,), generator=generator).item()))
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 def test_a_loader_without_its_beginning_is_forgotten_with_the_whole_one():
