@@ -129,7 +129,7 @@ class SkipDataLoader(DataLoaderShard):
     Args:
         dataset: as for a DataLoader.
         skip_batches: how many batches to leave out.
-        use_stateful_dataloader: make a loader of torchdata. Give it by name.
+        use_stateful_dataloader: make a loader of torchdata.
         **kwargs: those of a DataLoader.
 
     Raises:
