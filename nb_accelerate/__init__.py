@@ -10,10 +10,10 @@ by an import::
     level  training half                                                        base                  notebook half
     12                                                                          __main__
     11                                                                          __init__  cli
-    10     utils  data_loader  logging
-     9     compat  optimizer  scheduler  local_sgd                                              magics
-     8     accelerator                                                                            pool  launchers
-     7     state                                                                                  launch
+    10     utils  data_loader  logging                                                                magics
+     9     compat  optimizer  scheduler  local_sgd                                                    pool  launchers
+     8     accelerator                                                                                launch
+     7     state                                                                                      ranks
      6     strategies  checkpoint                                                                     worker  display
      5     optim  data  tracking  bigmodel                                                            diagnostics
      4     precision  comm                                                                            protocol

@@ -36,7 +36,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.launch import Launch
     from nb_accelerate.launch.machine import look
-    from nb_accelerate.launch.sinks import StreamSink
+    from nb_accelerate.ranks.sinks import StreamSink
 
     file = read_config(arguments.config_file)
     chosen = launch_options(arguments, file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
-from nb_accelerate.launch.handle import close_all_ours
+from nb_accelerate.launch.local import close_all_ours
 from nb_accelerate.launch.owner import Owner
 from nb_accelerate.launch.rendezvous import close_keepers
 from nb_accelerate.launch.servers import CLOSE_TIMEOUT, RankServer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
-    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.launch.local import RankHandle
 
 _STOPPED_INTERVAL = 0.1
 """Seconds between two looks whether the server was stopped (SIGSTOP) while it is waited for."""

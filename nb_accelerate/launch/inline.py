@@ -6,15 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.values import Values
+from nb_accelerate.ranks.guard import OutputGuard
 from nb_accelerate.worker.groups import close_groups, has_group
 
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.ranks.sinks import Sink
 
 
 def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object) -> Values:

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, StartError
 from nb_accelerate.launch.environ import rank_environ, working_directory
-from nb_accelerate.launch.guard import OutputGuard
-from nb_accelerate.launch.handle import RankHandle
-from nb_accelerate.launch.incidents import summary
-from nb_accelerate.launch.panel import facts_of, make_panel, outcome
+from nb_accelerate.launch.local import RankHandle
 from nb_accelerate.launch.rendezvous import meet, rendezvous_kind
 from nb_accelerate.launch.router import Router
 from nb_accelerate.launch.servers import one_at_a_time
@@ -27,6 +24,9 @@ from nb_accelerate.launch.values import keep_values, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Call, Setup
 from nb_accelerate.protocol.shipping import pack
+from nb_accelerate.ranks.failures import summary
+from nb_accelerate.ranks.guard import OutputGuard
+from nb_accelerate.ranks.panel import facts_of, make_panel, outcome
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Meeting
     from nb_accelerate.launch.servers import RankServer
-    from nb_accelerate.launch.sinks import Sink
     from nb_accelerate.launch.values import Values
     from nb_accelerate.protocol.messages import StoreSpec
     from nb_accelerate.protocol.shipping import Packed
+    from nb_accelerate.ranks.sinks import Sink
 
 
 @dataclass(frozen=True, kw_only=True)

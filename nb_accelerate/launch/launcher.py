@@ -8,13 +8,13 @@ from nb_accelerate.config.env import RESUME
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display import choose_front_end
-from nb_accelerate.launch.guard import OutputGuard
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
-from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
-from nb_accelerate.launch.sinks import sink_here
+from nb_accelerate.ranks.guard import OutputGuard
+from nb_accelerate.ranks.panel import announce
+from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.worker.groups import named
 from nb_accelerate.worker.limits import enough_room
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.sinks import Sink
     from nb_accelerate.launch.values import Values
+    from nb_accelerate.ranks.sinks import Sink
 
 
 def notebook_launcher(

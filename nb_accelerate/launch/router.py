@@ -6,15 +6,15 @@ import functools
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.fold import Fold
-from nb_accelerate.launch.guard import OutputGuard
-from nb_accelerate.launch.output import RankOutput, prefixed
+from nb_accelerate.ranks.guard import OutputGuard
+from nb_accelerate.ranks.output import RankOutput, prefixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.launch.handle import RankHandle
-    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.protocol.output import StreamName
+    from nb_accelerate.ranks.sinks import Sink
 
 
 class Router:

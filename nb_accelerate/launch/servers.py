@@ -38,7 +38,7 @@ from nb_accelerate.worker.server import SignalRank
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.launch.local import RankHandle
 
 PRELOAD = (
     "torch",

@@ -33,8 +33,10 @@ import psutil
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED
 from nb_accelerate.display import Action, Seen
-from nb_accelerate.launch.handle import NUDGE_AFTER
-from nb_accelerate.launch.incidents import (
+from nb_accelerate.launch.local import NUDGE_AFTER
+from nb_accelerate.launch.owner import Watch
+from nb_accelerate.protocol.messages import Failure, Quit, Ready, Result
+from nb_accelerate.ranks.failures import (
     Incident,
     Interrupted,
     Overdue,
@@ -44,19 +46,17 @@ from nb_accelerate.launch.incidents import (
     first_cause,
     unreadable,
 )
-from nb_accelerate.launch.memory import oom_kills
-from nb_accelerate.launch.owner import Watch
-from nb_accelerate.launch.sources import Sources
-from nb_accelerate.protocol.messages import Failure, Quit, Ready, Result
+from nb_accelerate.ranks.memory import oom_kills
+from nb_accelerate.ranks.sources import Sources
 from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nb_accelerate.display import Panel
-    from nb_accelerate.launch.handle import RankHandle
-    from nb_accelerate.launch.output import RankOutput
+    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.launch.router import Router
+    from nb_accelerate.ranks.output import RankOutput
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class Supervisor:
 
         Raises:
             KeyboardInterrupt: the launch was interrupted.
-            BaseException: the first cause of a failure, see `nb_accelerate.launch.incidents`.
+            BaseException: the first cause of a failure, see `nb_accelerate.ranks.failures`.
         """
         with self._interrupts_come_here():
             while not all(rank.handle.ended for rank in self._ranks):

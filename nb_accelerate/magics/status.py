@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nb_accelerate.pool.looking import RankInfo
+    from nb_accelerate.pool.rank_info import RankInfo
 
 _HEAD = ("rank", "pid", "device", "memory", "state", "now")
 

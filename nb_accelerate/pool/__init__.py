@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.pool.handle import CellHandle
-from nb_accelerate.pool.looking import RankInfo
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.pool import Pool
+from nb_accelerate.pool.rank_info import RankInfo
 from nb_accelerate.pool.source import read_cell
 
 if TYPE_CHECKING:

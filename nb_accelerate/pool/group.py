@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.starters import open_server
-from nb_accelerate.pool.crew import Crew
 from nb_accelerate.pool.outcome import death, result_of
 from nb_accelerate.pool.starting import send_join, send_setup, start_rank
-from nb_accelerate.pool.turn import Patience, Turn
-from nb_accelerate.pool.waiting import Interrupts, wait_for
 from nb_accelerate.protocol.messages import Quit
+from nb_accelerate.ranks.loop import Crew
+from nb_accelerate.ranks.request import Patience, Turn
+from nb_accelerate.ranks.waiting import Interrupts, wait_for
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.pool.member import Member
+    from nb_accelerate.ranks.proxy import Member
 
 _START = 120.0
 """Seconds until every rank is there; importing torch from a slow disk is the longest part of it."""

@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display.words import label
-from nb_accelerate.launch.incidents import summary
+from nb_accelerate.ranks.failures import summary
 
 if TYPE_CHECKING:
     from nb_accelerate.pool.pool import Pool
-    from nb_accelerate.pool.turn import Turn
+    from nb_accelerate.ranks.request import Turn
 
 
 class CellHandle:

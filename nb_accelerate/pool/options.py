@@ -69,7 +69,7 @@ class CellOptions:
         ranks: on which ranks; None is all.
         send: names to send from the notebook before, also if the ranks have their own.
         timeout: seconds, or None.
-        style: how output of several ranks is shown, see `nb_accelerate.pool.output.CellOutput`.
+        style: how output of several ranks is shown, see `nb_accelerate.ranks.request_output.CellOutput`.
         quiet: show no output.
         progress: where its panel is drawn, see `nb_accelerate.launch.notebook_launcher`.
         wants_values: bring back the value of the last expression.

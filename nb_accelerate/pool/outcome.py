@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.devices import backend_named
 from nb_accelerate.display.words import label
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
-from nb_accelerate.launch.incidents import Incident, failed, first_cause, interrupted, signal_name
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.ranks.failures import Incident, failed, first_cause, interrupted, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nb_accelerate.pool.member import Member
-    from nb_accelerate.pool.turn import Trouble, Turn
+    from nb_accelerate.ranks.proxy import Member
+    from nb_accelerate.ranks.request import Trouble, Turn
 
 
 def result_of(turn: Turn) -> list[Any]:

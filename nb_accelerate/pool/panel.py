@@ -11,8 +11,8 @@ from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.display import Action, Seen
 from nb_accelerate.display.view import Failure
 from nb_accelerate.display.words import label
-from nb_accelerate.launch.panel import facts_of, make_panel
 from nb_accelerate.protocol.messages import Result
+from nb_accelerate.ranks.panel import facts_of, make_panel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.display.view import State
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.sinks import Sink
-    from nb_accelerate.pool.member import Member
-    from nb_accelerate.pool.turn import Turn
+    from nb_accelerate.ranks.proxy import Member
+    from nb_accelerate.ranks.request import Turn
+    from nb_accelerate.ranks.sinks import Sink
 
 
 class CellRanks:

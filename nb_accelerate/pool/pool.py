@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import ShippingError, TooLargeError
-from nb_accelerate.launch.sinks import sink_here
 from nb_accelerate.pool.group import RankGroup
-from nb_accelerate.pool.guarded import GuardedOutput
-from nb_accelerate.pool.ledger import GIVEN, SHELLS, Ledger
 from nb_accelerate.pool.lifecycle import State, move
-from nb_accelerate.pool.looking import info, whereabouts
 from nb_accelerate.pool.names import names_in
+from nb_accelerate.pool.namespace_sync import GIVEN, SHELLS, Ledger
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.outcome import came_apart, result_of, tell_failure
-from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.pool.panel import cell_panel
+from nb_accelerate.pool.rank_info import info, whereabouts
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.pool.starting import plan_pool
-from nb_accelerate.pool.waiting import Interrupts, interrupts_go_to, wait_for
 from nb_accelerate.protocol.messages import Call, RunCell
 from nb_accelerate.protocol.shipping import pack
+from nb_accelerate.ranks.guarded import GuardedOutput
+from nb_accelerate.ranks.request_output import CellOutput
+from nb_accelerate.ranks.sinks import sink_here
+from nb_accelerate.ranks.waiting import Interrupts, interrupts_go_to, wait_for
 from nb_accelerate.worker import namespace as remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nb_accelerate.launch.sinks import Sink
-    from nb_accelerate.pool.looking import RankInfo
-    from nb_accelerate.pool.member import Member
+    from nb_accelerate.pool.rank_info import RankInfo
     from nb_accelerate.pool.source import CellSource
-    from nb_accelerate.pool.turn import Turn
     from nb_accelerate.protocol.shipping import Packed
+    from nb_accelerate.ranks.proxy import Member
+    from nb_accelerate.ranks.request import Turn
+    from nb_accelerate.ranks.sinks import Sink
 
 
 class Pool:

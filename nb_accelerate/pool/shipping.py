@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import TooLargeError
-from nb_accelerate.pool.ledger import Verdict
 from nb_accelerate.pool.names import names_in
+from nb_accelerate.pool.namespace_sync import Verdict
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker.namespace import is_hidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nb_accelerate.pool.ledger import Ledger
+    from nb_accelerate.pool.namespace_sync import Ledger
     from nb_accelerate.protocol.shipping import Packed
 
 SIZE_LIMIT = 1 << 30

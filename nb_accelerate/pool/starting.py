@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.launch.environ import rank_environ, working_directory
-from nb_accelerate.launch.handle import RankHandle
 from nb_accelerate.launch.launch import notebook_sources
+from nb_accelerate.launch.local import RankHandle
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.protocol.messages import Join, Setup
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Meeting
     from nb_accelerate.launch.servers import RankServer
-    from nb_accelerate.pool.member import Member
     from nb_accelerate.pool.options import PoolOptions
+    from nb_accelerate.ranks.proxy import Member
 
 WITHOUT_GPUS = 2
 """Ranks on a machine without GPUs: enough to see that a program is distributed."""

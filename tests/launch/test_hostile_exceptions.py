@@ -13,7 +13,7 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.diagnostics.render import render_report
-from nb_accelerate.launch.incidents import failed, first_cause, summary
+from nb_accelerate.ranks.failures import failed, first_cause, summary
 from nb_accelerate.worker.call import fail
 
 CLASSES = """

@@ -9,7 +9,7 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.launch.fold import Fold
-from nb_accelerate.launch.output import prefixed
+from nb_accelerate.ranks.output import prefixed
 
 SETUP = """
 import ctypes, functools, os, subprocess, sys, time

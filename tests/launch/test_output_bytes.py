@@ -18,13 +18,13 @@ import pytest
 from jupyter_client.session import json_packer
 
 from nb_accelerate.display.block import Block
-from nb_accelerate.launch import sinks
-from nb_accelerate.launch.output import RankOutput
-from nb_accelerate.launch.sinks import CellSink, Sink, StreamSink
-from nb_accelerate.pool.display_ids import DisplayIds
-from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.protocol.messages import Display
 from nb_accelerate.protocol.output import MAX_PAYLOAD, frame, new_mark
+from nb_accelerate.ranks import sinks
+from nb_accelerate.ranks.display_ids import DisplayIds
+from nb_accelerate.ranks.output import RankOutput
+from nb_accelerate.ranks.request_output import CellOutput
+from nb_accelerate.ranks.sinks import CellSink, Sink, StreamSink
 
 MARK = new_mark()
 

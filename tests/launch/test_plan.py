@@ -17,10 +17,10 @@ from nb_accelerate.devices.cuda import CUDA, devices_in
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, interface_of, look
-from nb_accelerate.launch.memory import oom_kills
 from nb_accelerate.launch.neighbours import warnings_from
 from nb_accelerate.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.launch.rendezvous import Meeting, meet
+from nb_accelerate.ranks.memory import oom_kills
 
 
 def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:

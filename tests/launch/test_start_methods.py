@@ -22,8 +22,8 @@ import pytest
 from nb_accelerate.board import here
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.launch.handle import RankHandle
-from nb_accelerate.launch.panel import make_panel
+from nb_accelerate.launch.local import RankHandle
+from nb_accelerate.ranks.panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
 

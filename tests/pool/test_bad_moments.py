@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.pool.looking import whereabouts
+from nb_accelerate.pool.rank_info import whereabouts
 
 SUM = "%%distributed\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(int(total.item()))"
 
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.put("nb_accelerate.pool.output.HOLD", 30.0)
+    shared_kernel.put("nb_accelerate.ranks.request_output.HOLD", 30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run(
-        "import os, signal, threading, time\nimport nb_accelerate.pool\nfrom nb_accelerate.pool.crew import Crew"
+        "import os, signal, threading, time\nimport nb_accelerate.pool\nfrom nb_accelerate.ranks.loop import Crew"
     ).ok()
     shared_kernel.run("%%distributed\nimport time, torch, torch.distributed as dist").ok()
     shared_kernel.run("crew = nb_accelerate.pool.current()._group.crew").ok()

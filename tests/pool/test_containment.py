@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.launch.handle import RankHandle
-from nb_accelerate.launch.output import RankOutput
-from nb_accelerate.launch.sources import Sources
+from nb_accelerate.launch.local import RankHandle
 from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, read_cell
-from nb_accelerate.pool.crew import Crew
-from nb_accelerate.pool.hang import HangWatch
-from nb_accelerate.pool.merge import Merge
-from nb_accelerate.pool.output import CellOutput
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.ranks.hang import HangWatch
+from nb_accelerate.ranks.loop import Crew
+from nb_accelerate.ranks.merge import Merge
+from nb_accelerate.ranks.output import RankOutput
+from nb_accelerate.ranks.request_output import CellOutput
+from nb_accelerate.ranks.sources import Sources
 
 CELL = """
 import sys
@@ -145,7 +145,7 @@ def test_an_error_in_showing_output_costs_output_only(pool: Pool, place: type, n
 def test_output_that_is_due_and_cannot_be_shown_is_not_tried_without_end(
     pool: Pool, place: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("nb_accelerate.pool.output.HOLD", 0.0)
+    monkeypatch.setattr("nb_accelerate.ranks.request_output.HOLD", 0.0)
     flag, page = tmp_path / "flag", Page()
     cell = f"import os, time\nif rank == 0: print('due')\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)\n1"
     with goes_on(pool), fault(place, "flush", then=flag.touch) as raised:
@@ -175,7 +175,7 @@ def test_errors_in_what_follows_a_cell_are_as_harmless(pool: Pool, monkeypatch: 
 
 
 def test_a_look_for_hangs_that_fails_is_not_repeated(pool: Pool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nb_accelerate.pool.hang.QUIET", 0.01)
+    monkeypatch.setattr("nb_accelerate.ranks.hang.QUIET", 0.01)
     page = Page()
     with goes_on(pool), fault(HangWatch, "act") as raised:
         assert run(pool, "import time; time.sleep(0.3)\nrank", page) == [0, 1]

@@ -74,7 +74,7 @@ def last(ranks: int) -> int:
 @contextlib.contextmanager
 def time_to_answer(notebook: Kernel, seconds: float) -> Iterator[None]:
     """After a failure, for the others to say where they are, or to come to an end by themselves."""
-    place = "from nb_accelerate.pool.turn import Patience\nPatience.__init__.__kwdefaults__['ask']"
+    place = "from nb_accelerate.ranks.request import Patience\nPatience.__init__.__kwdefaults__['ask']"
     kept = notebook.run(place).ok().value
     notebook.run(f"{place} = {seconds}").ok()
     try:
@@ -390,7 +390,7 @@ class TestHangs:
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
     def test_where_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
-        notebook.put("nb_accelerate.pool.looking._ANSWER", 20.0)  # seconds
+        notebook.put("nb_accelerate.pool.rank_info._ANSWER", 20.0)  # seconds
         cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True); time.sleep(600)")
         notebook.finish(cell)
         notebook.run("handle = _").ok()

@@ -13,14 +13,14 @@ from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
-from nb_accelerate.pool.display_ids import DisplayIds
-from nb_accelerate.pool.hang import verdict
-from nb_accelerate.pool.ledger import Ledger, Verdict, is_plain
 from nb_accelerate.pool.lifecycle import State, move
-from nb_accelerate.pool.merge import Merge
 from nb_accelerate.pool.names import free_names, names_in
+from nb_accelerate.pool.namespace_sync import Ledger, Verdict, is_plain
 from nb_accelerate.pool.outcome import came_apart
 from nb_accelerate.pool.source import read_cell
+from nb_accelerate.ranks.display_ids import DisplayIds
+from nb_accelerate.ranks.hang import verdict
+from nb_accelerate.ranks.merge import Merge
 
 
 class TestLifeCycle:

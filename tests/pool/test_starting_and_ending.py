@@ -12,11 +12,11 @@ import pytest
 
 from nb_accelerate.errors import ConfigError, DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch import servers
-from nb_accelerate.launch.handle import RankHandle
+from nb_accelerate.launch.local import RankHandle
 from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell, starting
-from nb_accelerate.pool.crew import Crew
 from nb_accelerate.pool.lifecycle import State
-from nb_accelerate.pool.turn import Patience
+from nb_accelerate.ranks.loop import Crew
+from nb_accelerate.ranks.request import Patience
 
 LEAVES_SLOWLY = "import atexit, time\natexit.register(time.sleep, 600)"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nb_accelerate.launch.guard import OutputGuard
+from nb_accelerate.ranks.guard import OutputGuard
 
 if TYPE_CHECKING:
-    from nb_accelerate.launch.sinks import Sink
-    from nb_accelerate.pool.output import CellOutput
     from nb_accelerate.protocol.messages import Display
     from nb_accelerate.protocol.output import StreamName
+    from nb_accelerate.ranks.request_output import CellOutput
+    from nb_accelerate.ranks.sinks import Sink
 
 
 class GuardedOutput:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.ranks.sinks import Sink
 
 logger = logging.getLogger(__name__)
 

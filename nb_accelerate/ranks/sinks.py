@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 from nb_accelerate.display import console
-from nb_accelerate.launch.overflow import Overflow
+from nb_accelerate.ranks.overflow import Overflow
 
 if TYPE_CHECKING:
     from nb_accelerate.display.block import Block

@@ -7,14 +7,14 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.launch.output import RankOutput
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.ranks.output import RankOutput
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping
 
-    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.protocol.messages import CutOff, Display
     from nb_accelerate.protocol.output import StreamName
 

@@ -28,16 +28,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
-from nb_accelerate.launch.handle import NUDGE_AFTER
-from nb_accelerate.pool.questions import Questions
+from nb_accelerate.launch.local import NUDGE_AFTER
 from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
+from nb_accelerate.ranks.input_requests import Questions
 from nb_accelerate.worker.ends import NUDGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from nb_accelerate.pool.member import Member
     from nb_accelerate.protocol.messages import Result
+    from nb_accelerate.ranks.proxy import Member
 
     Answer = tuple[Result | Failure, tuple[int, ...]]
 

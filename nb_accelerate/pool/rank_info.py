@@ -14,7 +14,7 @@ from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, is_whole, where
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.pool.member import Member
+    from nb_accelerate.ranks.proxy import Member
 
 _ANSWER = 0.5
 """Seconds a rank has to write its stacks."""

@@ -19,15 +19,15 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nb_accelerate.display.words import label
-from nb_accelerate.pool.merge import HOLD, Merge
+from nb_accelerate.ranks.merge import HOLD, Merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.launch.sinks import Sink
-    from nb_accelerate.pool.display_ids import DisplayIds
     from nb_accelerate.protocol.messages import Display
     from nb_accelerate.protocol.output import StreamName
+    from nb_accelerate.ranks.display_ids import DisplayIds
+    from nb_accelerate.ranks.sinks import Sink
 
 _REDRAW_AFTER = 0.2
 """Seconds between two drawings of progress bars."""

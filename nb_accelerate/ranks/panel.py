@@ -13,8 +13,8 @@ from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.relay import Relay
 from nb_accelerate.display.view import Failure
 from nb_accelerate.display.widget import Widget
-from nb_accelerate.launch.incidents import RankTraceback, summary
-from nb_accelerate.launch.sinks import CellSink, StreamSink
+from nb_accelerate.ranks.failures import RankTraceback, summary
+from nb_accelerate.ranks.sinks import CellSink, StreamSink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nb_accelerate.display.panel import Drawing
     from nb_accelerate.display.view import State
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.sinks import Sink
+    from nb_accelerate.ranks.sinks import Sink
 
 
 def make_panel(

@@ -16,7 +16,7 @@ from nb_accelerate.display.words import label
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.pool.turn import Turn
+    from nb_accelerate.ranks.request import Turn
 
 QUIET = 3.0
 """Seconds without output or answers after which ranks are asked where they are."""

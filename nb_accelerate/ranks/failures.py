@@ -20,11 +20,11 @@ from nb_accelerate.diagnostics.render import ANSI, render_report
 from nb_accelerate.diagnostics.stacks import where
 from nb_accelerate.display.words import named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
-from nb_accelerate.launch.memory import HINT as OUT_OF_MEMORY
 from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.ranks.memory import HINT as OUT_OF_MEMORY
 
 if TYPE_CHECKING:
-    from nb_accelerate.launch.handle import RankHandle
+    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.protocol.messages import ErrorReport, Failure
 
 

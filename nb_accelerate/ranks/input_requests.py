@@ -12,8 +12,8 @@ from nb_accelerate.protocol.messages import Answer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.pool.member import Member
     from nb_accelerate.protocol.messages import Ask
+    from nb_accelerate.ranks.proxy import Member
 
 _NEXT_LINE = 0.5
 """Seconds in which a rank whose debugger went on may ask at the next line before another rank's question is put."""

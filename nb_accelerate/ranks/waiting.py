@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nb_accelerate.pool.crew import Crew
-    from nb_accelerate.pool.questions import Question
-    from nb_accelerate.pool.turn import Turn
+    from nb_accelerate.ranks.input_requests import Question
+    from nb_accelerate.ranks.loop import Crew
+    from nb_accelerate.ranks.request import Turn
 
 
 def wait_for(crew: Crew, turn: Turn) -> None:

@@ -28,24 +28,24 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.launch.guard import OutputGuard
-from nb_accelerate.launch.sources import Sources
-from nb_accelerate.pool.display_ids import DisplayIds
-from nb_accelerate.pool.hang import HangWatch
-from nb_accelerate.pool.member import Member
 from nb_accelerate.pool.panel import outcome
-from nb_accelerate.pool.questions import Question
 from nb_accelerate.protocol.messages import Ask, Display, GoesOn, Parcel, Ready, Result
+from nb_accelerate.ranks.display_ids import DisplayIds
+from nb_accelerate.ranks.guard import OutputGuard
+from nb_accelerate.ranks.hang import HangWatch
+from nb_accelerate.ranks.input_requests import Question
+from nb_accelerate.ranks.proxy import Member
+from nb_accelerate.ranks.sources import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nb_accelerate.display import Panel
-    from nb_accelerate.launch.handle import RankHandle
-    from nb_accelerate.pool.guarded import GuardedOutput
-    from nb_accelerate.pool.turn import Turn
-    from nb_accelerate.pool.waiting import Interrupts
+    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.protocol.output import StreamName
+    from nb_accelerate.ranks.guarded import GuardedOutput
+    from nb_accelerate.ranks.request import Turn
+    from nb_accelerate.ranks.waiting import Interrupts
 
 logger = logging.getLogger(__name__)
 
