@@ -22,10 +22,10 @@ from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import VisibleDevices, look
 from nb_accelerate.launch.neighbours import gpu_warnings
+from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.launch.rendezvous import Meeting
 from nb_accelerate.ranks.failures import RankTraceback
-from nb_accelerate.ranks.panel import announce
 from nb_accelerate.ranks.sinks import StreamSink
 from nb_accelerate.worker.script import run_module, run_program, run_script
 

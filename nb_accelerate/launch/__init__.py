@@ -1,6 +1,6 @@
 """Start ranks from a notebook, watch them, and end them.
 
-Names are imported when they are first used: `warm_up` needs little of what `notebook_launcher` does.
+Names are imported when they are first used: the warm server can be started without the rest.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nb_accelerate.launch.launch import Launch, RankStatus
+    from nb_accelerate.launch.launch import Launch
     from nb_accelerate.launch.launcher import notebook_launcher
     from nb_accelerate.launch.servers import WarmStatus, close, warm_status, warm_up
+    from nb_accelerate.ranks.status import RankStatus
 
 __all__ = ["Launch", "RankStatus", "WarmStatus", "close", "notebook_launcher", "warm_status", "warm_up"]
 

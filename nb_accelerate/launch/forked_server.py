@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
-    from nb_accelerate.launch.local import RankHandle
+    from nb_accelerate.launch.local import LocalRank
 
 _STOPPED_INTERVAL = 0.1
 """Seconds between two looks whether the server was stopped (SIGSTOP) while it is waited for."""
@@ -47,7 +47,7 @@ class ForkedServer(RankServer):
     def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
         self._call = call
-        self._handles: Sequence[RankHandle] = ()
+        self._handles: Sequence[LocalRank] = ()
         self._reaper: threading.Thread | None = None
         self._owner: Owner
         importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
@@ -55,7 +55,7 @@ class ForkedServer(RankServer):
             importlib.import_module("nb_accelerate.process.rendezvous")
 
     @override
-    def start(self, handles: Iterable[RankHandle]) -> None:
+    def start(self, handles: Iterable[LocalRank]) -> None:
         self.close()
         handles = list(handles)
         keys = [next(self._keys) for _ in handles]
@@ -77,7 +77,7 @@ class ForkedServer(RankServer):
                     self._tell(handle, key, owner)
 
     def _fork(
-        self, handles: Sequence[RankHandle], births: Sequence[Birth], there: socket.socket, scratch: Scratch
+        self, handles: Sequence[LocalRank], births: Sequence[Birth], there: socket.socket, scratch: Scratch
     ) -> Owner:
         parent, path = os.getpid(), own_path()
         for stream in (sys.stdout, sys.stderr):

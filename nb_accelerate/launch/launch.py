@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
-import signal
-import sys
+import string
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from nb_accelerate.display import Action
 from nb_accelerate.errors import ShippingError, StartError
-from nb_accelerate.launch.environ import rank_environ, working_directory
-from nb_accelerate.launch.local import RankHandle
+from nb_accelerate.launch.local import LocalRank
+from nb_accelerate.launch.owner import Watch
+from nb_accelerate.launch.panel import facts_of
 from nb_accelerate.launch.rendezvous import meet, rendezvous_kind
-from nb_accelerate.launch.router import Router
 from nb_accelerate.launch.servers import one_at_a_time
+from nb_accelerate.launch.setup import make_setup, notebook_sources
 from nb_accelerate.launch.starters import open_server
-from nb_accelerate.launch.supervisor import Supervisor
 from nb_accelerate.launch.values import keep_values, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
-from nb_accelerate.protocol.messages import Call, Setup
+from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.shipping import pack
-from nb_accelerate.ranks.failures import summary
-from nb_accelerate.ranks.guard import OutputGuard
-from nb_accelerate.ranks.panel import facts_of, make_panel, outcome
+from nb_accelerate.ranks.failures import Wording, add_note, error_of, summary
+from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
+from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.ranks.panel import RequestView, make_panel
+from nb_accelerate.ranks.proxy import RankProxy
+from nb_accelerate.ranks.request import Awaits, Request
+from nb_accelerate.ranks.request_output import RequestOutput
+from nb_accelerate.ranks.status import RankStatus, state_of
+from nb_accelerate.ranks.steps import StepKind, call_steps, quit_steps
+from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.ranks.waiting import interrupts_call
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.display import Panel
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Meeting
@@ -43,29 +49,17 @@ if TYPE_CHECKING:
     from nb_accelerate.ranks.sinks import Sink
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStatus:
-    """A rank, as it is now.
-
-    Attributes:
-        rank: its number.
-        pid: its process, or None while it starts.
-        state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``.
-        exitcode: once it has ended: exit code, or minus the signal's number.
-    """
-
-    rank: int
-    pid: int | None
-    state: str
-    exitcode: int | None
-
-
 class Launch:
     """Ranks that run a function in the background; what ``notebook_launcher(..., block=False)`` returns.
 
     Several may run at once. What the ranks print stays in the cell that launched them. In a coroutine,
     ``await launch`` gives the values.
+
+    Attributes:
+        timeouts: how long the steps of launches that begin from now on may take.
     """
+
+    timeouts: ClassVar[Timeouts] = Timeouts()
 
     def __init__(
         self,
@@ -85,9 +79,8 @@ class Launch:
         self._name = name or getattr(options.function, "__qualname__", type(options.function).__name__)
         self._began = time.monotonic()
         self._seconds: float | None = None
-        self._supervisor: Supervisor | None = None
-        self._handles: list[RankHandle] = []
-        self._router: Router | None = None
+        self._loop: RankLoop | None = None
+        self._requests: tuple[Request, ...] = ()
         self._values: Values | None = None
         self._error: BaseException | None = None
         self._stopping = False
@@ -100,10 +93,10 @@ class Launch:
     @property
     def ranks(self) -> list[RankStatus]:
         """The ranks of this machine."""
-        states = self._supervisor.states() if self._supervisor else []
         return [
-            RankStatus(rank=handle.rank, pid=handle.pid, state=state, exitcode=handle.exitcode)
-            for handle, state in zip(self._handles, states, strict=False)
+            RankStatus(rank=one.rank, pid=one.handle.pid, state=state_of(one, request), exitcode=one.handle.exitcode)
+            for request in self._requests[:1]
+            for one in request.ranks
         ]
 
     def status(self) -> str:
@@ -120,10 +113,11 @@ class Launch:
         Raises:
             LookupError: there is no such rank on this machine.
         """
-        for handle, output in zip(self._handles, self._router.outputs if self._router else [], strict=False):
-            if handle.rank == rank:
-                return output.text
-        raise LookupError(f"rank={rank!r}: this launch has ranks {[handle.rank for handle in self._handles]} here")
+        ranks = [one for request in self._requests[:1] for one in request.ranks]
+        for one in ranks:
+            if one.rank == rank:
+                return one.output.text
+        raise LookupError(f"rank={rank!r}: this launch has ranks {[one.rank for one in ranks]} here")
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the launch, at most `timeout` seconds. True if it has ended."""
@@ -144,17 +138,15 @@ class Launch:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank and end the launch; a second time, kill the ranks."""
-        self._stopping = True
         with self._lock:
-            if self._supervisor is not None and not self._done.is_set():
-                self._supervisor.interrupt()
+            self._stopping = True
+            self._interrupt_requests()
 
     def stop(self) -> None:
         """Terminate every rank, without asking its code, and wait until it has ended."""
-        self._stopping = True
         with self._lock:
-            if self._supervisor is not None and not self._done.is_set():
-                self._supervisor.stop()
+            self._stopping = True
+            self._interrupt_requests(StepKind.TERMINATE, "stopped")
         self._done.wait()
 
     def __await__(self) -> Generator[Any, None, Values]:
@@ -251,111 +243,165 @@ class Launch:
             raise ShippingError(text, path=path) from error.__cause__
 
     def _attempt(self, server: RankServer, call: Packed | None, attempt: int) -> Values:
-        options = self._options
+        options, plan, timeouts = self._options, self._plan, self.timeouts
+        watch = Watch(self._say)
         with contextlib.ExitStack() as stack:
             with enough_room():
                 births = stack.enter_context(contextlib.ExitStack())
                 if rendezvous_kind(options).is_local:
                     births.enter_context(one_at_a_time())
-                meeting = stack.enter_context(meet(options, self._plan))
-                handles = stack.enter_context(self._started(server, meeting, call, attempt, births))
-                template, interval = options.log_line_prefix_template, options.monitor_interval
-                router = Router(handles, self._sink, template=template, fold=options.fold_output)
-                with interrupts_later():
-                    supervisor = Supervisor(
-                        handles,
-                        router,
-                        world_size=self._plan.world_size,
-                        timeout=options.timeout,
-                        monitor_interval=interval,
+                meeting = stack.enter_context(meet(options, plan))
+                handles, stores = stack.enter_context(self._started(server, meeting, births))
+                with interrupts_later():  # and not before: ranks may be forked with all that is open here
+                    loop = RankLoop(
+                        monitor_interval=options.monitor_interval,
+                        monitor=lambda: watch.look({one.owner for one in handles if one.owner and not one.ended}),
                     )
-                    stack.callback(supervisor.close)
+                    stack.callback(loop.close)
+                sources = stack.enter_context(pack(notebook_sources()))
+                loop.output = GuardedOutput(self._output_of(handles), self._sink)
+                ranks = [RankProxy(handle, loop) for handle in handles]
+                for rank in ranks:
+                    loop.add(rank)
+            send = self._sender(meeting, stores, sources, call, attempt)
+            size = plan.world_size
+            calling = Request(
+                ranks=ranks,
+                send=send,
+                steps=call_steps(timeouts),
+                wording=_WORDING,
+                world_size=size,
+                start=timeouts.start,
+                timeout=options.timeout,
+                say=loop.output.say,
+                attended=False,
+            )
+            leaving = Request(
+                ranks=ranks,
+                send=RankProxy.quit,
+                steps=quit_steps(timeouts, seconds=timeouts.quit),
+                wording=_WORDING,
+                awaits=Awaits.END,
+                world_size=size,
+            )
             with self._lock:
-                self._handles, self._router, self._supervisor = handles, router, supervisor
-            ranks = [handle.rank for handle in handles]
-            facts = facts_of(self._name, self._plan, details=self._plan.describe())
-            place = self._place if attempt == 0 else ""
-            panel = None
-            with router.guard:
-                panel = make_panel(facts, ranks, self._sink, supervisor, self._front_end, place=place)
-            supervisor.panel = panel
-            error: BaseException | None = None
+                self._loop, self._requests = loop, (calling, leaving)
+                was_stopped = self._stopping
+            stack.callback(calling.close)
             try:
-                if self._stopping:
-                    supervisor.stop()
-                return unpack_values(supervisor.run())
-            except BaseException as caught:
-                error = caught
-                keep_values(error, supervisor.results())
-                raise
+                with interrupts_call(self._interrupt_requests):
+                    loop.begin(calling, hangs=timeouts)
+                    if was_stopped:
+                        self._interrupt_requests(StepKind.TERMINATE, "stopped")
+                    with loop.output.guard:  # only now: the ranks start meanwhile
+                        calling.panel = self._panel(calling, attempt)
+                    loop.run(calling)
+                    if calling.incidents:
+                        leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
+                    loop.begin(leaving)
+                    loop.run(leaving)
+                    loop.output.finish()
+                error = error_of(calling, leaving)
+                if error is None:
+                    return unpack_values(calling)
+                add_note(error, watch.note())
+                keep_values(error, calling)
+                raise error
             finally:
-                with self._lock, router.guard:
-                    if panel is not None:
-                        panel.finish(*outcome(error))
+                if not calling.done.is_set() and calling.panel is not None:
+                    with loop.output.guard:
+                        calling.panel.finish("failed")
+
+    def _interrupt_requests(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
+        if self._loop is not None and not self._done.is_set():
+            self._loop.interrupt(*self._requests, kind=kind, how=how)
+
+    def _panel(self, request: Request, attempt: int) -> Panel | None:
+        facts = facts_of(self._name, self._plan, details=self._plan.describe())
+        numbers = [rank.rank for rank in request.ranks]
+        actions = (
+            Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
+            Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, "stopped")),
+        )
+        view = RequestView(request, actions)
+        return make_panel(facts, numbers, self._sink, view, self._front_end, place="" if attempt else self._place)
+
+    def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
+        options, numbers = self._options, [handle.rank for handle in handles]
+        if options.fold_output:
+            return RequestOutput(numbers, self._sink, has_bars=False, hold=self.timeouts.fold)
+        prefix = _line_prefix(options.log_line_prefix_template, {one.rank: one.local_rank for one in handles})
+        return RequestOutput(numbers, self._sink, style="raw", has_bars=False, prefix=prefix)
+
+    def _say(self, line: str) -> None:
+        if self._loop is not None:
+            self._loop.say(line)
 
     @contextlib.contextmanager
     def _started(
-        self,
-        server: RankServer,
-        meeting: Meeting,
-        call: Packed | None,
-        attempt: int,
-        births: contextlib.ExitStack,
-    ) -> Iterator[list[RankHandle]]:
-        """The ranks, on their way: forked or about to be, and told all they need to know."""
-        options, plan = self._options, self._plan
-        base = dict(os.environ)
+        self, server: RankServer, meeting: Meeting, births: contextlib.ExitStack
+    ) -> Iterator[tuple[list[LocalRank], list[StoreSpec]]]:
+        """Ranks that are forked, or about to be, and wait for their `Setup`; and the store of each."""
         stores: list[StoreSpec] = []
-        handles: list[RankHandle] = []
+        handles: list[LocalRank] = []
         with contextlib.ExitStack() as stack:
-            if rendezvous_kind(options).holds_sockets:
+            if rendezvous_kind(self._options).holds_sockets:
                 stack.callback(server.forget)
 
-            def new_handles() -> Iterator[RankHandle]:
-                for local_rank in range(plan.num_processes):
-                    rank = plan.topology_of(local_rank, node_rank=meeting.node_rank).rank
+            def new_handles() -> Iterator[LocalRank]:
+                for local_rank in range(self._plan.num_processes):
+                    rank = self._plan.topology_of(local_rank, node_rank=meeting.node_rank).rank
                     with interrupts_later():  # or what was just opened would have nobody who closes it
                         store, store_fd = meeting.store_for(local_rank)
                         stores.append(store)
-                        handle = RankHandle(rank, local_rank=local_rank, store_fd=store_fd)
+                        handle = LocalRank(rank, local_rank=local_rank, store_fd=store_fd)
                         stack.callback(handle.close)
-                        stack.callback(handle.signal, signal.SIGKILL)  # if nobody watches over it when this is left
+                        stack.callback(handle.kill)  # if nobody watches over it when this is left
                     handle.board.want_rows(self._front_end != "off")
                     handles.append(handle)
                     yield handle
 
             server.start(new_handles())
             births.close()
-            sources = stack.enter_context(pack(notebook_sources()))
-            for handle, store in zip(handles, stores, strict=True):
-                setup = Setup(
-                    rank=handle.rank,
-                    environ=rank_environ(
-                        plan,
-                        meeting,
-                        handle.local_rank,
-                        base=base,
-                        extra=options.env,
-                        attempt=attempt,
-                        max_restarts=options.max_restarts,
-                    ),
-                    cwd=working_directory(),
-                    sys_path=tuple(sys.path),
-                    argv=tuple(sys.argv),
-                    num_threads=plan.num_threads,
-                    sources=sources.parcel,
-                    store=store,
-                )
-                with contextlib.suppress(OSError):  # it has ended already, which its status pipe tells
-                    handle.channel.send(setup, sources.fds)
-                    handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
-            yield handles
+            yield handles, stores
+
+    def _sender(
+        self, meeting: Meeting, stores: Sequence[StoreSpec], sources: Packed, call: Packed | None, attempt: int
+    ) -> Callable[[RankProxy], None]:
+        """Gives what tells a rank what it is, and what to run."""
+
+        def send(rank: RankProxy) -> None:
+            handle = rank.handle
+            store = stores[handle.local_rank]
+            setup = make_setup(handle, self._options, self._plan, meeting, sources.parcel, store=store, attempt=attempt)
+            with contextlib.suppress(OSError):  # it has ended already, which its status tells
+                handle.channel.send(setup, sources.fds)
+                handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
+
+        return send
 
 
-def notebook_sources() -> dict[str, str]:
-    """Text of everything that was compiled here from no file: the cells that have run, by their file name."""
-    return {
-        filename: "".join(entry[2])
-        for filename, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
+def _after_end(rank: RankProxy) -> str:
+    if rank.handle.exitcode is None:
+        return ""
+    doing = " while it ran" if rank.is_ready else " while it was being set up"
+    return doing if rank.handle.exitcode < 0 else f"{doing}, before the function returned"
+
+
+_WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_after_end)
+
+
+def _line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:
+    """Gives torchrun's line prefix for a rank.
+
+    Args:
+        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None is no prefix.
+        local_ranks: by rank.
+    """
+    if template is None:
+        return None if len(local_ranks) == 1 else lambda _: ""
+    by_rank = {
+        rank: string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
+        for rank, local_rank in local_ranks.items()
     }
+    return lambda ranks: by_rank[ranks[0]]

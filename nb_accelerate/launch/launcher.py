@@ -11,9 +11,9 @@ from nb_accelerate.display import choose_front_end
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
+from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.ranks.guard import OutputGuard
-from nb_accelerate.ranks.panel import announce
 from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.worker.groups import named
 from nb_accelerate.worker.limits import enough_room

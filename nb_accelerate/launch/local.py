@@ -1,4 +1,4 @@
-"""The kernel's side of one rank: what it reads from, writes to, and knows about it."""
+"""A rank that is a process of this machine, started by a server: see `nb_accelerate.launch.servers`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 import psutil
+from typing_extensions import override
 
 from nb_accelerate.board import Page
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.launch.owner import open_process, send_signal
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.output import new_mark
-from nb_accelerate.worker.ends import NUMBER, RankEnds
+from nb_accelerate.ranks.handle import RankHandle
+from nb_accelerate.worker.ends import NUDGE, NUMBER, RankEnds
 from nb_accelerate.worker.server import EXIT_STATUS
 
 if TYPE_CHECKING:
@@ -26,18 +29,14 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.owner import Owner
     from nb_accelerate.protocol.messages import Call, Join, RunCell
 
-NUDGE_AFTER = 0.15
-"""Seconds after an interrupt until ranks are nudged that were about to wait for something when it came."""
-
-
-_TELLING = 5.0
+_MOST_TO_REPORT = 5.0
 """Seconds from the end of a rank that was killed until its server has told of it, unless that is silent."""
 
-_DYING = 20.0
+_MOST_TO_DIE = 20.0
 """Seconds from SIGKILL until a rank has ended. A large one gives back its memory first, a device's too."""
 
 
-_open: weakref.WeakSet[RankHandle] = weakref.WeakSet()
+_open: weakref.WeakSet[LocalRank] = weakref.WeakSet()
 
 
 def close_all_ours() -> None:
@@ -46,20 +45,17 @@ def close_all_ours() -> None:
         handle.close_ours()
 
 
-class RankHandle:
-    """Owns the kernel's ends of a rank's connections.
+class LocalRank(RankHandle):
+    """Owns the kernel's ends of a rank's pipes and channel; see `RankEnds` for the rank's own.
 
-    Attributes:
+    Args:
         rank: its number among all ranks.
         local_rank: its number among those of this machine.
-        mark: mark of its output frames.
-        channel: messages to and from it.
-        board: where it says how far it is.
-        stdout, stderr, stacks, status: read ends of its pipes; see `RankEnds`, and the server for ``status``.
+        store_fd: descriptor of the store that it is born with, which this closes; -1 if there is none.
+
+    Attributes:
         owner: the process that starts it, once that was asked to.
-        exitcode: once it has ended: exit code, or minus the signal's number; None also if its end went unseen.
-        ended: its process is gone, or nobody can tell: `lost` says why then.
-        lost: why its end went unseen.
+        closed: the kernel's ends are closed.
 
     Raises:
         OSError: too many files are open. Nothing of it is left then, nor is `store_fd`.
@@ -75,9 +71,8 @@ class RankHandle:
         self._pid: int | None = None
         self._process = -1
         self._is_foreign = False
+        self._is_to_end = False
         self._killed_at = float("inf")
-        self.exitcode: int | None = None
-        self.ended = False
         self._born = False
         self._signal: Callable[[int], None] = lambda _: None
         self._asked = 0
@@ -115,6 +110,7 @@ class RankHandle:
         return (self._status_end, *self._ends.as_tuple())
 
     @property
+    @override
     def pid(self) -> int | None:
         """Its process id once it is ready: set it then."""
         return self._pid
@@ -130,13 +126,18 @@ class RankHandle:
             self._process = process
 
     def born(self, send_signal: Callable[[int], None], owner: Owner) -> None:
-        """The other side has its ends: close ours of them, and remember who owns the rank and how it is signalled."""
+        """Close the rank's own ends, which the server has by now.
+
+        Args:
+            send_signal: has the server signal it.
+            owner: the server's process.
+        """
         self._close_birth_fds()
         self._signal, self.owner = send_signal, owner
 
     def signal(self, signum: int) -> None:
         """Send a signal, if the rank still runs: by itself once it is ready, or by the process that starts it."""
-        if self.ended:
+        if self.ended or self.closed:
             return
         if signum == signal.SIGKILL:
             self._killed_at = min(self._killed_at, time.monotonic())
@@ -145,49 +146,72 @@ class RankHandle:
         elif not send_signal(self._process, -1, signum):
             self._is_foreign = True
 
-    def is_lost(self, *, is_to_end: bool) -> bool:
-        """Will nobody tell of its end? Then `give_up`.
-
-        Args:
-            is_to_end: whatever it does, nobody waits for that.
-        """
-        if self.ended or self.owner is None:
-            return False
-        has_ended = self._process >= 0 and bool(wait([self._process], 0))
-        silence = self.owner.silence() if has_ended or is_to_end else ""
-        if silence:
-            self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
-            return True
-        since = time.monotonic() - self._killed_at
-        if not has_ended and (since > _DYING or (since > 0 and self._is_foreign)):
-            whose = "it runs as another user" if self._is_foreign else f"{since:.0f} s ago"
-            self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
-            return True
-        return has_ended and since > _TELLING
-
-    def give_up(self) -> None:
-        """Kill it, and wait for its end no longer."""
-        self.signal(signal.SIGKILL)
-        self.ended = True
-        if self.owner is not None:
-            self.owner.give_up()
-
+    @override
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
-        """Send what the rank is to answer.
-
-        Raises:
-            OSError: it has ended.
-        """
         self.channel.send(message, fds)
         self._asked += 1
+
+    @override
+    def interrupt(self) -> None:
+        self._is_to_end = self._is_to_end or self._pid is None
+        self.announce_interrupt()
+        self.signal(signal.SIGINT)
 
     def announce_interrupt(self) -> None:
         """Say that SIGINT is meant for what the rank was asked last."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._interrupt, NUMBER.pack(self._asked))
 
-    def read_status(self) -> None:
-        """The status pipe is readable: the rank has ended, or whoever watched it has."""
+    @override
+    def nudge(self) -> None:
+        self.signal(NUDGE)
+
+    @override
+    def dump_stacks(self) -> None:
+        self.signal(DUMP_SIGNAL)
+
+    @override
+    def terminate(self) -> None:
+        self._is_to_end = self._is_to_end or self._pid is None
+        self.signal(signal.SIGTERM)
+
+    @override
+    def kill(self) -> None:
+        self._is_to_end = True
+        self.signal(signal.SIGKILL)
+
+    @override
+    def is_stopped(self) -> bool:
+        try:
+            return self._pid is not None and bool(psutil.Process(self._pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    @override
+    def is_lost(self) -> bool:
+        if self.ended or self.owner is None:
+            return False
+        has_ended = self._process >= 0 and bool(wait([self._process], 0))
+        silence = self.owner.silence() if has_ended or self._is_to_end else ""
+        if silence:
+            self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
+            return True
+        since = time.monotonic() - self._killed_at
+        if not has_ended and (since > _MOST_TO_DIE or (since > 0 and self._is_foreign)):
+            whose = "it runs as another user" if self._is_foreign else f"{since:.0f} s ago"
+            self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
+            return True
+        return has_ended and since > _MOST_TO_REPORT
+
+    @override
+    def give_up(self) -> None:
+        self.kill()
+        self.ended = True
+        if self.owner is not None:
+            self.owner.give_up()
+
+    @override
+    def read_end(self) -> None:
         data = os.read(self.status, EXIT_STATUS.size)
         self.ended = True
         if len(data) == EXIT_STATUS.size:
@@ -195,6 +219,7 @@ class RankHandle:
         elif self.owner is not None and (written := self.owner.log()):
             self.lost += f". It wrote:\n{written}\n"
 
+    @override
     def close(self) -> None:
         """Close every descriptor. The rank, if it lives, sees the end of its channel."""
         with interrupts_later():

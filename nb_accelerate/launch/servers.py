@@ -38,7 +38,7 @@ from nb_accelerate.worker.server import SignalRank
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from nb_accelerate.launch.local import RankHandle
+    from nb_accelerate.launch.local import LocalRank
 
 PRELOAD = (
     "torch",
@@ -72,7 +72,7 @@ class RankServer(ABC):
         self._keys = itertools.count()
 
     @abstractmethod
-    def start(self, handles: Iterable[RankHandle]) -> None:
+    def start(self, handles: Iterable[LocalRank]) -> None:
         """Start ranks; each then waits for `Setup` on its handle's channel.
 
         Args:
@@ -97,7 +97,7 @@ class RankServer(ABC):
         with contextlib.suppress(OSError):
             self._channel.send(Quit())
 
-    def _tell(self, handle: RankHandle, key: int, owner: Owner) -> None:
+    def _tell(self, handle: LocalRank, key: int, owner: Owner) -> None:
         """Tell a handle that its rank is being started, and how to signal it.
 
         Args:
@@ -143,7 +143,7 @@ class _ExecutedServer(RankServer):
                     )
                     undo.pop_all()
         self.owner = Owner(self._process.pid, self._channel, log=self.log)
-        self._handles: list[RankHandle] = []
+        self._handles: list[LocalRank] = []
         self._limits = limits()
 
     @property
@@ -170,7 +170,7 @@ class _ExecutedServer(RankServer):
         return self._log.read().decode(errors="replace").strip()
 
     @override
-    def start(self, handles: Iterable[RankHandle]) -> None:
+    def start(self, handles: Iterable[LocalRank]) -> None:
         self._handles = [handle for handle in self._handles if not (handle.ended or handle.closed)]
         for handle in handles:
             self._handles.append(handle)

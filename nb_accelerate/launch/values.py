@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import unpack
 
 if TYPE_CHECKING:
-    from nb_accelerate.protocol.messages import Result
-
-    Answers = dict[int, tuple[Result, tuple[int, ...]]]
+    from nb_accelerate.ranks.request import Request
 
 
 class Values(list[Any]):
@@ -24,17 +23,23 @@ class Values(list[Any]):
         display(list(self))  # type: ignore[no-untyped-call]
 
 
-def unpack_values(answers: Answers) -> Values:
-    """The values, in rank order. Raises whatever unpickling one of them raises."""
-    return Values(unpack(result.parcel, fds) for _, (result, fds) in sorted(answers.items()))
+def unpack_values(request: Request) -> Values:
+    """Unpack what every rank answered, in rank order. Raises whatever unpickling one of the values raises."""
+    return Values(
+        unpack(answer.parcel, request.take(rank)[1])
+        for rank, (answer, _) in sorted(request.answers.items())
+        if isinstance(answer, Result)
+    )
 
 
-def keep_values(error: BaseException, answers: Answers) -> None:
-    """Put what the other ranks returned on the exception of a launch, as ``error.results``, by rank."""
+def keep_values(error: BaseException, request: Request) -> None:
+    """Put what other ranks returned on the exception of a launch, as ``error.results``, by rank."""
     results = {}
-    for rank, (result, fds) in answers.items():
+    for rank, (answer, _) in request.answers.items():
+        if not isinstance(answer, Result):
+            continue
         try:
-            results[rank] = unpack(result.parcel, fds)
+            results[rank] = unpack(answer.parcel, request.take(rank)[1])
         except Exception:  # noqa: S112 - the exception that is being raised says more than this one
             continue
     try:

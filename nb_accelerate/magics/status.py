@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nb_accelerate.pool.rank_info import RankInfo
+    from nb_accelerate.ranks.status import RankStatus
 
 _HEAD = ("rank", "pid", "device", "memory", "state", "now")
 
 
-def status_table(ranks: Sequence[RankInfo], places: Mapping[int, str]) -> str:
+def status_table(ranks: Sequence[RankStatus], places: Mapping[int, str]) -> str:
     """One row for each rank."""
     rows = [_HEAD]
     for one in ranks:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.pool.handle import CellHandle
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.pool import Pool
-from nb_accelerate.pool.rank_info import RankInfo
 from nb_accelerate.pool.source import read_cell
+from nb_accelerate.ranks.status import RankStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ __all__ = [
     "CellOptions",
     "Pool",
     "PoolOptions",
-    "RankInfo",
+    "RankStatus",
     "current",
     "interrupt",
     "pull",
@@ -90,7 +90,7 @@ def restart(rank: int | None = None) -> None:
     _pool.restart(rank)
 
 
-def status() -> list[RankInfo]:
+def status() -> list[RankStatus]:
     """What every rank is and does."""
     return _pool.status() if _pool.is_running else []
 

@@ -6,43 +6,43 @@
                           ^                 |
                           +-- meet again <--+--> a rank is lost --> a new one in its place --> Setup --> Join, all
 
-New ranks are expendable: one that does not come is killed. Those that have variables are taken out of the meeting,
-and killed only if that does not work: nothing that happens while ranks meet is waited for without a deadline.
+New ranks have nothing to lose: one that does not come is killed. Those that have variables are taken out of the
+meeting, and killed only if that does not work: nothing that happens while ranks meet is waited for without a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.launch.rendezvous import meet
 from nb_accelerate.launch.starters import open_server
-from nb_accelerate.pool.outcome import death, result_of
+from nb_accelerate.pool.ending import cell_steps, cut_from, meeting_steps, stop_steps, wording
+from nb_accelerate.pool.rank import PoolRank
 from nb_accelerate.pool.starting import send_join, send_setup, start_rank
-from nb_accelerate.protocol.messages import Quit
-from nb_accelerate.ranks.loop import Crew
-from nb_accelerate.ranks.request import Patience, Turn
-from nb_accelerate.ranks.waiting import Interrupts, wait_for
+from nb_accelerate.protocol.messages import Result
+from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.ranks.display_ids import DisplayIds
+from nb_accelerate.ranks.failures import death, error_of, how_it_ended
+from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.ranks.request import Awaits, Request
+from nb_accelerate.ranks.steps import StepKind
+from nb_accelerate.ranks.waiting import wait_for
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.ranks.proxy import Member
+    from nb_accelerate.ranks.handle import RankHandle
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.timeouts import Timeouts
+    from nb_accelerate.ranks.waiting import Interrupts
 
-_START = 120.0
-"""Seconds until every rank is there; importing torch from a slow disk is the longest part of it."""
-
-_PATIENCE = Patience(wait=10.0)
-"""While ranks are set up and meet. No code of users' runs then."""
-
-_QUIT = 5.0
-"""Seconds for exit handlers of users and libraries."""
+_CELL = wording("the cell")
 
 
 class RankGroup:
@@ -53,23 +53,36 @@ class RankGroup:
     Args:
         options: of the launch.
         plan: how many ranks on what.
-        on_loss: called, in the crew's thread, with what happened when a rank has ended.
+        on_loss: called, in the loop's thread, with what happened when a rank has ended.
+        timeouts: gives how long the steps of what begins now may take.
 
     Attributes:
         plan: as given.
-        crew: the ranks that were started.
+        loop: the ranks that were started.
+        display_ids: of displays of theirs.
+        is_apart: the ranks are there, but their process group is not: they have to meet again.
     """
 
     @enough_room()
-    def __init__(self, options: LaunchOptions, plan: LaunchPlan, on_loss: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        options: LaunchOptions,
+        plan: LaunchPlan,
+        on_loss: Callable[[BaseException], None],
+        timeouts: Callable[[], Timeouts],
+    ) -> None:
         self.plan = plan
+        self.is_apart = False
+        self.display_ids = DisplayIds()
         self._options = options
+        self._timeouts = timeouts
         self._tell = on_loss
         self._meetings = 0
         self._resources = contextlib.ExitStack()
         self._server = self._resources.enter_context(open_server(plan.method, options))
         try:
-            self.crew = Crew(self._on_loss)
+            self.loop = RankLoop(on_loss=self._on_loss)
+            self.loop.start()
         except BaseException:
             self._resources.close()
             raise
@@ -80,47 +93,47 @@ class RankGroup:
         return self.plan.num_processes
 
     @property
-    def members(self) -> Mapping[int, Member]:
+    def ranks(self) -> Mapping[int, PoolRank]:
         """Ranks that were not removed, by their number."""
-        return self.crew.members
+        return {number: one for number, one in self.loop.ranks.items() if isinstance(one, PoolRank)}
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have ended."""
-        return [rank for rank in range(self.size) if rank not in self.members or self.members[rank].is_gone]
+        """Numbers of the ranks that have ended."""
+        ranks = self.loop.ranks
+        return [number for number in range(self.size) if number not in ranks or ranks[number].is_gone]
 
     @property
     def why_it_failed(self) -> BaseException | None:
         """Why its thread has ended before its time, with all ranks."""
-        return self.crew.why_it_ended if self.crew.failure is not None else None
+        return self.loop.why_it_ended if self.loop.failure is not None else None
 
-    def chosen(self, ranks: Sequence[int] | None) -> list[Member]:
+    def chosen(self, numbers: Sequence[int] | None) -> list[PoolRank]:
         """These ranks, or all.
 
         Raises:
             ConfigError: there is no such rank.
             PoolError: one of them has ended.
         """
-        self.check(ranks or ())
-        wanted = range(self.size) if ranks is None else sorted(set(ranks))
-        gone = [rank for rank in self.missing if rank in wanted]
+        self.check(numbers or ())
+        wanted = range(self.size) if numbers is None else sorted(set(numbers))
+        gone = [number for number in self.missing if number in wanted]
         if gone:
             why = "; ".join(map(self.how_it_ended, gone))
             raise PoolError(f"{why}. To replace it, and go on: %distributed restart {gone[0]}")
-        return [self.members[rank] for rank in wanted]
+        ranks = self.ranks
+        return [ranks[number] for number in wanted]
 
-    def how_it_ended(self, rank: int) -> str:
-        """Of a rank that has."""
-        member = self.members.get(rank)
-        if member is None or not member.is_gone:
-            return f"rank {rank} has ended"
-        return str(death(member, "")).split(". ", maxsplit=1)[0]
+    def how_it_ended(self, number: int) -> str:
+        """How a rank that has ended did, in a few words."""
+        rank = self.loop.ranks.get(number)
+        return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
 
     def check(self, ranks: Sequence[int]) -> None:
-        """Are there such ranks?
+        """Check that there are such ranks.
 
         Raises:
-            ConfigError: no.
+            ConfigError: there are not.
         """
         wrong = [rank for rank in ranks if not 0 <= rank < self.size]
         if wrong:
@@ -128,39 +141,38 @@ class RankGroup:
                 f"there is no rank {wrong[0]}: the ranks that run are {', '.join(map(str, range(self.size)))}"
             )
 
-    def turn(
+    def request(
         self,
-        members: Sequence[Member],
-        send: Callable[[Member], None],
+        ranks: Sequence[PoolRank],
+        send: Callable[[PoolRank], None],
         *,
         timeout: float | None = None,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> Turn:
-        """Something to ask of ranks; see `Turn`."""
-        pids = [one.handle.pid for one in self.members.values() if one.handle.pid and not one.is_gone]
-        return Turn(
-            members=members,
-            send=send,
-            fellows=pids,
-            meeting=self._meetings,
-            world_size=self.size,
-            timeout=timeout,
-            say=say,
-        )
+        say: Callable[[str], object] = lambda _: None,
+    ) -> Request:
+        """Make a request that runs code of users; see `Request`."""
+        steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._meetings))
+        return self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
 
-    def ask(self, turn: Turn, interrupts: Interrupts) -> list[Any]:
-        """Wait for the answers; gives them in the order of the ranks.
+    def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
+        def send_to(rank: RankProxy) -> None:
+            assert isinstance(rank, PoolRank)
+            send(rank)
+
+        return Request(ranks=ranks, send=send_to, world_size=self.size, **options)
+
+    def ask(self, request: Request, interrupts: Interrupts) -> list[Any]:
+        """Begin a request and wait for the answers; gives them in the order of the ranks.
 
         Raises:
             BaseException: the first cause, if it went wrong.
         """
-        with interrupts.go_to(lambda: self.crew.interrupt(turn)):
-            self.crew.begin(turn)
-            wait_for(self.crew, turn)
-        return result_of(turn)
+        with interrupts.go_to(lambda: self.loop.interrupt(request)):
+            self.loop.begin(request)
+            wait_for(self.loop, request)
+        return result_of(request)
 
     @enough_room()
-    def bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
+    def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and have all of them meet. If that goes wrong, those that are new are ended.
 
         Raises:
@@ -168,58 +180,73 @@ class RankGroup:
             DeadlineError: it took too long.
             BaseException: a rank could not be set up, or did not meet the others.
         """
-        new: list[Member] = []
+        self.is_apart = True
+        new: list[PoolRank] = []
         try:
             with meet(self._options, self.plan) as meeting:
-                new.extend(self.crew.add(self._start(rank)) for rank in ranks)
+                new.extend(self._add(self._start(number)) for number in numbers)
 
-                def set_up(member: Member) -> None:
-                    send_setup([member], self._options, self.plan, meeting)
+                def set_up(rank: PoolRank) -> None:
+                    send_setup(rank, self._options, self.plan, meeting)
 
-                self._have_done("setting the ranks up", new, set_up, ranks, interrupts)
-                everybody = sorted(self.members.values(), key=lambda one: one.rank)
+                self._have_done("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
+                everybody = sorted(self.ranks.values(), key=lambda one: one.rank)
                 self._meetings += 1
 
-                def join(member: Member) -> None:
-                    send_join(member, meeting, self._meetings)
+                def join(rank: PoolRank) -> None:
+                    send_join(rank, meeting, self._meetings)
 
-                devices = self._have_done("the meeting of the ranks", everybody, join, ranks, interrupts)
+                devices = self._have_done("the meeting of the ranks", everybody, join, interrupts)
         except BaseException:
-            self._end(new, ask=False, interrupts=interrupts)
+            self._end(new, seconds=0.0, interrupts=interrupts)
             raise
-        for member, device in zip(everybody, devices, strict=True):
-            member.device = device
-            member.steps = {}
+        for rank, device in zip(everybody, devices, strict=True):
+            rank.device = device
+            rank.steps = {}
+            rank.has_joined = True
+        self.is_apart = False
 
-    def _start(self, rank: int) -> RankHandle:
+    def _add(self, handle: RankHandle) -> PoolRank:
+        """Have the loop own a rank, also if this fails."""
+        try:
+            rank = PoolRank(handle, self.loop)
+        except BaseException:
+            handle.close()
+            raise
+        self.loop.add(rank)
+        return rank
+
+    def _start(self, number: int) -> RankHandle:
         """Have a rank forked, by a new server if the one before is gone; its ranks are then gone too."""
         try:
-            return start_rank(self._server, rank)
+            return start_rank(self._server, number)
         except StartError:
-            if any(not member.is_gone for member in self.members.values()):
+            if any(not rank.is_gone for rank in self.loop.ranks.values()):
                 raise
         self._resources.close()
         self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
-        return start_rank(self._server, rank)
+        return start_rank(self._server, number)
 
     def _have_done(
         self,
         what: str,
-        members: Sequence[Member],
-        send: Callable[[Member], None],
-        new: Sequence[int],
+        ranks: Sequence[PoolRank],
+        send: Callable[[PoolRank], None],
         interrupts: Interrupts,
+        *,
+        awaits: Awaits = Awaits.ANSWER,
     ) -> list[Any]:
-        turn = self.turn(members, send, timeout=_START)
-        turn.what, turn.expendable, turn.patience = what, new, _PATIENCE
-        return self.ask(turn, interrupts)
+        steps = meeting_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._meetings))
+        timeout = self._timeouts().start
+        request = self._request(ranks, send, steps=steps, wording=wording(what), timeout=timeout, awaits=awaits)
+        return self.ask(request, interrupts)
 
-    def remove(self, rank: int, interrupts: Interrupts) -> None:
+    def remove(self, number: int, interrupts: Interrupts) -> None:
         """Kill a rank, if it lives, and forget it."""
-        member = self.members.get(rank)
-        if member is not None:
-            self._end([member], ask=False, interrupts=interrupts)
-            self.crew.remove(member)
+        rank = self.ranks.get(number)
+        if rank is not None:
+            self._end([rank], seconds=0.0, interrupts=interrupts)
+            self.loop.remove(rank)
 
     def close(self, interrupts: Interrupts, *, ask: bool) -> None:
         """End every rank; nothing is left. Can be repeated if it did not come to its end.
@@ -228,25 +255,74 @@ class RankGroup:
             interrupts: do not wait for exit handlers when one comes.
             ask: they are idle, so they get the time to end by themselves.
         """
-        self._end([*self.members.values()], ask=ask, interrupts=interrupts)
-        self.crew.close()
+        seconds = self._timeouts().quit if ask else 0.0
+        self._end([*self.ranks.values()], seconds=seconds, interrupts=interrupts)
+        self.loop.close()
+        if self.loop.output is not None:
+            self.loop.output.close()
         self._resources.close()
 
-    def _end(self, members: Sequence[Member], *, ask: bool, interrupts: Interrupts) -> None:
-        alive = [member for member in members if not member.handle.ended]
-        for member in alive:
-            member.is_leaving = True
-        if ask:
-            for member in alive:
-                with contextlib.suppress(OSError):  # it has just ended, which its status pipe tells
-                    member.handle.channel.send(Quit())
-            if self.crew.wait_for_end(alive, _QUIT, interrupts):
-                return
-        for member in alive:
-            member.handle.signal(signal.SIGKILL)
-        self.crew.wait_for_end(alive, _QUIT, Interrupts())
+    def _end(self, ranks: Sequence[PoolRank], *, seconds: float, interrupts: Interrupts) -> None:
+        alive = [rank for rank in ranks if not rank.handle.ended]
+        for rank in alive:
+            rank.why_lost = ""  # it is to be waited for all the same
 
-    def _on_loss(self, member: Member) -> None:
-        """In the crew's thread: a rank has ended."""
-        if not member.is_leaving:
-            self._tell(death(member, ""))
+        def send(rank: PoolRank) -> None:
+            if seconds:
+                rank.quit()
+            rank.is_leaving = True
+
+        steps = stop_steps(self._timeouts(), seconds=seconds)
+        request = self._request(alive, send, steps=steps, wording=_CELL, awaits=Awaits.END)
+        with interrupts.go_to(lambda: self.loop.interrupt(request)):
+            self.loop.begin(request)
+            request.done.wait()
+
+    def _on_loss(self, rank: RankProxy) -> None:
+        if not rank.is_leaving:
+            self._tell(death(rank, _CELL))
+
+
+def result_of(request: Request) -> list[Any]:
+    """What came of a request that is done: the values of its ranks, in their order.
+
+    Raises:
+        BaseException: the first cause, if it went wrong; or what unpickling a value raises.
+    """
+    try:
+        error = error_of(request)
+        if error is not None:
+            raise error
+        return [
+            unpack(answer.parcel, request.take(rank)[1])
+            for rank, (answer, _) in sorted(request.answers.items())
+            if isinstance(answer, Result) and (answer.parcel.pickled or answer.parcel.sizes)
+        ]
+    finally:
+        request.close()
+
+
+def came_apart(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
+    """Tell whether the process group is of no use after a cell.
+
+    Args:
+        request: the cell, ended.
+        ranks: all there are.
+        backend: what carries collectives.
+    """
+    if len(ranks) == 1:
+        return False
+    if request.incidents:
+        return StepKind.CUT in request.taken or out_of_step(ranks.values())
+    # A collective of nccl returns before others have joined it: a cell may end well in which they never do.
+    return backend_named(backend).returns_early and len(request.ranks) == len(ranks) and out_of_step(ranks.values())
+
+
+def out_of_step(ranks: Iterable[PoolRank]) -> bool:
+    """Tell whether a rank has been in more collectives of a process group than another."""
+    seen: dict[str, int] = {}
+    for rank in ranks:
+        for group, steps in rank.steps.items():
+            if seen.setdefault(group, steps) != steps:
+                return True
+    return False

@@ -10,25 +10,29 @@ from nb_accelerate.ranks.failures import summary
 
 if TYPE_CHECKING:
     from nb_accelerate.pool.pool import Pool
-    from nb_accelerate.ranks.request import Turn
+    from nb_accelerate.ranks.request import Request
 
 
 class CellHandle:
-    """Runs on the ranks while the notebook goes on. The next cell for the ranks waits for its end."""
+    """Runs on the ranks while the notebook goes on. The next cell for the ranks waits for its end.
 
-    def __init__(self, pool: Pool, turn: Turn) -> None:
+    Attributes:
+        request: what the ranks were asked.
+    """
+
+    def __init__(self, pool: Pool, request: Request) -> None:
         self._pool = pool
-        self._turn = turn
+        self.request = request
         self._began = time.monotonic()
         self._outcome: list[Any] | BaseException | None = None
 
     def done(self) -> bool:
-        """Has it ended?"""
-        return self._turn.done.is_set()
+        """Tell whether it has ended."""
+        return self.request.done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end, at most `timeout` seconds. True if it has ended."""
-        return self._turn.done.wait(timeout)
+        return self.request.done.wait(timeout)
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt on the ranks."""
@@ -41,11 +45,11 @@ class CellHandle:
         Raises:
             TimeoutError: it has not ended within `timeout` seconds. It goes on.
         """
-        if not self._turn.done.wait(timeout):
+        if not self.request.done.wait(timeout):
             raise TimeoutError(f"the cell has not ended within {timeout} s; it goes on")
         if self._outcome is None:
             try:
-                self._outcome = self._pool.finish(self._turn)
+                self._outcome = self._pool.finish(self.request)
             except BaseException as error:  # kept: asked again, it is raised again
                 self._outcome = error
         if isinstance(self._outcome, BaseException):
@@ -53,9 +57,9 @@ class CellHandle:
         return self._outcome
 
     def __repr__(self) -> str:
-        ranks = label([member.rank for member in self._turn.members])
+        ranks = label([rank.rank for rank in self.request.ranks])
         if not self.done():
             return f"<Cell on {ranks}: running for {time.monotonic() - self._began:.1f} s>"
         if isinstance(self._outcome, BaseException):
             return f"<Cell on {ranks}: {summary(self._outcome)}>"
-        return f"<Cell on {ranks}: {'failed; .result() raises why' if self._turn.troubles else 'done'}>"
+        return f"<Cell on {ranks}: {'failed; .result() raises why' if self.request.incidents else 'done'}>"

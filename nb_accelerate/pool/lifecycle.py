@@ -1,15 +1,13 @@
-r"""The life of a pool, as a table of allowed moves. Pure.
+r"""What a pool does, computed from what there is, and what can be done then. Pure.
 
 ::
 
-    stopped --start--> starting --joined--> idle <--ended-- running
-                         ^                   |  \\--run------^
-                         |                   |
-                       repair             broke off --> apart --join--> idle
-                         |                   |
-                         +------ broken <--lost (a rank has ended)
+    stopped --start--> starting --> idle <--run--> running
+                          ^          |
+                          |          +--> apart   (the ranks are there, but no process group)
+                          +--repair--+--> broken  (a rank has ended)
 
-    stop leads from anywhere to stopped.
+A stop is possible at any time.
 """
 
 from __future__ import annotations
@@ -32,26 +30,10 @@ class State(enum.Enum):
     """A rank has ended. The others keep what they have."""
 
 
-_MOVES: dict[tuple[State, str], State] = {
-    (State.STOPPED, "start"): State.STARTING,
-    (State.STARTING, "joined"): State.IDLE,
-    (State.STARTING, "lost"): State.BROKEN,
-    (State.STARTING, "broke off"): State.APART,
-    (State.IDLE, "run"): State.RUNNING,
-    (State.IDLE, "broke off"): State.APART,
-    (State.IDLE, "lost"): State.BROKEN,
-    (State.IDLE, "repair"): State.STARTING,
-    (State.RUNNING, "ended"): State.IDLE,
-    (State.RUNNING, "broke off"): State.APART,
-    (State.RUNNING, "lost"): State.BROKEN,
-    (State.APART, "repair"): State.STARTING,
-    (State.APART, "run"): State.RUNNING,
-    (State.APART, "broke off"): State.APART,
-    (State.APART, "lost"): State.BROKEN,
-    (State.BROKEN, "repair"): State.STARTING,
-    (State.BROKEN, "run"): State.RUNNING,
-    (State.BROKEN, "lost"): State.BROKEN,
-    **{(state, "stop"): State.STOPPED for state in State},
+_POSSIBLE = {
+    "start": {State.STOPPED},
+    "run": {State.IDLE, State.APART, State.BROKEN},
+    "repair": {State.IDLE, State.APART, State.BROKEN},
 }
 
 _WHY_NOT = {
@@ -61,15 +43,39 @@ _WHY_NOT = {
 }
 
 
-def move(state: State, event: str) -> State:
-    """The state that follows.
+def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_apart: bool) -> State:
+    """The state of a pool.
+
+    Args:
+        exists: there are ranks, or have been.
+        starts: they are being started, or meet again.
+        runs: a cell is running.
+        lacks_ranks: one has ended.
+        is_apart: they have no process group.
+    """
+    if not exists:
+        return State.STOPPED
+    if starts:
+        return State.STARTING
+    if runs:
+        return State.RUNNING
+    if lacks_ranks:
+        return State.BROKEN
+    return State.APART if is_apart else State.IDLE
+
+
+def check(state: State, action: str) -> None:
+    """Check that something can be done now.
+
+    Args:
+        state: of the pool.
+        action: ``start``, ``run`` or ``repair``.
 
     Raises:
-        PoolError: there is no such move; says what to do.
+        PoolError: it cannot; says what to do.
     """
-    try:
-        return _MOVES[state, event]
-    except KeyError:
-        if event == "start":
-            raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop") from None
-        raise PoolError(_WHY_NOT.get(state, f"the ranks are {state.value}")) from None
+    if state in _POSSIBLE[action]:
+        return
+    if action == "start":
+        raise PoolError("ranks run already. To start others, and lose what these have: %distributed stop")
+    raise PoolError(_WHY_NOT[state])

@@ -1,4 +1,4 @@
-"""What one rank has from the notebook, and what is its own. Pure.
+"""Which names a rank has from the notebook, and which are its own. Pure.
 
 A name is *sent* when the notebook's value went to the rank, and *own* when a cell on the rank bound it. What was sent
 is sent again when the notebook rebinds the name, or changes plain data in place; an own name is never replaced
@@ -23,6 +23,7 @@ SHELLS = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display
 """Names that a rank's shell has as the notebook's has."""
 
 _MOST_ITEMS = 10_000
+"""Items of plain data that are compared for changes in place."""
 
 
 class Verdict(enum.Enum):
@@ -40,8 +41,8 @@ class _Sent:
     uses: frozenset[str]
 
 
-class Ledger:
-    """Of one rank."""
+class NamespaceSync:
+    """What one rank has of the notebook's names, and what of its own."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -49,7 +50,7 @@ class Ledger:
         self._told: dict[str, Callable[[], Any]] = {}
 
     def judge(self, name: str, value: object) -> Verdict:
-        """Does the rank need the notebook's `value` of `name`?"""
+        """Decide whether the rank needs the notebook's `value` of `name`."""
         if name in SHELLS:
             return Verdict.HAS_IT
         if name in self._own or name in GIVEN:
@@ -72,7 +73,7 @@ class Ledger:
         return sent.uses if sent is not None else frozenset()
 
     def is_news(self, name: str, value: object) -> bool:
-        """Has the user not been told yet that `value` does not replace the rank's own? Only the first time."""
+        """Tell, and remember, whether the user is yet to hear that `value` does not replace the rank's own."""
         told = self._told.get(name)
         if told is not None and told() is value:
             return False
@@ -80,27 +81,27 @@ class Ledger:
         return True
 
     def sent(self, values: Mapping[str, object], uses: frozenset[str]) -> None:
-        """These went to the rank, also if the names were its own."""
+        """Take note of values that went to the rank, also if the names were its own."""
         for name, value in values.items():
             self._own.discard(name)
             content = pickle.dumps(value) if is_plain(value) and isinstance(value, (list, dict, set)) else None
             self._sent[name] = _Sent(_reference(value), content, uses)
 
     def bound(self, names: Iterable[str]) -> None:
-        """A cell on the rank bound these."""
+        """Take note of names that a cell on the rank bound."""
         for name in names:
             self._own.add(name)
             self._sent.pop(name, None)
 
     def unbound(self, names: Iterable[str]) -> None:
-        """A cell on the rank deleted these."""
+        """Take note of names that a cell on the rank deleted."""
         for name in names:
             self._own.discard(name)
             self._sent.pop(name, None)
 
 
 def is_plain(value: object) -> bool:
-    """Is it made of numbers, text, lists, dicts and the like only, and small?"""
+    """Tell whether a value is small, and made of numbers, text, lists, dicts and the like only."""
     waiting: list[Any] = [value]
     seen = 0
     while waiting:
@@ -119,7 +120,7 @@ def is_plain(value: object) -> bool:
 
 
 def _reference(value: object) -> Callable[[], Any]:
-    """Gives the value back, without keeping a large one alive where that can be had."""
+    """Make a function that gives the value back, and does not keep it alive where that is possible."""
     try:
         return weakref.ref(value)
     except TypeError:

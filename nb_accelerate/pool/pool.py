@@ -1,4 +1,4 @@
-"""A pool: ranks that stay, and run one cell after the other."""
+"""A pool: ranks that stay, and run one cell after the other. One class, with a method for each thing users can do."""
 
 from __future__ import annotations
 
@@ -8,36 +8,33 @@ import functools
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from nb_accelerate.display import choose_front_end
-from nb_accelerate.errors import ShippingError, TooLargeError
-from nb_accelerate.pool.group import RankGroup
-from nb_accelerate.pool.lifecycle import State, move
-from nb_accelerate.pool.names import names_in
-from nb_accelerate.pool.namespace_sync import GIVEN, SHELLS, Ledger
+from nb_accelerate.pool.cell import Cell
+from nb_accelerate.pool.group import RankGroup, came_apart, result_of
+from nb_accelerate.pool.lifecycle import State, check, state_of
+from nb_accelerate.pool.namespace_sync import GIVEN, SHELLS, NamespaceSync
 from nb_accelerate.pool.options import CellOptions, PoolOptions
-from nb_accelerate.pool.outcome import came_apart, result_of, tell_failure
-from nb_accelerate.pool.panel import cell_panel
-from nb_accelerate.pool.rank_info import info, whereabouts
-from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
+from nb_accelerate.pool.shipping import pack_to_push
 from nb_accelerate.pool.starting import plan_pool
-from nb_accelerate.protocol.messages import Call, RunCell
+from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.shipping import pack
-from nb_accelerate.ranks.guarded import GuardedOutput
-from nb_accelerate.ranks.request_output import CellOutput
+from nb_accelerate.ranks.guard import GuardedOutput
+from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.sinks import sink_here
-from nb_accelerate.ranks.waiting import Interrupts, interrupts_go_to, wait_for
+from nb_accelerate.ranks.status import RankStatus, look_at, whereabouts
+from nb_accelerate.ranks.steps import StepKind
+from nb_accelerate.ranks.timeouts import Timeouts
+from nb_accelerate.ranks.waiting import Interrupts, interrupts_call, wait_for
 from nb_accelerate.worker import namespace as remote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nb_accelerate.pool.rank_info import RankInfo
+    from nb_accelerate.pool.rank import PoolRank
     from nb_accelerate.pool.source import CellSource
     from nb_accelerate.protocol.shipping import Packed
-    from nb_accelerate.ranks.proxy import Member
-    from nb_accelerate.ranks.request import Turn
+    from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.sinks import Sink
 
 
@@ -45,15 +42,20 @@ class Pool:
     """Ranks that stay. `start` it; `stop` it.
 
     One cell runs at a time. Methods are for the notebook's thread; `interrupt` is for any.
+
+    Attributes:
+        timeouts: how long the steps of what begins from now on may take.
     """
+
+    timeouts: ClassVar[Timeouts] = Timeouts(ask=0.2, cause=0.0, interrupt=0.4, quit=5.0, stacks=0.5)
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._state = State.STOPPED
         self._options = PoolOptions()
+        self._is_starting = False
         self._group: RankGroup | None = None
-        self._ledgers: dict[int, Ledger] = {}
-        self._running: Turn | None = None
+        self._syncs: dict[int, NamespaceSync] = {}
+        self._running: Request | None = None
         self._failed_rank: int | None = None
         self._apart_unseen = False
 
@@ -62,18 +64,29 @@ class Pool:
     @property
     def state(self) -> State:
         """What it is doing."""
-        self.wait(0)  # takes note of a cell that has ended in the background
-        return self._state
+        group = self._group
+        return state_of(
+            exists=group is not None,
+            starts=self._is_starting,
+            runs=self._is_busy,
+            lacks_ranks=group is not None and bool(group.missing),
+            is_apart=group is not None and group.is_apart,
+        )
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The ranks; None if there are none."""
+        return self._group
 
     @property
     def is_running(self) -> bool:
-        """Are there ranks?"""
-        return self._state is not State.STOPPED
+        """There are ranks."""
+        return self._group is not None or self._is_starting
 
     @property
     def is_idle(self) -> bool:
-        """Would ranks answer at once?"""
-        return self._state not in (State.STOPPED, State.STARTING) and not self._is_busy
+        """Ranks would answer at once."""
+        return self.state in (State.IDLE, State.APART, State.BROKEN)
 
     @property
     def world_size(self) -> int:
@@ -113,12 +126,13 @@ class Pool:
         options = options or PoolOptions()
         launch, plan = plan_pool(options)
         self._clear_away_what_failed()
-        self._move("start")
+        check(self.state, "start")
         with Interrupts() as interrupts:
             try:
                 self._options = options
-                self._group = RankGroup(launch, plan, self._on_loss)
-                self._bring_up(range(plan.num_processes), interrupts)
+                with self._starting():
+                    self._group = RankGroup(launch, plan, self._on_loss, lambda: self.timeouts)
+                    self._bring_up(range(plan.num_processes), interrupts)
             except BaseException:
                 self.stop()
                 raise
@@ -133,12 +147,10 @@ class Pool:
             return
         with Interrupts() as interrupts:
             if self._group is not None:
-                is_idle = not self._is_busy and self._state is not State.STARTING and self._group.why_it_failed is None
-                self._group.close(interrupts, ask=is_idle)
+                self._group.close(interrupts, ask=self.is_idle and self._group.why_it_failed is None)
                 self._group = None  # only now: what was broken off can be repeated
-            self._state = move(self._state, "stop")
             atexit.unregister(self.stop)
-            self._ledgers.clear()
+            self._syncs.clear()
             self._running = self._failed_rank = None
 
     def restart(self, rank: int | None = None) -> list[int]:
@@ -157,7 +169,7 @@ class Pool:
         if error is not None and rank is not None:
             raise error
         if not self.is_running and error is None:
-            self._move("repair")
+            check(self.state, "repair")
         if rank is None:
             options = self._options
             self.stop()
@@ -165,23 +177,21 @@ class Pool:
             return [*range(self.world_size)]
         group = self._the_group()
         group.check((rank,))
-        self.wait(0)  # takes note of a cell that has ended in the background
-        if self._is_busy:
-            self._move("repair")  # says that it cannot be now
+        check(self.state, "repair")
         new = sorted({rank, *group.missing})
         with Interrupts() as interrupts:
             for one in new:
                 group.remove(one, interrupts)
-            self._move("repair")
-            self._bring_up(new, interrupts)
+            with self._starting():
+                self._bring_up(new, interrupts)
         return new
 
     def lacking(self, rank: int) -> list[str]:
         """Names that cells bound on other ranks, and that this one has not."""
         others: set[str] = set()
-        for ledger in self._ledgers.values():
-            others |= ledger.own
-        return sorted(others - self._ledgers[rank].own)
+        for sync in self._syncs.values():
+            others |= sync.own
+        return sorted(others - self._syncs[rank].own)
 
     # Work.
 
@@ -210,12 +220,12 @@ class Pool:
             DeadlineError: it took too long.
             BaseException: what the cell raised on a rank.
         """
-        turn, begin = self._prepare(source, options, variables=variables, sink=sink)
-        crew = self._the_group().crew
-        with interrupts_go_to(crew, turn):
+        request, begin = self._prepare(source, options, variables=variables, sink=sink)
+        loop = self._the_group().loop
+        with interrupts_call(lambda: loop.interrupt(request)):
             begin()
-            wait_for(crew, turn)
-        return self.finish(turn)
+            wait_for(loop, request)
+        return self.finish(request)
 
     def begin(
         self,
@@ -225,14 +235,14 @@ class Pool:
         variables: Mapping[str, Any] | None = None,
         sink: Sink | None = None,
         tell: bool = False,
-    ) -> Turn:
+    ) -> Request:
         """Start a cell, and do not wait: see `run`. `finish` it, at some time.
 
         With `tell` its failure is said in the cell, since nobody may ask for the result.
         """
-        turn, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
+        request, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
         begin()
-        return turn
+        return request
 
     def _prepare(
         self,
@@ -242,91 +252,55 @@ class Pool:
         variables: Mapping[str, Any] | None,
         sink: Sink | None,
         tell: bool = False,
-    ) -> tuple[Turn, Callable[[], None]]:
-        """Everything that comes before the ranks are asked; gives the turn, and what begins it."""
+    ) -> tuple[Request, Callable[[], None]]:
+        """Do everything that comes before the ranks are asked; gives the request, and what begins it."""
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
         group = self._the_group()
-        members = group.chosen(options.ranks)
         sink = sink or sink_here()
-        ranks = [member.rank for member in members]
-        shown = CellOutput(ranks, sink, group.crew.ids, style=options.style, quiet=options.quiet)
+        shown = RequestOutput(
+            [rank.rank for rank in group.chosen(options.ranks)],
+            sink,
+            group.display_ids,
+            style=options.style,
+            quiet=options.quiet,
+            hold=self.timeouts.fold,
+        )
         output = GuardedOutput(shown, sink)
-        if self._state is State.APART:
+        if self.state is State.APART:
             self._meet_again(output)
-        self._check_names(options.send, variables)
-        ledgers = {member.rank: self._ledgers[member.rank] for member in members}
-        manifest = make_manifest(source.free, variables, ledgers, forced=options.send)
-        try:
-            self._say_what_is_own(manifest.own, ledgers, output)
-
-            def send(member: Member) -> None:
-                packed = manifest.packed_for(member.rank)
-                message = RunCell(
-                    code=source.code,
-                    filename=source.filename,
-                    source=source.text,
-                    above=source.above,
-                    is_python=source.is_python,
-                    names=packed.parcel if packed else None,
-                    wants_value=options.wants_values,
-                    wants_accelerator=source.wants_accelerator,
-                )
-                with contextlib.suppress(ConnectionError):  # it has just ended, which its status pipe tells
-                    member.handle.ask(message, packed.fds if packed else ())
-
-            turn = group.turn(members, send, timeout=options.timeout, say=output.say)
-            turn.attended = not tell
-            turn.callbacks.append(manifest.close)
-            if tell:
-                turn.callbacks.append(lambda: tell_failure(turn, output.say))
-            front_end = "off" if options.quiet else choose_front_end(options.progress)
-            panel = None
-            with output.guard:
-                interrupt = functools.partial(group.crew.interrupt, turn)
-                panel = cell_panel(turn, source.filename, group.plan, sink, interrupt, front_end)
-        except BaseException:
-            manifest.close()
-            raise
+        cell = Cell(source, options, group, self._syncs, variables, output, sink, in_background=tell)
+        cell.request.take_note = functools.partial(self._take_note, group, cell)
 
         def begin() -> None:
             try:
-                self._move("run")
+                check(self.state, "run")
             except BaseException:
-                manifest.close()
+                cell.close()
                 raise
-            self._running = turn
-            for shipment in manifest.shipments:
-                for rank in shipment.ranks:
-                    self._ledgers[rank].sent(shipment.values, shipment.uses)
-                    turn.sent[rank] = tuple(shipment.values)
-            group.crew.begin(turn, output, watch_for_hangs=True, panel=panel)
+            self._running = cell.request
+            cell.begin(self.timeouts)
 
-        return turn, begin
+        return cell.request, begin
 
-    def finish(self, turn: Turn) -> list[Any]:
+    def finish(self, request: Request) -> list[Any]:
         """Wait for the end of a cell; see `run`."""
         if self._group is not None:
-            wait_for(self._group.crew, turn)
-        self._settle(turn)
-        return result_of(turn)
+            wait_for(self._group.loop, request)
+            self._clear_away_what_failed()
+        return result_of(request)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no cell runs, one in the background say. True if none does."""
-        turn = self._running
-        if turn is None:
-            return True
-        if not turn.done.wait(timeout):
-            return False
-        self._settle(turn)
-        return True
+        running = self._running
+        return running is None or running.done.wait(timeout)
 
     def interrupt(self) -> None:
         """Interrupt the cell that runs; a second time, kill ranks that cannot be interrupted. Any thread."""
-        turn, group = self._running, self._group
-        if turn is not None and group is not None:
-            group.crew.interrupt(turn)
+        request, group = self._running, self._group
+        if request is not None and group is not None:
+            group.loop.interrupt(request)
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
         """Define names on the ranks, also if they have their own of that name.
@@ -335,23 +309,12 @@ class Pool:
             ShippingError: a value cannot be pickled; says which part.
             TooLargeError: it is more than a gigabyte, and not said to be `large`.
         """
-        members = self._ready(ranks)
-        try:
-            packed = pack((remote.push, (dict(values),), {}), into_main=True, limit=None if large else SIZE_LIMIT)
-        except TooLargeError as error:
-            raise TooLargeError(
-                f"{', '.join(values)}: {error.size / 2**30:.1f} GiB would be copied to the ranks. To copy them: "
-                f"%distributed push {' '.join(values)} --large",
-                size=error.size,
-            ) from None
-        except ShippingError as error:
-            part = error.path.partition("]['")[2]  # its path begins with our own tuple
-            raise ShippingError(str(error).replace(error.path, f"['{part}"), path=f"['{part}") from error
-        uses = frozenset[str]().union(*(names_in(code) for code in packed.codes))
+        chosen = self._ready(ranks)
+        packed, uses = pack_to_push(values, large=large)
         with packed:
-            self._call(members, packed)
-        for member in members:
-            self._ledgers[member.rank].sent(values, uses)
+            self._call(chosen, packed)
+        for rank in chosen:
+            self._syncs[rank.rank].sent(values, uses)
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
         """Values of names: for each rank a list, in the order of `names`.
@@ -366,8 +329,8 @@ class Pool:
     def reset(self) -> None:
         """Delete all variables of the ranks."""
         self.call(remote.reset, (*GIVEN, *SHELLS))
-        for rank in self._ledgers:
-            self._ledgers[rank] = Ledger()
+        for rank in self._syncs:
+            self._syncs[rank] = NamespaceSync()
 
     def call(
         self,
@@ -382,57 +345,66 @@ class Pool:
             PoolError: there are no ranks.
             BaseException: what the function raised on a rank.
         """
-        members = self._ready(ranks)
+        chosen = self._ready(ranks)
         with pack((function, args, {}), name=getattr(function, "__name__", "function"), into_main=True) as packed:
-            return self._call(members, packed, timeout)
+            return self._call(chosen, packed, timeout)
 
-    def _call(self, members: Sequence[Member], packed: Packed, timeout: float | None = None) -> list[Any]:
-        def send(member: Member) -> None:
+    def _call(self, ranks: Sequence[PoolRank], packed: Packed, timeout: float | None = None) -> list[Any]:
+        def send(rank: PoolRank) -> None:
             with contextlib.suppress(ConnectionError):  # as above
-                member.handle.ask(Call(parcel=packed.parcel), packed.fds)
+                rank.handle.ask(Call(parcel=packed.parcel), packed.fds)
 
         group = self._the_group()
-        turn = group.turn(members, send, timeout=timeout)
+        request = group.request(ranks, send, timeout=timeout)
         try:
             with Interrupts() as interrupts:
-                return group.ask(turn, interrupts)
+                return group.ask(request, interrupts)
         finally:
-            if turn.was_cut and self.world_size > 1 and not group.missing:
-                self._move("broke off")
+            if StepKind.CUT in request.taken and self.world_size > 1:
+                group.is_apart = True
 
     # Looking.
 
-    def status(self) -> list[RankInfo]:
+    def status(self) -> list[RankStatus]:
         """What every rank is. Asks nothing of the ranks."""
-        group = self._the_group()
+        group, busy = self._the_group(), self._busy_ranks()
+        ranks = group.ranks
         return [
-            info(rank, group.members.get(rank), busy=rank in self._busy_ranks(), lost=group.how_it_ended(rank))
-            for rank in range(group.size)
+            look_at(ranks[number], busy=number in busy, device=ranks[number].device)
+            if number not in group.missing
+            else RankStatus(rank=number, pid=None, state="ended", doing=group.how_it_ended(number))
+            for number in range(group.size)
         ]
 
     def where(self) -> dict[int, str]:
         """Where every rank is, also while it runs a cell: in a few words, by rank."""
-        return whereabouts(self._the_group().members, self._busy_ranks())
+        return whereabouts(self._the_group().ranks, self._busy_ranks(), self.timeouts.stacks)
 
     def _busy_ranks(self) -> set[int]:
         busy = self._running
-        return set() if busy is None or busy.done.is_set() else {member.rank for member in busy.waiting}
+        return set() if busy is None or busy.done.is_set() else {rank.rank for rank in busy.waiting}
 
     # Inside.
 
-    def _move(self, event: str) -> None:
-        self._state = move(self._state, event)
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        self._is_starting = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
 
     @property
     def _is_busy(self) -> bool:
-        return self._running is not None and not self._running.done.is_set()
+        running = self._running
+        return running is not None and not running.done.is_set()
 
     def _the_group(self) -> RankGroup:
         error = self._clear_away_what_failed()
         if error is not None:
             raise error
         if self._group is None:
-            self._move("run")  # says what to do
+            check(State.STOPPED, "run")
             raise AssertionError
         return self._group
 
@@ -443,73 +415,37 @@ class Pool:
             self.stop()
         return error
 
-    def _ready(self, ranks: Sequence[int] | None) -> list[Member]:
+    def _ready(self, ranks: Sequence[int] | None) -> list[PoolRank]:
         group = self._the_group()
         self.wait()
         return group.chosen(ranks)
-
-    def _check_names(self, names: Sequence[str], variables: Mapping[str, Any]) -> None:
-        for name in names:
-            if name not in variables:
-                raise NameError(f"name {name!r} is not defined in the notebook, so it cannot be sent to the ranks")
 
     def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
         """Start these ranks, and have all of them meet."""
         group = self._the_group()
         for rank in ranks:
-            self._ledgers[rank] = Ledger()
-        try:
-            group.bring_up(ranks, interrupts)
-        except BaseException:
-            self._move("lost" if group.missing else "broke off")
-            raise
-        self._move("joined")
+            self._syncs[rank] = NamespaceSync()
+        group.bring_up(ranks, interrupts)
 
     def _meet_again(self, output: GuardedOutput) -> None:
-        self._move("repair")
         unseen, self._apart_unseen = self._apart_unseen, False
         began = time.monotonic()
-        with Interrupts() as interrupts:
+        with Interrupts() as interrupts, self._starting():
             self._bring_up((), interrupts)
         anew = f"the process group was made anew in {time.monotonic() - began:.1f} s; variables are kept"
         output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
-    def _settle(self, turn: Turn) -> None:
-        """A cell has ended: take note of what ranks bound, and of what it did to them."""
-        if self._running is not turn:
-            return
+    def _take_note(self, group: RankGroup, cell: Cell) -> None:
+        """In the loop's thread, when a cell ends: what it did to the ranks."""
+        cell.take_note()
+        request = cell.request
+        self._failed_rank = request.failed_rank if request.failed_rank is not None else self._failed_rank
+        if came_apart(request, group.ranks, group.plan.backend):
+            group.is_apart = True
+            self._apart_unseen = not request.incidents
         self._running = None
-        group = self._group
-        if group is None or self._clear_away_what_failed() is not None:
-            return
-        self._failed_rank = turn.failed_rank if turn.failed_rank is not None else self._failed_rank
-        for rank, end in turn.ends.items():
-            if not end.has_names:
-                self._ledgers[rank].unbound(turn.sent.get(rank, ()))
-            self._ledgers[rank].bound(end.bound)
-            self._ledgers[rank].unbound(end.unbound)
-        if group.missing:
-            self._move("lost")
-        elif came_apart(turn, group.members, group.plan.backend):
-            self._apart_unseen = not turn.troubles
-            self._move("broke off")
-        else:
-            self._move("ended")
 
     def _on_loss(self, error: BaseException) -> None:
-        """In the crew's thread: a rank has ended."""
-        if not self._is_busy and self._state in (State.IDLE, State.RUNNING, State.APART, State.BROKEN):
-            self._move("lost")
-            if self._group is not None:
-                self._group.crew.say(str(error))
-
-    def _say_what_is_own(self, own: Mapping[str, Any], ledgers: Mapping[int, Ledger], output: GuardedOutput) -> None:
-        news = [
-            name for name, value in sorted(own.items()) if sum(one.is_news(name, value) for one in ledgers.values())
-        ]
-        if news:
-            names = ", ".join(news)
-            output.say(
-                f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
-                f"%distributed push {' '.join(news)}"
-            )
+        """In the loop's thread: a rank has ended. While a cell runs, its error says so."""
+        if self._group is not None and not self._is_busy and not self._is_starting:
+            self._group.loop.say(str(error))

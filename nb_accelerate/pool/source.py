@@ -1,4 +1,4 @@
-"""A cell before it runs: its text, and what it reads. Nothing is run."""
+"""Reads a cell before it runs: its text, and the names it uses. Nothing is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CellSource:
         code: what ranks run, as it was written.
         filename: its name in tracebacks.
         text: all of the cell, with the line of the magic.
-        above: lines of it above the body.
+        above: number of lines of `text` above the body.
         free: names it reads.
         is_python: IPython has nothing to transform in it.
     """
@@ -37,7 +37,7 @@ class CellSource:
 
     @property
     def wants_accelerator(self) -> bool:
-        """Is the word in it?"""
+        """The cell uses the name ``accelerator``, or its text has the word."""
         return _ACCELERATOR.search(self.code) is not None or "accelerator" in self.free
 
 

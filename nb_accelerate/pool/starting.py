@@ -1,4 +1,4 @@
-"""How ranks of a pool come to be, and where they meet."""
+"""Starts ranks of a pool: how many on what, their processes, and the messages that set them up."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, PoolError
-from nb_accelerate.launch.environ import rank_environ, working_directory
-from nb_accelerate.launch.launch import notebook_sources
-from nb_accelerate.launch.local import RankHandle
+from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.plan import make_plan
-from nb_accelerate.protocol.messages import Join, Setup
+from nb_accelerate.launch.setup import make_setup, notebook_sources
+from nb_accelerate.protocol.messages import Join
 from nb_accelerate.protocol.shipping import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Meeting
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.pool.options import PoolOptions
-    from nb_accelerate.ranks.proxy import Member
+    from nb_accelerate.pool.rank import PoolRank
 
-WITHOUT_GPUS = 2
+RANKS_WITHOUT_GPUS = 2
 """Ranks on a machine without GPUs: enough to see that a program is distributed."""
 
 
@@ -48,13 +45,13 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
     _check_number(launch.num_processes or 1)
     plan = make_plan(launch, facts, may_copy=False)
     if number is None and plan.kind.is_host:
-        launch = replace(launch, num_processes=WITHOUT_GPUS)
+        launch = replace(launch, num_processes=RANKS_WITHOUT_GPUS)
         plan = make_plan(launch, facts, may_copy=False)
     return launch, plan
 
 
 def _check_number(ranks: int) -> None:
-    """Is it a slip of the fingers? Every rank is a process with PyTorch in it."""
+    """Refuse what is most likely a slip of the fingers: every rank is a process with PyTorch in it."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if ranks > most:
         raise ConfigError(
@@ -62,13 +59,13 @@ def _check_number(ranks: int) -> None:
         )
 
 
-def start_rank(server: RankServer, rank: int) -> RankHandle:
+def start_rank(server: RankServer, rank: int) -> LocalRank:
     """Have a rank forked; it waits for its `Setup`.
 
     Raises:
         StartError: the server is gone.
     """
-    handle = RankHandle(rank, local_rank=rank)
+    handle = LocalRank(rank, local_rank=rank)
     try:
         server.start([handle])
     except BaseException:
@@ -77,27 +74,18 @@ def start_rank(server: RankServer, rank: int) -> RankHandle:
     return handle
 
 
-def send_setup(members: Iterable[Member], options: LaunchOptions, plan: LaunchPlan, meeting: Meeting) -> None:
-    """Tell new ranks what they are."""
+def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, meeting: Meeting) -> None:
+    """Tell a new rank what it is."""
     with pack(notebook_sources()) as sources:
-        for member in members:
-            setup = Setup(
-                rank=member.rank,
-                environ=rank_environ(plan, meeting, member.rank, base=dict(os.environ), extra=options.env),
-                cwd=working_directory(),
-                sys_path=tuple(sys.path),
-                argv=tuple(sys.argv),
-                num_threads=plan.num_threads,
-                sources=sources.parcel,
-            )
-            with contextlib.suppress(OSError):  # it has ended already, which its status pipe tells
-                member.handle.channel.send(setup, sources.fds)
+        setup = make_setup(rank.handle, options, plan, meeting, sources.parcel)
+        with contextlib.suppress(OSError):  # it has ended already, which its status tells
+            rank.handle.channel.send(setup, sources.fds)
 
 
-def send_join(member: Member, meeting: Meeting, number: int) -> None:
+def send_join(rank: PoolRank, meeting: Meeting, number: int) -> None:
     """Tell a rank where the others are."""
-    alarm = member.take_alarm()
-    store, store_fd = meeting.store_for(member.rank)
+    alarm = rank.take_alarm()
+    store, store_fd = meeting.store_for(rank.rank)
     message = Join(
         meeting=number,
         environ={
@@ -112,7 +100,7 @@ def send_join(member: Member, meeting: Meeting, number: int) -> None:
     if store_fd >= 0:
         fds.append(store_fd)
     with contextlib.suppress(OSError):  # as above
-        member.handle.ask(message, fds)
+        rank.handle.ask(message, fds)
     if alarm is not None:
         alarm.close()
     if store_fd >= 0:

@@ -1,4 +1,4 @@
-"""What went wrong in a launch, and which of several things was the cause.
+"""What went wrong in a request, and which of several things was the cause.
 
 When a rank fails, the others fail because of it: their collective reports a closed connection a tenth of a second
 later, or never. What a user needs is the first cause, raised in the notebook with its own type, with the lines of
@@ -8,60 +8,106 @@ the cell and with what the other ranks were doing.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import os
 import re
 import signal
-import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import ANSI, render_report
 from nb_accelerate.diagnostics.stacks import where
-from nb_accelerate.display.words import named
+from nb_accelerate.display.view import Failure as PanelFailure
+from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.protocol.shipping import unpack
-from nb_accelerate.ranks.memory import HINT as OUT_OF_MEMORY
 
 if TYPE_CHECKING:
-    from nb_accelerate.launch.local import RankHandle
+    from collections.abc import Callable, Iterable, Mapping
+
+    from nb_accelerate.display.view import State
     from nb_accelerate.protocol.messages import ErrorReport, Failure
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.request import Request
 
 
 _EXIT_CODE = re.compile(r"-?[0-9]{1,10}")
 
+_OUT_OF_MEMORY = (
+    " The system's out-of-memory killer was at work meanwhile: the machine, or this container, is short of memory. "
+    "Use smaller batches, fewer loader workers or fewer ranks."
+)
 
-class Interrupted(KeyboardInterrupt):
-    """The user interrupted the launch, or stopped it, as its text says; a KeyboardInterrupt is what they get."""
+_OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
+_OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 
-class Overdue(Exception):  # noqa: N818 - never raised: it becomes a DeadlineError or a StartError
-    """The launch, or its start, took too long."""
+class IncidentKind(enum.Enum):
+    """What can end a request before its time."""
 
-    def __init__(self, *, seconds: float, ranks: tuple[int, ...], starting: bool) -> None:
-        super().__init__(seconds, ranks)
-        self.seconds = seconds
-        self.ranks = ranks
-        self.starting = starting
+    FAILED = "a rank answered with an exception"
+    DIED = "a rank has ended, or is of no use any more"
+    UNASKED = "a rank could not be asked"
+    NOT_STARTED = "ranks were not ready in time"
+    LATE = "ranks have not answered in time"
+    INTERRUPTED = "the user has interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """Something that ends a launch.
+    """Something that ends a request. A failure is rebuilt as an exception later, in the thread that asked.
 
     Attributes:
-        error: what to raise if this was the cause.
+        kind: what it is.
         when: `time.monotonic` of it.
         rank: whose, or None.
-        report: the traceback in the rank, if there is one.
-        peer_lost: it only says that another rank has gone.
+        failure: what the rank answered, and the descriptors of it.
+        error: why it could not be asked.
+        tail: its last output.
+        late: numbers of the ranks that were not ready or had not answered in time.
+        how: what the user has done.
+        is_consequence: it came after ranks were signalled.
+        out_of_memory: the system's out-of-memory killer was at work since the request began.
     """
 
-    error: BaseException
+    kind: IncidentKind
     when: float
-    rank: int | None = None
-    report: ErrorReport | None = None
-    peer_lost: bool = False
+    rank: RankProxy | None = None
+    failure: tuple[Failure, tuple[int, ...]] | None = None
+    error: BaseException | None = None
+    tail: str = ""
+    late: tuple[int, ...] = ()
+    how: str = ""
+    is_consequence: bool = False
+    out_of_memory: bool = False
+
+    @property
+    def peer_lost(self) -> bool:
+        """It only says that another rank has gone."""
+        return self.failure is not None and self.failure[0].peer_lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """How errors speak of a request.
+
+    Attributes:
+        what: was asked, as the subject of a sentence.
+        limit: its timeout, with ``{seconds}``.
+        after_end: what follows "rank 1 was ended by SIGKILL", up to the full stop.
+        unusable: type of the error about a rank that is of no use any more.
+        unseen: type of the error about a rank whose end went unseen.
+        when_hung: what can be done when ranks wait for one another in vain.
+    """
+
+    what: str = "the cell"
+    limit: str = "{seconds:g} s"
+    after_end: Callable[[RankProxy], str] = lambda _: ""
+    unusable: type[LaunchError] = LaunchError
+    unseen: type[LaunchError] = StartError
+    when_hung: str = "Interrupt it to end it"
 
 
 class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an error, not an error
@@ -71,35 +117,113 @@ class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an er
         return f"\n{self.args[0]}"
 
 
-def died(handle: RankHandle, output: str, *, started: bool, out_of_memory: bool) -> Incident:
-    """A rank's process ended without an answer."""
-    error = _death(handle, output, started=started, out_of_memory=out_of_memory)
-    return Incident(error=error, when=time.monotonic(), rank=handle.rank)
+def oom_kills(counters: tuple[Path, ...] = _OOM_COUNTERS) -> int:
+    """Count the processes that the out-of-memory killer has ended since the system, or the container, started."""
+    return sum(_count(path) for path in counters)
 
 
-def unreadable(handle: RankHandle, error: Exception) -> Incident:
-    """A message of a rank cannot be read, and it may have been its answer."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    problem = LaunchError(
-        f"what rank {handle.rank} sent to the notebook cannot be read ({said}), so the launch was ended"
-    )
-    problem.__cause__ = error
-    return Incident(error=problem, when=time.monotonic(), rank=handle.rank)
+def _count(path: Path) -> int:
+    try:
+        found = _OOM_KILLS.search(path.read_bytes())
+    except OSError:  # not Linux, or no such controller
+        return 0
+    return int(found[1]) if found else 0
 
 
-def _death(handle: RankHandle, output: str, *, started: bool, out_of_memory: bool) -> BaseException:
-    rank, exitcode = handle.rank, handle.exitcode
-    said = f" Its last output was:\n{output.rstrip()}" if output.strip() else ""
+def first_cause(incidents: Iterable[Incident]) -> Incident:
+    """Find the cause of what happened.
+
+    An interrupt wins over everything, since it is what the user did. Otherwise the earliest incident does. One that
+    only says that a peer has gone comes after all others, and what came after ranks were signalled comes last.
+    """
+
+    def order(incident: Incident) -> tuple[bool, bool, bool, float]:
+        interrupted = incident.kind is IncidentKind.INTERRUPTED
+        return not interrupted, incident.is_consequence, incident.peer_lost, incident.when
+
+    return min(incidents, key=order)
+
+
+def error_of(request: Request, *others: Request) -> BaseException | None:
+    """Build the exception to raise for a request that is done; None if all went well.
+
+    Users' code may run in here, where an exception of theirs is rebuilt: not for the loop's thread.
+
+    Args:
+        request: what the ranks were asked.
+        others: requests to the same ranks that followed it: an interrupt may have come in one of them.
+    """
+    for one in (request, *others):
+        if one.failure is not None:
+            return one.failure
+    incidents = [incident for one in (request, *others) for incident in one.incidents]
+    if not incidents:
+        return None
+    cause = first_cause(incidents)
+    wording, world_size = request.wording, request.world_size
+    if cause.kind is IncidentKind.INTERRUPTED:
+        return interrupted(f"{wording.what} was {cause.how}")
+    number = cause.rank.rank if cause.rank is not None else None
+    stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
+    footer = whereabouts(stacks)
+    if cause.failure is not None and cause.rank is not None:
+        failure, fds = cause.failure
+        request.take(cause.rank.rank)
+        error = rebuild(cause.rank.rank, failure, fds, cause.tail)
+        _add_stacks(error, stacks)
+        show_traceback_of_rank(error, failure.report, cause.rank.rank, world_size, footer)
+        return error
+    error = _error_without_report(cause, request, stacks)
+    _add_stacks(error, stacks)
+    add_note(error, footer)
+    return error
+
+
+def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int, str]) -> BaseException:
+    if cause.error is not None:
+        return cause.error
+    if cause.rank is not None:
+        return death(cause.rank, request.wording, cause.tail, out_of_memory=cause.out_of_memory)
+    text = _lateness(cause, request)
+    return StartError(text) if cause.kind is IncidentKind.NOT_STARTED else DeadlineError(text, stacks=dict(stacks))
+
+
+def _lateness(cause: Incident, request: Request) -> str:
+    late = f"{named(cause.late)} of {request.world_size}"
+    if cause.kind is IncidentKind.NOT_STARTED:
+        return f"{late} could not be started within {request.start:g} s"
+    limit = request.wording.limit.format(seconds=request.timeout)
+    return f"{request.wording.what} took longer than {limit}; {label(cause.late)} had not finished"
+
+
+def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
+    if isinstance(error, (RankDiedError, RemoteError)):
+        error.stacks = dict(stacks)
+
+
+def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
+    """Build the error about a rank that has ended, or is of no use any more.
+
+    Args:
+        rank: which has.
+        wording: how to speak of it.
+        tail: its last output.
+        out_of_memory: the system's out-of-memory killer was at work.
+    """
+    number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
+    said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
+    if rank.why_lost:
+        return wording.unusable(f"rank {number} is lost: {rank.why_lost}{after}.{said}")
     if exitcode is None:
-        return StartError(f"rank {rank} is lost: {handle.lost}.{said}")
-    doing = "while it ran" if started else "while it was being set up"
-    if exitcode >= 0:
-        how = f"ended with exit code {exitcode} {doing}, before the function returned"
-    else:
-        how = f"was ended by {signal_name(-exitcode)} {doing}"
-    if exitcode == -signal.SIGKILL and out_of_memory:
-        said = f" {OUT_OF_MEMORY}{said}"
-    return RankDiedError(f"rank {rank} {how}.{said}", rank=rank, exitcode=exitcode, output=output)
+        return wording.unseen(f"rank {number} is lost: {rank.handle.lost}{after}.{said}")
+    how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
+    hint = _OUT_OF_MEMORY if exitcode == -signal.SIGKILL and out_of_memory else ""
+    return RankDiedError(f"rank {number} {how}{after}.{hint}{said}", rank=number, exitcode=exitcode, output=tail)
+
+
+def how_it_ended(rank: RankProxy, wording: Wording) -> str:
+    """Say in a few words how a rank has ended, without its consequences."""
+    return str(death(rank, wording)).split(". ", maxsplit=1)[0].removesuffix(".")
 
 
 def signal_name(number: int) -> str:
@@ -112,18 +236,15 @@ def signal_name(number: int) -> str:
     return f"{name} ({meaning})" if meaning and meaning != "unknown signal" else name
 
 
-def failed(handle: RankHandle, failure: Failure, fds: tuple[int, ...], output: str) -> Incident:
-    """A rank answered with an exception."""
-    return Incident(
-        error=_rebuild(handle.rank, failure, fds, output),
-        when=failure.when,
-        rank=handle.rank,
-        report=failure.report,
-        peer_lost=failure.peer_lost,
-    )
+def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
+    """Rebuild the exception that a rank has answered with, which may run users' code.
 
-
-def _rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
+    Args:
+        rank: its number.
+        failure: the answer.
+        fds: descriptors that came with it, which this closes.
+        output: the rank's last output.
+    """
     report = failure.report
     if report.type_name == "SystemExit" and failure.result_of_call:
         code = int(report.message) if _EXIT_CODE.fullmatch(report.message) else 1
@@ -148,30 +269,6 @@ def _remote(rank: int, report: ErrorReport, output: str) -> RemoteError:
     return RemoteError(text, rank=rank, type_name=report.type_name, output=output)
 
 
-def first_cause(incidents: list[Incident], world_size: int, stacks: dict[int, str]) -> BaseException:
-    """The exception to raise for what happened.
-
-    An interrupt wins over everything, since it is what the user did. Otherwise the earliest incident does, and one
-    that only says that a peer has gone comes after all others.
-    """
-    for incident in incidents:
-        if isinstance(incident.error, Interrupted):
-            return interrupted(f"the launch was {incident.error}")
-    cause = min(incidents, key=lambda incident: (incident.peer_lost, incident.when))
-    others = {rank: dump for rank, dump in stacks.items() if rank != cause.rank}
-    if isinstance(cause.error, Overdue):
-        return _deadline(cause.error, world_size, others)
-    error = cause.error
-    if isinstance(error, (RankDiedError, RemoteError)):
-        error.stacks = others
-    footer = whereabouts(others)
-    if cause.report is not None and cause.rank is not None:
-        _show_traceback_of_rank(error, cause.report, cause.rank, world_size, footer)
-    elif footer:
-        add_note(error, footer)
-    return error
-
-
 def interrupted(text: str) -> KeyboardInterrupt:
     """What the user gets who interrupts: in a notebook one line, and not where we were while we waited."""
     error = KeyboardInterrupt(text)
@@ -180,17 +277,7 @@ def interrupted(text: str) -> KeyboardInterrupt:
     return error
 
 
-def _deadline(overdue: Overdue, world_size: int, stacks: dict[int, str]) -> BaseException:
-    ranks = f"rank{'s' if len(overdue.ranks) > 1 else ''} {', '.join(map(str, overdue.ranks))} of {world_size}"
-    if overdue.starting:
-        return StartError(f"{ranks} could not be started within {overdue.seconds:g} s")
-    text = f"the launch took longer than timeout={overdue.seconds:g} s; {ranks} had not returned"
-    error = DeadlineError(text, stacks=stacks)
-    add_note(error, whereabouts(stacks))
-    return error
-
-
-def whereabouts(stacks: dict[int, str]) -> str:
+def whereabouts(stacks: Mapping[int, str]) -> str:
     """``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``; equal places said once."""
     places: dict[str, list[int]] = {}
     for rank, dump in sorted(stacks.items()):
@@ -218,7 +305,7 @@ def add_note(error: BaseException, note: str) -> None:
             error.__notes__ = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
 
 
-def _show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int, world_size: int, footer: str) -> None:
+def show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int, world_size: int, footer: str) -> None:
     """What IPython and plain Python print is the traceback in the rank, not our own waiting for it."""
     title = f"rank {rank} of {world_size}"
     add_note(error, f"Raised by {title}.")
@@ -233,3 +320,44 @@ def _show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int
 
 def _lines(report: ErrorReport, title: str, footer: str) -> list[str]:
     return render_report(report, title=title, footer=footer, style=ANSI).split("\n")
+
+
+def ended_as(request: Request) -> tuple[State, PanelFailure | None]:
+    """Say how a request has ended, for its panel. Runs no code of users."""
+    if request.failure is not None:
+        return "failed", PanelFailure(title=_sentence(summary(request.failure)))
+    if not request.incidents:
+        return "done", None
+    cause = first_cause(request.incidents)
+    if cause.kind is IncidentKind.INTERRUPTED:
+        return "interrupted", None
+    rank = cause.rank.rank if cause.rank is not None else None
+    if cause.failure is not None and rank is not None:
+        report = cause.failure[0].report
+        said = _one_line(f"{report.type_name}: {report.message}")
+        details = render_report(report, title=f"rank {rank} of {request.world_size}")
+        title = f"Rank {rank} failed: {said}"
+        return "failed", PanelFailure(title=title, rank=rank, label=f"traceback of rank {rank}", details=details)
+    return "failed", PanelFailure(title=_sentence(said_of(cause, request)), rank=rank)
+
+
+def said_of(cause: Incident, request: Request) -> str:
+    """Say in one line what went wrong, without rebuilding an exception of users."""
+    if cause.kind is IncidentKind.INTERRUPTED:
+        return f"{request.wording.what} was {cause.how}"
+    if cause.failure is not None and cause.rank is not None:
+        report = cause.failure[0].report
+        return f"rank {cause.rank.rank} failed: {_one_line(f'{report.type_name}: {report.message}')}"
+    if cause.error is not None:
+        return summary(cause.error)
+    if cause.rank is not None:
+        return how_it_ended(cause.rank, request.wording)
+    return _lateness(cause, request)
+
+
+def _one_line(text: str) -> str:
+    return text.rstrip(": ").split("\n")[0]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

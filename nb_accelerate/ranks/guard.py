@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from nb_accelerate.protocol.messages import Display
+    from nb_accelerate.protocol.output import StreamName
+    from nb_accelerate.ranks.request_output import RequestOutput
     from nb_accelerate.ranks.sinks import Sink
 
 logger = logging.getLogger(__name__)
 
-_RETRY = 0.5
-"""Seconds. What is due and fails stays due: without a pause it would be tried again without end."""
+_RETRY_AFTER = 0.5
+"""Seconds until output that was due and failed is tried again: it stays due."""
 
-_LONGEST = 300
-"""Characters of an error's text."""
+_LONGEST_TEXT = 300
+"""Characters of an error's text that are shown."""
 
 
 class OutputGuard:
@@ -46,7 +49,7 @@ class OutputGuard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.retry_at = time.monotonic() + _RETRY
+        self.retry_at = time.monotonic() + _RETRY_AFTER
         logger.info("Output of ranks could not be shown.", exc_info=error)
         if not self._has_told:
             self._has_told = True
@@ -66,9 +69,75 @@ class OutputGuard:
                 logger.warning(line)
 
 
+class GuardedOutput:
+    """A `RequestOutput` as the loop uses it: errors cost output, and no method raises.
+
+    Args:
+        output: of the request.
+        sink: where it goes; takes the line about the first error.
+
+    Attributes:
+        guard: for what else is done to show the output.
+        alone: see `RequestOutput`.
+    """
+
+    def __init__(self, output: RequestOutput, sink: Sink) -> None:
+        self._output = output
+        self.guard = OutputGuard(sink)
+        self.alone = output.alone
+
+    @property
+    def due(self) -> float:
+        """When `flush` has something to do, as `time.monotonic`."""
+        due = float("inf")
+        with self.guard:
+            due = self._output.due
+        return max(due, self.guard.retry_at)
+
+    def text(self, rank: int, stream: StreamName, text: str) -> None:
+        """See `RequestOutput.text`."""
+        with self.guard:
+            self._output.text(rank, stream, text)
+
+    def redrawing(self, rank: int, line: str) -> None:
+        """See `RequestOutput.redrawing`."""
+        with self.guard:
+            self._output.redrawing(rank, line)
+
+    def display(self, rank: int, display: Display) -> None:
+        """See `RequestOutput.display`."""
+        with self.guard:
+            self._output.display(rank, display)
+
+    def say(self, line: str) -> None:
+        """See `RequestOutput.say`."""
+        with self.guard:
+            self._output.say(line)
+
+    def note(self, line: str) -> None:
+        """See `RequestOutput.note`."""
+        with self.guard:
+            self._output.note(line)
+
+    def flush(self) -> None:
+        """See `RequestOutput.flush`."""
+        with self.guard:
+            self._output.flush()
+
+    def finish(self) -> None:
+        """See `RequestOutput.finish`."""
+        with self.guard:
+            self._output.finish()
+
+    def close(self) -> None:
+        """See `RequestOutput.close`."""
+        with self.guard:
+            self._output.close()
+
+
 def _line(error: Exception) -> str:
     try:
-        said = " ".join(str(error).split())[:_LONGEST]
+        said = " ".join(str(error).split())[:_LONGEST_TEXT]
     except Exception:  # an exception whose text cannot be made either
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,7 +1,7 @@
 """Says who waits for whom when nothing moves any more.
 
-A cell that trains for an hour without printing is no hang. Ranks that wait in a collective while another rank has
-ended the cell, or is somewhere else and stays there, are one.
+Ranks that train for an hour without printing do not hang. Ranks that wait in a collective while another rank has
+come to its end, or is somewhere else and stays there, do.
 """
 
 from __future__ import annotations
@@ -9,68 +9,88 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.diagnostics.stacks import where
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display.words import label
+from nb_accelerate.ranks.steps import ask_for_stacks
+from nb_accelerate.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.ranks.request import Turn
-
-QUIET = 3.0
-"""Seconds without output or answers after which ranks are asked where they are."""
-
-_ANSWER = 0.3
-"""Seconds the stacks take to arrive."""
+    from nb_accelerate.ranks.request import Request
+    from nb_accelerate.ranks.timeouts import Timeouts
 
 
 class HangWatch:
-    """Watches one cell; lives in the pool's thread. `act` when `due`."""
+    """Watches one request, in the loop's thread. Call `act` when it is `due`.
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+    Args:
+        request: that has begun.
+        timeouts: ``quiet`` and ``stacks`` of them.
+    """
+
+    def __init__(self, request: Request, timeouts: Timeouts) -> None:
+        self._request = request
+        self._timeouts = timeouts
         self._asked = False
         self._seen: Mapping[int, str] = {}
         self._said = False
-        self.due = time.monotonic() + QUIET
+        self._progress: tuple[object, ...] | None = None
+        self.due = time.monotonic() + timeouts.quiet / 2  # then how far the ranks are is read for the first time
 
     def moved(self) -> None:
-        """Something came from a rank."""
+        """Take note that something came from a rank."""
         if not self._asked:
-            self.due = time.monotonic() + QUIET
+            self.due = time.monotonic() + self._timeouts.quiet
 
     def act(self) -> None:
-        """Ask, or look at what was answered."""
-        turn = self._turn
-        if turn.stage is not None:  # it is being ended already
-            self.due = float("inf")
-        elif not self._asked:
-            self._asked = True
-            self.due = time.monotonic() + _ANSWER
-            for member in turn.waiting:
-                member.stacks.clear()
-                member.handle.signal(DUMP_SIGNAL)
-        else:
+        """Ask the ranks where they are, or look at what they answered."""
+        request, now = self._request, time.monotonic()
+        if request.step is not None or self._said:
+            self.due = NEVER
+        elif self._asked:
             self._asked = False
-            self.due = time.monotonic() + QUIET
-            dumps = {member.rank: bytes(member.stacks).decode(errors="replace") for member in turn.waiting}
-            places = {rank: where(dump) for rank, dump in dumps.items()}
-            finished = sorted(turn.answers)
-            if (finished or places == self._seen) and not self._said:
-                text = verdict(dumps, finished)
-                if text:
-                    self._said = True
-                    turn.say(text)
-            self._seen = places
+            self.due = now + self._timeouts.quiet
+            self._look()
+        elif self._progress is None:
+            self._progress = self._read_progress()
+            self.due = now + self._timeouts.quiet / 2
+        elif self._has_progressed():
+            self.due = now + self._timeouts.quiet
+        else:
+            self._asked = True
+            self.due = now + self._timeouts.stacks
+            for rank in request.waiting:
+                ask_for_stacks(rank)
+
+    def _has_progressed(self) -> bool:
+        before, self._progress = self._progress, self._read_progress()
+        return before != self._progress
+
+    def _read_progress(self) -> tuple[object, ...]:
+        samples = (rank.handle.board.read() for rank in self._request.ranks)
+        return tuple((one.loop, one.step, one.collectives, one.bars) for one in samples)
+
+    def _look(self) -> None:
+        request = self._request
+        dumps = {rank.rank: bytes(rank.stacks).decode(errors="replace") for rank in request.waiting}
+        places = {rank: where(dump) for rank, dump in dumps.items()}
+        finished = sorted(request.answers)
+        if finished or places == self._seen:
+            text = verdict(dumps, finished)
+            if text:
+                self._said = True
+                request.say(f"nothing has moved for {self._timeouts.quiet:g} s: {text}. {request.wording.when_hung}")
+        self._seen = places
 
 
 def verdict(dumps: Mapping[int, str], finished: list[int]) -> str:
-    """Who waits for whom, or "" if nobody waits in vain.
+    """Say who waits for whom; "" if nobody waits in vain.
 
     Args:
         dumps: stacks of the ranks that are still busy, by rank.
-        finished: ranks that have ended the cell.
+        finished: ranks that have come to their end.
     """
     waits = who_waits(dumps)
     waiting, elsewhere = waits.waiting, waits.elsewhere
@@ -79,8 +99,8 @@ def verdict(dumps: Mapping[int, str], finished: list[int]) -> str:
     parts = [f"{label(ranks)} wait{_s(ranks)} {place}" for place, ranks in waiting.items()]
     parts += [f"{label(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in elsewhere.items()]
     if finished:
-        parts.append(f"{label(finished)} ha{_s(finished) or 've'} ended the cell")
-    return f"nothing has moved for {QUIET:g} s: {'; '.join(parts)}. Interrupt the cell to go on; variables are kept"
+        parts.append(f"{label(finished)} {'has' if len(finished) == 1 else 'have'} come to the end")
+    return "; ".join(parts)
 
 
 def _s(ranks: list[int]) -> str:

@@ -1,18 +1,22 @@
-"""The ranks of a pool, and the one thread that listens to them.
+"""The one loop that waits for everything that can happen to ranks.
 
 ::
 
-    channel  --> Ready, Display, Ask ... --+
-    stdout, stderr --> the cell's output   |
-    stacks   --> where a rank is           +--> one selector, in one thread --> the turn that is on
-    status   --> a rank has ended          |
-    wake     --> what other threads ask ---+
-    deadlines -----------------------------+
+    channel  --> Ready, Result, Display, Ask ... --+
+    stdout, stderr --> the cell's output           |
+    stacks   --> where a rank is                   +--> one selector, in one thread --> requests --> done
+    status   --> a rank has ended                  |
+    wake     --> what other threads post ----------+
+    deadlines -------------------------------------+
 
-Everything below the public methods runs in that thread, so nothing here needs a lock but the queue of requests.
+A launch runs it in the calling thread, until its request is done (`run`); a pool in a thread of its own (`start`).
+Everything below the public methods runs in that thread, so nothing here needs a lock but the queue of what is posted.
+
+It is one long class since all of it happens in one thread to the same ranks and requests.
 
 What fails in showing output costs output (`GuardedOutput`). A rank whose messages cannot be read is killed, and its
-death told like any other. If the thread itself ends before its time, it kills the ranks, and every wait fails at once.
+death told like any other. If a thread of its own ends before its time, it kills the ranks, and every wait fails at
+once.
 """
 
 from __future__ import annotations
@@ -20,205 +24,177 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import signal
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.pool.panel import outcome
-from nb_accelerate.protocol.messages import Ask, Display, GoesOn, Parcel, Ready, Result
-from nb_accelerate.ranks.display_ids import DisplayIds
+from nb_accelerate.protocol.messages import Ask, Display, GoesOn, Ready
+from nb_accelerate.ranks.failures import oom_kills
 from nb_accelerate.ranks.guard import OutputGuard
 from nb_accelerate.ranks.hang import HangWatch
-from nb_accelerate.ranks.input_requests import Question
-from nb_accelerate.ranks.proxy import Member
+from nb_accelerate.ranks.input_requests import InputRequest
+from nb_accelerate.ranks.posted import Posted
+from nb_accelerate.ranks.process_watch import ProcessWatch
+from nb_accelerate.ranks.request import Awaits
 from nb_accelerate.ranks.sources import Sources
+from nb_accelerate.ranks.steps import StepKind
+from nb_accelerate.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.display import Panel
-    from nb_accelerate.launch.local import RankHandle
     from nb_accelerate.protocol.output import StreamName
-    from nb_accelerate.ranks.guarded import GuardedOutput
-    from nb_accelerate.ranks.request import Turn
-    from nb_accelerate.ranks.waiting import Interrupts
+    from nb_accelerate.ranks.guard import GuardedOutput
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.request import Request
+    from nb_accelerate.ranks.timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
-_RUSH = 0.0003
-"""Seconds between two lots of output that follow one another at once."""
+_GATHER = 0.0003
+"""Seconds to let output gather when two lots of it follow one another faster than that."""
 
-_LUMP = 1 << 13
-"""Bytes that are worth waking up for."""
+_ENOUGH = 1 << 13
+"""Bytes of output that are worth waking up for."""
 
-_NEVER = float("inf")
+_OOM_KILLS_AGE = 1.0
+"""Seconds for which a count of the out-of-memory killer's victims is taken for the one of now."""
 
 _CLOSING = 5.0
 """Seconds for the thread to end; longer only if it writes to a rank that does not read."""
 
 
-class Crew:
-    """Ranks that were started, and the thread that owns them. `close` it.
+class RankLoop:
+    """Ranks that were started, and what waits for them. `close` it.
 
     Args:
+        monitor_interval: seconds between two looks for ranks that somebody has stopped, which sends no event; None
+            looks only while ranks are being ended.
+        monitor: called at each of these looks.
         on_loss: called, in the thread, when a rank has ended.
 
     Attributes:
-        members: by rank.
-        ids: of displays.
-        failure: why the thread has ended before its time.
+        ranks: by their number.
+        output: where what they say goes.
+        requests: that were begun and are not done.
+        failure: why its thread has ended before its time.
+        post: has something done in the thread, see `Posted.post`.
+        ended: its thread has.
+        observers: called in the thread after each event, before it looks at the deadlines. For tests, and for whoever
+            wants to act when something has happened and not at a time.
     """
 
-    def __init__(self, on_loss: Callable[[Member], None]) -> None:
-        self.members: dict[int, Member] = {}
-        self.ids = DisplayIds()
+    observers: ClassVar[list[Callable[[RankLoop], object]]] = []
+
+    def __init__(
+        self,
+        *,
+        monitor_interval: float | None = None,
+        monitor: Callable[[], object] = lambda: None,
+        on_loss: Callable[[RankProxy], object] = lambda _: None,
+    ) -> None:
+        self.ranks: dict[int, RankProxy] = {}
+        self.output: GuardedOutput | None = None
+        self.requests: list[Request] = []
         self.failure: BaseException | None = None
+        self._processes = ProcessWatch(monitor_interval, monitor)
         self._on_loss = on_loss
-        self._turn: Turn | None = None
-        self._hang: HangWatch | None = None
-        self._panel: Panel | None = None
-        self._output: GuardedOutput | None = None
+        self._hangs: dict[Request, HangWatch] = {}
         self._unshown = OutputGuard()
-        self._on_ends: list[Callable[[], None]] = []
-        self._requests: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
         self._ending = False
-        self._has_ended = False
         self._is_closed = False
         self._printed = False
         self._last_printed = 0.0
-        self._sources = Sources(self._on_bell)
-        self._thread = threading.Thread(target=self._run, name="nb_accelerate-pool", daemon=True)
-        self._thread.start()
+        self._oom_kills = 0
+        self._oom_kills_read_at = -NEVER
+        self._thread: threading.Thread | None = None
+        self._sources = Sources(lambda _: self._posted.run())
+        self._posted = Posted(lambda: self._sources.ring(b"!"))
+        self.post = self._posted.post
+        self.ended = self._posted.ended
 
     # For other threads.
 
-    def add(self, handle: RankHandle) -> Member:
+    def start(self) -> None:
+        """Run in a thread of its own, until `close`."""
+        self._thread = threading.Thread(target=self._run, name="nb_accelerate-ranks", daemon=True)
+        self._thread.start()
+
+    def run(self, request: Request) -> None:
+        """Run in the calling thread until a request, which was begun, is done."""
+        while not request.done.is_set():
+            self._wait_once()
+
+    def add(self, rank: RankProxy) -> None:
         """Watch over a rank that was started; it takes the place of one that has ended.
 
-        The handle is the crew's from here on, also if this fails.
+        The rank is the loop's from here on, also if this fails.
 
         Raises:
             PoolError: the thread has ended.
         """
         try:
-            member = Member(handle, self._emit, self._on_display)
-        except BaseException:
-            handle.close()
-            raise
-        try:
-            self._do(lambda: self._add(member))
+            self._do(lambda: self._add(rank))
         except BaseException:  # also one that broke off the wait for it
-            self._post(lambda: self._remove(member), lambda: self._let_go(member))
+            self.post(lambda: self._remove(rank), lambda: self._let_go(rank))
             raise
-        return member
 
-    def remove(self, member: Member) -> None:
+    def remove(self, rank: RankProxy) -> None:
         """Forget a rank that has ended.
 
         Raises:
             PoolError: the thread has ended.
         """
-        self._do(lambda: self._remove(member))
+        self._do(lambda: self._remove(rank))
 
-    def begin(
-        self,
-        turn: Turn,
-        output: GuardedOutput | None = None,
-        *,
-        watch_for_hangs: bool = False,
-        panel: Panel | None = None,
-    ) -> None:
-        """Ask ranks to do something. One turn at a time: the one before is done.
+    def begin(self, request: Request, output: GuardedOutput | None = None, *, hangs: Timeouts | None = None) -> None:
+        """Ask ranks to do something: at once if there is no thread of its own, which is for the one that calls `run`.
 
-        If the thread has ended, the turn is done at once, and has failed.
+        If the thread has ended, the request is done at once, and has failed.
 
         Args:
-            turn: what to ask.
-            output: where their output goes from now on, also after the turn.
-            watch_for_hangs: say who waits for whom when nothing moves.
-            panel: shows how far the ranks are.
+            request: what to ask.
+            output: where what all ranks say goes from now on, also after the request; None leaves it as it is.
+            hangs: say who waits for whom when nothing moves for so long; None never does.
         """
-        self._post(
-            lambda: self._begin(turn, output, panel, watch_for_hangs=watch_for_hangs),
-            lambda: turn.fail(self.why_it_ended),
-        )
+        if self._thread is None:
+            self._begin(request, output, hangs)
+        else:
+            self.post(lambda: self._begin(request, output, hangs), lambda: request.fail(self.why_it_ended))
 
-    def interrupt(self, turn: Turn) -> None:
-        """End a turn early. Any thread, also a signal handler."""
-        self._post(lambda: self._interrupt(turn))
+    def interrupt(self, *requests: Request, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
+        """End the first of these requests that is not done. Any thread, also a signal handler.
+
+        Args:
+            requests: in the order in which they are begun.
+            kind: the step to go to.
+            how: what the user has done.
+        """
+        self.post(lambda: self._interrupt(requests, kind, how))
 
     def say(self, line: str) -> None:
         """Tell the user something, where the last output went. In the thread itself too."""
-        self._post(lambda: self._output.say(line) if self._output else None)
-
-    def wait_for_end(self, members: list[Member], seconds: float, interrupts: Interrupts) -> bool:
-        """Wait until these ranks have ended, at most so long, and until an interrupt. True if they have."""
-        ended = threading.Event()
-
-        def look() -> None:
-            if self._has_ended or all(member.handle.ended for member in members):
-                ended.set()
-
-        self._post(lambda: self._on_ends.append(look), ended.set)
-        self._post(look, ended.set)
-        try:
-            with interrupts.go_to(ended.set):
-                ended.wait(seconds)
-        finally:
-            self._post(lambda: self._on_ends.remove(look))
-        return all(member.handle.ended for member in members)
+        self.post(lambda: self.output.say(line) if self.output else None)
 
     def close(self) -> None:
-        """End the thread and let go of every rank; those that live see the end of their channels. Can be repeated."""
+        """End the thread, kill the ranks that live, and let go of all. Can be repeated."""
         self._ending = True
-        self._post(lambda: None)
-        self._thread.join(_CLOSING)
+        if self._thread is not None:
+            self.post(lambda: None)
+            self._thread.join(_CLOSING)
+            if self._thread.is_alive():
+                # What it holds cannot be closed under its hands. It is told to end, and does when it can.
+                logger.warning("The thread that listens to the ranks does not end; it is left to itself.")
+                return
         if self._is_closed:
             return
-        if self._thread.is_alive():
-            # What it holds cannot be closed under its hands. It is told to end, and does when it can.
-            logger.warning("The thread that listens to the ranks does not end; it is left to itself.")
-            return
         self._is_closed = True
-        if self._output is not None:
-            self._output.close()
-        while self.members:
-            self.members.popitem()[1].close()
+        for rank in self.ranks.values():
+            self._kill(rank)
+        while self.ranks:
+            self.ranks.popitem()[1].close()
         self._sources.close()
-
-    def _post(self, action: Callable[[], None], refuse: Callable[[], object] = lambda: None) -> None:
-        """Have something done in the thread; `refuse` is called instead if that has ended."""
-        self._requests.append((action, refuse))
-        self._sources.ring(b"!")
-        if self._has_ended:  # maybe just now, so that both may see what was asked: each request is taken once
-            self._refuse_requests()
-
-    def _refuse_requests(self) -> None:
-        while True:
-            try:
-                _, refuse = self._requests.popleft()
-            except IndexError:
-                return
-            refuse()
-
-    def _do(self, action: Callable[[], object]) -> None:
-        """Run something in the thread, wait until it is done, and raise what it raises."""
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                action()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._post(run, lambda: done.set_exception(self.why_it_ended))
-        done.result()
 
     @property
     def why_it_ended(self) -> PoolError:
@@ -232,219 +208,252 @@ class Crew:
         error.__cause__ = self.failure
         return error
 
+    def _do(self, action: Callable[[], object]) -> None:
+        """Do something in the thread, and wait until it is done."""
+        if self._thread is None:
+            action()
+        else:
+            self._posted.do(action, lambda: self.why_it_ended)
+
     # The thread.
 
     def _run(self) -> None:
         try:
             while not self._ending:
-                self._act_on_deadlines()
-                self._sources.wait(self._next_deadline() - time.monotonic())
-                self._see_whether_turn_is_done()
-                self._let_output_gather()
+                self._wait_once()
         except BaseException as error:
             logger.exception("The thread that listens to the ranks has failed; they are ended.")
             self.failure = error
-            for member in list(self.members.values()):
-                self._kill(member)
+            for rank in list(self.ranks.values()):
+                self._kill(rank)
         finally:
-            self._has_ended = True
-            if self._turn is not None:
-                self._turn.fail(self.why_it_ended)
-            for look in list(self._on_ends):
-                look()
-            self._refuse_requests()
+            for request in self.requests:
+                request.fail(self.why_it_ended)
+            self._posted.end()
+
+    def _wait_once(self) -> None:
+        self._act_on_deadlines()
+        self._sources.wait(self._next_deadline() - time.monotonic())
+        self._finish_requests()
+        for observer in self.observers:
+            observer(self)
+        self._let_output_gather()
 
     def _let_output_gather(self) -> None:
-        """Where ranks print without end, read in lumps: waking up for every line takes time from the ranks."""
+        """Where ranks print without end, read in lots: waking up for every line takes time from the ranks."""
+        if not self._printed:
+            return
         now = time.monotonic()
-        if self._printed and now - self._last_printed < _RUSH:
-            time.sleep(_RUSH)
-        if self._printed:
-            self._last_printed, self._printed = now, False
+        if now - self._last_printed < _GATHER:
+            time.sleep(_GATHER)
+        self._last_printed, self._printed = now, False
 
-    def _on_bell(self, _: bytes) -> None:
-        while self._requests:
-            request = self._requests.popleft()
-            try:
-                request[0]()
-            except BaseException:
-                self._requests.appendleft(request)  # whoever waits for it is told when the thread ends
-                raise
-
-    def _add(self, member: Member) -> None:
+    def _add(self, rank: RankProxy) -> None:
+        handle = rank.handle
         try:
             for source, action in (
-                (member.handle.channel, self._on_channel),
-                (member.handle.stdout, self._on_stdout),
-                (member.handle.stderr, self._on_stderr),
-                (member.handle.stacks, self._on_stacks),
-                (member.handle.status, self._on_status),
+                (handle.channel, self._on_channel),
+                (handle.stdout, self._on_stdout),
+                (handle.stderr, self._on_stderr),
+                (handle.stacks, self._on_stacks),
+                (handle.status, self._on_status),
             ):
-                self._sources.add(source, functools.partial(action, member))
+                self._sources.add(source, functools.partial(action, rank))
         except BaseException:
-            self._forget(member)
+            self._forget(rank)
             raise
-        self.members[member.rank] = member
+        self.ranks[rank.rank] = rank
 
-    def _remove(self, member: Member) -> None:
-        self._forget(member)
-        self._let_go(member)
+    def _remove(self, rank: RankProxy) -> None:
+        self._forget(rank)
+        self._let_go(rank)
 
-    def _let_go(self, member: Member) -> None:
-        if self.members.get(member.rank) is member:
-            del self.members[member.rank]
-        member.close()
+    def _let_go(self, rank: RankProxy) -> None:
+        if self.ranks.get(rank.rank) is rank:
+            del self.ranks[rank.rank]
+        rank.close()
 
-    def _forget(self, member: Member) -> None:
-        handle = member.handle
+    def _forget(self, rank: RankProxy) -> None:
+        handle = rank.handle
         for source in (handle.channel, handle.stdout, handle.stderr, handle.stacks, handle.status):
             self._sources.drop(source)
 
-    def _begin(self, turn: Turn, output: GuardedOutput | None, panel: Panel | None, *, watch_for_hangs: bool) -> None:
-        assert self._turn is None
-        if output is not None and output is not self._output:
-            if self._output is not None:
-                self._output.close()
-            self._output = output
-        self._turn, self._panel = turn, panel
-        if watch_for_hangs:
-            self._hang = HangWatch(turn)
-        for member in turn.members:
-            member.output.alone = self._output is not None and self._output.alone
-        turn.begin()
+    def _begin(self, request: Request, output: GuardedOutput | None, hangs: Timeouts | None) -> None:
+        if output is not None and output is not self.output:
+            if self.output is not None:
+                self.output.close()
+            self.output = output
+        for rank in request.ranks:
+            rank.output.alone = self.output is not None and self.output.alone
+        self.requests.append(request)
+        request.oom_kills_before = self._recent_oom_kills()
+        request.begin()
+        if hangs is not None:
+            self._hangs[request] = HangWatch(request, hangs)
 
-    def _interrupt(self, turn: Turn) -> None:
-        if turn is self._turn:
-            turn.interrupt()
-        elif not turn.done.is_set():
-            turn.is_unwanted = True
+    def _recent_oom_kills(self) -> int:
+        """Not read for each of many short cells: that would take a tenth of their time."""
+        now = time.monotonic()
+        if now - self._oom_kills_read_at > _OOM_KILLS_AGE:
+            self._oom_kills, self._oom_kills_read_at = oom_kills(), now
+        return self._oom_kills
 
-    def _see_whether_turn_is_done(self) -> None:
-        turn = self._turn
-        if turn is None or turn.waiting:
-            return
-        for member in turn.members:
-            self._show(member.output.finish)
-        for callback in turn.callbacks:
-            self._show(callback)
-        if self._output is not None:
-            self._output.finish()
-        if self._panel is not None:
-            panel = self._panel
-            self._show(lambda: panel.finish(*outcome(turn)))
-        self._turn = self._hang = self._panel = None
-        turn.finish()
+    def _interrupt(self, requests: tuple[Request, ...], kind: StepKind, how: str) -> None:
+        for request in requests:
+            if request in self.requests:
+                request.interrupt(kind, how)
+                return
+            if not request.done.is_set():
+                request.is_unwanted = True
+                return
 
-    def _show(self, action: Callable[..., object], *arguments: Any) -> None:
+    def _finish_requests(self) -> None:
+        for request in [one for one in self.requests if not one.waiting]:
+            for rank in request.ranks:
+                self._show(rank.output.finish)
+            for callback in request.callbacks:
+                self._show(callback)
+            if self.output is not None:
+                self.output.finish()
+            if request.panel is not None:
+                self._show(request.finish_panel)
+            self.requests.remove(request)
+            self._hangs.pop(request, None)
+            request.take_note()
+            request.finish()
+
+    def _show(self, action: Any, *arguments: Any) -> None:
         """Do what is for the eye, and may fail."""
-        with self._unshown if self._output is None else self._output.guard:
+        with self._unshown if self.output is None else self.output.guard:
             action(*arguments)
 
+    # Deadlines.
+
     def _next_deadline(self) -> float:
-        return min(
-            self._turn.due if self._turn else _NEVER,
-            self._hang.due if self._hang else _NEVER,
-            self._output.due if self._output else _NEVER,
-            self._panel.due if self._panel else _NEVER,
-        )
+        due = min(self._processes.due, self.output.due if self.output else NEVER)
+        for request in self.requests:
+            due = min(due, request.due, request.panel.due if request.panel else NEVER)
+        for hang in self._hangs.values():
+            due = min(due, hang.due)
+        return due
 
     def _act_on_deadlines(self) -> None:
+        if any(one.is_being_ended for one in self.requests):
+            self._processes.look_soon()
         if self._next_deadline() > time.monotonic():
             return
         # What has come by now is not late, however long this thread was kept from reading it.
         self._sources.wait(0.0)
-        self._see_whether_turn_is_done()
+        self._finish_requests()
         now = time.monotonic()
-        if self._turn is not None and self._turn.due <= now:
-            self._turn.act()
-        if self._hang is not None and self._hang.due <= now:
-            hang = self._hang
-            self._show(hang.act)
-            if hang.due <= now:  # it did not come to its end
-                self._hang = None
-        if self._output is not None and self._output.due <= now:
-            self._output.flush()
-        if self._panel is not None and self._panel.due <= now:
-            self._panel.refresh()
+        for request in self.requests:
+            if request.due <= now:
+                request.act()
+        for request, hang in list(self._hangs.items()):
+            if hang.due <= now:
+                self._show(hang.act)
+                if hang.due <= now:  # it did not come to its end
+                    del self._hangs[request]
+        if self.output is not None and self.output.due <= now:
+            self.output.flush()
+        for request in self.requests:
+            if request.panel is not None and request.panel.due <= now:
+                request.panel.refresh()
+        if self._processes.due <= now:
+            self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
+        has_panel = any(one.panel is not None for one in self.requests)
+        is_ending = any(one.is_being_ended for one in self.requests)
+        say = (lambda _: None) if has_panel else self.say  # a panel says so by itself
+        for rank in self._processes.look([*self.ranks.values()], say, is_ending=is_ending):
+            self._lose(rank)
 
     # What ranks do.
 
-    def _on_channel(self, member: Member) -> None:
-        self._receive(member)
-        self._handle_answers(member)
+    def _on_channel(self, rank: RankProxy) -> None:
+        self._receive(rank)
+        self._handle_messages(rank)
 
-    def _receive(self, member: Member) -> None:
+    def _receive(self, rank: RankProxy) -> None:
         """Take what has come. Displays wait for their place in the output, the rest for the end of it."""
-        if member.handle.channel not in self._sources:
+        if rank.handle.channel not in self._sources:
             return
         try:
-            messages, is_open = member.handle.channel.drain()
+            messages, is_open = rank.handle.channel.drain()
         except Exception as error:  # what it sent may have been its answer: nobody could wait for it any more
-            self._cannot_read(member, error)
+            self._cannot_read(rank, error)
             return
         if not is_open:
-            self._sources.drop(member.handle.channel)
+            self._sources.drop(rank.handle.channel)
         for message, fds in messages:
             if isinstance(message, Display):
-                member.displays.append(message)
+                rank.displays.append(message)
             else:
-                member.inbox.append((message, fds))
+                rank.inbox.append((message, fds))
 
-    def _handle_answers(self, member: Member) -> None:
-        while member.inbox:
-            message, fds = member.inbox.popleft()
+    def _handle_messages(self, rank: RankProxy) -> None:
+        while rank.inbox:
+            message, fds = rank.inbox.popleft()
+            self._read_rest(rank)
+            request = self._request_of(rank)
             if isinstance(message, Ready):
-                member.is_ready = True
-                member.handle.pid = message.pid
-                message = Result(parcel=Parcel())
-            self._read_rest(member)
-            if isinstance(message, Ask):
-                self._asked(Question(member, message))
+                rank.is_ready = True
+                rank.handle.pid = message.pid
+                if request is not None:
+                    request.ready(rank)
+            elif isinstance(message, Ask):
+                self._on_input_request(InputRequest(rank, message), request)
             elif isinstance(message, GoesOn):
-                if self._turn is not None:
-                    self._turn.questions.goes_on(member.rank)
-            elif self._turn is not None:
-                self._turn.answered(member, message, fds)
+                if request is not None:
+                    request.input_requests.goes_on(rank.rank)
+            elif request is not None:
+                request.answered(rank, message, fds)
             else:  # of one that was given up
                 for fd in fds:
                     os.close(fd)
 
-    def _asked(self, question: Question) -> None:
+    def _request_of(self, rank: RankProxy) -> Request | None:
+        """The request that a message of this rank is about."""
+        return next((one for one in self.requests if one.awaits is not Awaits.END and rank in one.waiting), None)
+
+    def _on_input_request(self, asked: InputRequest, request: Request | None) -> None:
         """A debugger wants a line. What was printed before is to be seen first."""
-        if self._output is not None:
-            self._output.finish()
-        if self._turn is not None and self._turn.attended and self._turn.stage is None:
-            self._turn.questions.put(question)
+        if self.output is not None:
+            self.output.finish()
+        is_ending = request is not None and request.step is not None
+        if request is not None and request.attended and not is_ending:
+            request.input_requests.put(asked)
             return
-        if self._output is not None and (self._turn is None or self._turn.stage is None):
-            self._output.say(f"rank {question.member.rank} asks for input, which a cell in the background cannot have")
-        question.answer(None)
+        if self.output is not None and not is_ending:
+            self.output.say(f"rank {asked.rank.rank} asks for input, which a cell in the background cannot have")
+        asked.answer(None)
 
-    def _on_stdout(self, member: Member) -> None:
-        data = self._read(member.handle.stdout)
-        self._show(member.output.feed, data)
-        self._printed = self._printed or len(data) < _LUMP
-        self._moved(member)
-        self._handle_answers(member)
+    def _on_stdout(self, rank: RankProxy) -> None:
+        data = self._read(rank.handle.stdout)
+        self._show(rank.output.feed, data)
+        self._printed = self._printed or len(data) < _ENOUGH
+        self._moved(rank)
+        self._handle_messages(rank)
 
-    def _on_stderr(self, member: Member) -> None:
-        self._take_stderr(member, self._read(member.handle.stderr))
-        self._moved(member)
+    def _on_stderr(self, rank: RankProxy) -> None:
+        self._take_stderr(rank, self._read(rank.handle.stderr))
+        self._moved(rank)
 
-    def _take_stderr(self, member: Member, data: bytes) -> None:
+    def _take_stderr(self, rank: RankProxy, data: bytes) -> None:
         # Once connections were broken, C++ code complains about that at length.
-        if self._turn is None or not self._turn.was_cut:
-            self._show(member.output.feed_stderr, data)
+        if not any(StepKind.CUT in one.taken for one in self.requests):
+            self._show(rank.output.feed_stderr, data)
 
-    def _moved(self, member: Member) -> None:
-        if self._hang is not None:
-            self._hang.moved()
-        if self._output is not None:
-            self._output.redrawing(member.rank, member.output.unfinished("stderr"))
-            self._output.redrawing(member.rank, member.output.unfinished("stdout"))
+    def _moved(self, rank: RankProxy) -> None:
+        for hang in self._hangs.values():
+            hang.moved()
+        if self.output is not None:
+            self.output.redrawing(rank.rank, rank.output.unfinished("stderr"))
+            self.output.redrawing(rank.rank, rank.output.unfinished("stdout"))
 
-    def _on_stacks(self, member: Member) -> None:
-        member.stacks += self._read(member.handle.stacks)
+    def _on_stacks(self, rank: RankProxy) -> None:
+        rank.stacks += self._read(rank.handle.stacks)
 
     def _read(self, fd: int) -> bytes:
         try:
@@ -454,59 +463,60 @@ class Crew:
             self._sources.drop(fd)
             return b""
 
-    def _on_status(self, member: Member) -> None:
-        self._on_channel(member)
-        self._read_rest(member)
-        self._sources.drop(member.handle.status)
+    def _on_status(self, rank: RankProxy) -> None:
+        self._on_channel(rank)
+        self._read_rest(rank)
+        self._sources.drop(rank.handle.status)
         try:
-            member.handle.read_status()
+            rank.handle.read_end()
         except OSError:  # it has ended all the same, nobody knows how
-            member.handle.ended = True
-        self._show(member.output.finish)
-        if not member.why_lost:  # else that was told
-            self._lose(member)
-        for look in list(self._on_ends):
-            look()
+            rank.handle.ended = True
+        self._show(rank.output.finish)
+        if not rank.why_lost:  # else that was told
+            self._lose(rank)
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, rank: RankProxy) -> None:
         """A rank has ended, or is of no use any more."""
-        self._show(self._on_loss, member)
-        if self._turn is not None and member in self._turn.members:
-            self._turn.ended(member)
+        self._show(self._on_loss, rank)
+        for request in self.requests:
+            if rank in request.ranks:
+                request.ended(rank)
 
-    def _cannot_read(self, member: Member, error: Exception) -> None:
-        logger.warning("A message of rank %s cannot be read; it is killed.", member.rank, exc_info=error)
+    def _cannot_read(self, rank: RankProxy, error: Exception) -> None:
+        logger.warning("A message of rank %s cannot be read; it is killed.", rank.rank, exc_info=error)
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        member.why_lost = f"what it sent to the notebook cannot be read ({said}), so it was killed"
-        self._sources.drop(member.handle.channel)
-        self._kill(member)
-        self._lose(member)
+        rank.why_lost = f"what it sent to the notebook cannot be read ({said}), so it was killed"
+        self._sources.drop(rank.handle.channel)
+        self._kill(rank)
+        self._lose(rank)
 
-    def _kill(self, member: Member) -> None:
+    def _kill(self, rank: RankProxy) -> None:
         try:
-            member.handle.signal(signal.SIGKILL)
+            rank.handle.kill()
         except Exception:
-            logger.warning("Rank %s could not be killed.", member.rank, exc_info=True)
+            logger.warning("Rank %s could not be killed.", rank.rank, exc_info=True)
 
-    def _emit(self, rank: int, stream: StreamName, text: str) -> None:
-        if self._output is not None:
-            self._output.text(rank, stream, text)
+    def show_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:
+        """Show lines of a rank; called by its output."""
+        if self.output is not None:
+            self.output.text(rank.rank, stream, text)
 
-    def _on_display(self, member: Member) -> None:
-        if not member.displays:
-            self._receive(member)  # it was sent before its place was marked, so it is there
-        if member.displays:
-            display = member.displays.popleft()
-            if self._output is not None:
-                self._output.display(member.rank, display)
+    def show_display(self, rank: RankProxy) -> None:
+        """Show the next display of a rank, whose place in its output has come; called by its output."""
+        if not rank.displays:
+            self._receive(rank)  # it was sent before its place was marked, so it is there
+        if rank.displays:
+            display = rank.displays.popleft()
+            if self.output is not None:
+                self.output.display(rank.rank, display)
 
-    def _read_rest(self, member: Member) -> None:
-        """Everything a rank wrote before it answered, or ended."""
-        handle = member.handle
+    def _read_rest(self, rank: RankProxy) -> None:
+        """Read everything that a rank wrote before it answered, or ended."""
+        handle = rank.handle
         for fd, take in (
-            (handle.stdout, functools.partial(self._show, member.output.feed)),
-            (handle.stderr, functools.partial(self._take_stderr, member)),
-            (handle.stacks, member.stacks.extend),
+            (handle.stdout, functools.partial(self._show, rank.output.feed)),
+            (handle.stderr, functools.partial(self._take_stderr, rank)),
+            (handle.stacks, rank.stacks.extend),
         ):
             while fd in self._sources and (data := self._read(fd)):
                 take(data)

@@ -1,4 +1,4 @@
-"""One story out of what several ranks print and show. Pure.
+"""One sequence out of what several ranks print and show. Pure.
 
 What ranks say is compared item for item, in the order in which each said it. An item that all ranks say is shown
 once, as in an ordinary cell. Where they differ, what each of them says is shown as a block, in the order of the
@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-HOLD = 0.3
-"""Seconds an item waits for the other ranks'. Ranks in step are milliseconds apart."""
-
 T = TypeVar("T", bound="Hashable")
 
 
 class _Queue(Generic[T]):
-    """What one rank has said and nobody has seen. Moments are kept for a lot of items, not for each."""
+    """What one rank has said and was not shown yet. Times are kept for lots of items, not for each."""
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
@@ -30,7 +27,7 @@ class _Queue(Generic[T]):
 
     @property
     def since(self) -> float:
-        """When the first of them was said."""
+        """When the first of them was said, as `time.monotonic`; infinity if there is none."""
         return self._lots[0][1] if self._lots else float("inf")
 
     def add(self, items: Sequence[T], when: float) -> None:
@@ -56,11 +53,12 @@ class Merge(Generic[T]):
     Args:
         ranks: their numbers.
         show: takes the ranks that said it, and the items, one list for each of these ranks.
-        hold: seconds; infinity waits until `finish`.
+        hold: seconds that an item waits for the other ranks'; infinity waits until `finish`. Ranks in step are
+            milliseconds apart.
     """
 
     def __init__(
-        self, ranks: Sequence[int], show: Callable[[tuple[int, ...], list[list[T]]], None], *, hold: float = HOLD
+        self, ranks: Sequence[int], show: Callable[[tuple[int, ...], list[list[T]]], None], *, hold: float
     ) -> None:
         self._show = show
         self._hold = hold
@@ -68,11 +66,11 @@ class Merge(Generic[T]):
 
     @property
     def due(self) -> float:
-        """When `flush` has something to do."""
+        """When `flush` has something to do, as `time.monotonic`."""
         return min(queue.since for queue in self._waiting.values()) + self._hold
 
     def add(self, rank: int, items: Sequence[T], now: float) -> None:
-        """A rank said these things."""
+        """Take what a rank says."""
         self._waiting[rank].add(items, now)
         self._show_what_all_said()
 
@@ -82,7 +80,7 @@ class Merge(Generic[T]):
             self._show_block()
 
     def finish(self) -> None:
-        """Nothing will follow: show everything."""
+        """Show everything."""
         while any(queue.items for queue in self._waiting.values()):
             self._show_block()
 
@@ -96,7 +94,7 @@ class Merge(Generic[T]):
             self._show(tuple(self._waiting), [queue.take(agreed) for queue in self._waiting.values()])
 
     def _show_block(self) -> None:
-        """What comes before the next thing that all say: of each rank in turn, equal ones once."""
+        """Show what comes before the next item that all say: of each rank in turn, equal ones once."""
         length = self._agree_again()
         blocks: dict[tuple[T, ...], tuple[list[int], list[list[T]]]] = {}
         for rank, queue in self._waiting.items():
@@ -110,7 +108,7 @@ class Merge(Generic[T]):
         self._show_what_all_said()
 
     def _agree_again(self) -> int:
-        """How many items of each rank come before one that all ranks say at the same place."""
+        """Count the items of each rank before one that all ranks say at the same place."""
         length = 0
         for length, column in enumerate(zip_longest(*(queue.items for queue in self._waiting.values()))):
             if length and column.count(column[0]) == len(column):

@@ -9,7 +9,6 @@ bar), only the last drawing is passed on.
 from __future__ import annotations
 
 import codecs
-import string
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -22,11 +21,16 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.output import StreamName
 
 _KEPT_LINES = 1000
+"""Last lines of a rank that are kept."""
+
 _KEPT_WIDTH = 1 << 13
+"""Characters of each that are kept, from its end."""
+
 _TAIL_LINES = 20
+"""Lines that an error shows."""
 
 _LONGEST_LINE = 1 << 20
-"""Characters. What is longer is passed on in pieces."""
+"""Characters of a line without an end, after which it is passed on in pieces."""
 
 
 class RankOutput:
@@ -71,23 +75,23 @@ class RankOutput:
         return "".join(self.text.splitlines(keepends=True)[-_TAIL_LINES:])
 
     def feed(self, data: bytes) -> None:
-        """Bytes of the rank's main pipe."""
+        """Take bytes of the rank's main pipe."""
         for chunk in self._decoder.feed(data):
             self._pass_on(chunk)
 
     def feed_stderr(self, data: bytes) -> None:
-        """Bytes that C code wrote to descriptor 2."""
+        """Take bytes that C code wrote to descriptor 2."""
         self._pass_on(Chunk("stderr", data))
 
     def finish(self) -> None:
-        """The rank has ended: what is left is all there will be."""
+        """Pass on what is left: nothing more will come soon."""
         for stream, line in self._line.items():
             text = line.take()
             if text:
                 self._emit(stream, text if self.alone else text + "\n")
 
     def unfinished(self, stream: StreamName) -> str:
-        """What was printed after the last newline: a prompt, or a progress bar that is being redrawn."""
+        """What was printed to a stream after its last newline: a prompt, or a progress bar that is being redrawn."""
         return self._line[stream].text
 
     def _pass_on(self, chunk: Chunk) -> None:
@@ -128,13 +132,13 @@ class _Line:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The pieces as one."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def add(self, piece: str) -> None:
-        """More of it."""
+        """Add a piece."""
         if "\r" in piece:
             piece = last_drawing(self.take() + piece)
         if piece:
@@ -142,7 +146,7 @@ class _Line:
             self.size += len(piece)
 
     def take(self) -> str:
-        """All of it, which is then somebody else's."""
+        """Give all of it, and be empty."""
         text = self.text
         self._pieces, self.size = [], 0
         return text
@@ -162,17 +166,9 @@ def last_drawing(line: str) -> str:
     return shown[start:] + ("\r" if "\r" in line[len(shown) :] else line[len(shown) :])
 
 
-def prefixed(text: str, template: str | None, *, rank: int, local_rank: int) -> str:
-    """`text` with torchrun's line prefix in front of each line.
-
-    Args:
-        text: whole lines.
-        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None is no prefix.
-        rank: of whoever printed it.
-        local_rank: likewise.
-    """
-    if not template:
+def prefixed(text: str, prefix: str) -> str:
+    """`text`, which is whole lines, with `prefix` in front of each line."""
+    if not prefix:
         return text
-    prefix = string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
     *whole, rest = text.split("\n")  # not splitlines(), which also ends a line at a carriage return
     return "".join(f"{prefix}{line}\n" for line in whole) + (prefix + rest if rest else "")

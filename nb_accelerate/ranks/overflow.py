@@ -1,4 +1,4 @@
-"""What is more than a cell can show: all of it in a log file, the last lines and a count as a display."""
+"""Output that is more than a cell can show: all of it goes to a log file, the last lines and a count to a display."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 from nb_accelerate.ranks.output import last_drawing
 
 _TAIL_LINES = 20
+"""Last lines that are shown."""
+
 _TAIL_WIDTH = 1000
-"""Characters of a line in the tail."""
+"""Characters of each that are shown, from its end."""
 
 _REDRAW_AFTER = 0.5
 """Seconds between two drawings of the tail."""
@@ -48,7 +50,7 @@ class Overflow:
             self._problem = f"no log can be written ({error})"
 
     def write(self, text: str) -> None:
-        """Take some output."""
+        """Write text to the log and keep its last lines."""
         self.has_news = True
         self._lines += text.count("\n")
         self._size += len(text)
@@ -63,7 +65,7 @@ class Overflow:
                 self._give_up(error)
 
     def drawing(self, lines: int, size: int) -> dict[str, Any]:
-        """The content of a message that shows it.
+        """Make the content of the message that shows it.
 
         Args:
             lines: how many the cell shows in full.
@@ -88,7 +90,7 @@ class Overflow:
         }
 
     def close(self) -> None:
-        """Nothing will follow."""
+        """Close the log."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -99,7 +101,7 @@ class Overflow:
         return f"{all_are} in {self._path}"
 
     def _give_up(self, error: OSError) -> None:
-        """The disk is full, say. What has been written stays."""
+        """Write no more, since the disk is full, say. What has been written stays."""
         self._problem = f"the log {self._path} ends where it could not be written any more ({error.strerror})"
         self.close()
         self._file = None

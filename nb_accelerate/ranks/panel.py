@@ -1,30 +1,79 @@
-"""The panel of a launch, and where it is drawn."""
+"""The panel of a request: what it watches, and where it is drawn."""
 
 from __future__ import annotations
 
 import sys
-import uuid
 from typing import TYPE_CHECKING
 
+from nb_accelerate.board import Sample
 from nb_accelerate.diagnostics.stacks import listed
-from nb_accelerate.display import Facts, Panel
+from nb_accelerate.display import Panel, Seen
 from nb_accelerate.display.block import Block, can_redraw
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.relay import Relay
-from nb_accelerate.display.view import Failure
 from nb_accelerate.display.widget import Widget
-from nb_accelerate.ranks.failures import RankTraceback, summary
 from nb_accelerate.ranks.sinks import CellSink, StreamSink
+from nb_accelerate.ranks.status import state_of
+from nb_accelerate.ranks.steps import ask_for_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.display import Watched
+    from nb_accelerate.display import Action, Facts, Watched
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.display.panel import Drawing
-    from nb_accelerate.display.view import State
-    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.sinks import Sink
+
+
+class RequestView:
+    """What a panel watches: the ranks of one request.
+
+    Args:
+        request: before it begins.
+        actions: what the user can do.
+    """
+
+    def __init__(self, request: Request, actions: Sequence[Action]) -> None:
+        self._request = request
+        self._actions = actions
+        for rank in request.ranks:
+            rank.output.logged.clear()
+        self._turns_before = {rank.rank: rank.handle.board.read().turn for rank in request.ranks if rank.is_ready}
+
+    def look(self) -> list[Seen]:
+        """The ranks as they are now."""
+        return [
+            Seen(rank=rank.rank, sample=self._sample(rank), state=state_of(rank, self._request), pid=rank.handle.pid)
+            for rank in self._request.ranks
+        ]
+
+    def ask(self) -> None:
+        """Ask the ranks that are busy where they are."""
+        if self._request.step is None:
+            for rank in self._request.waiting:
+                ask_for_stacks(rank)
+
+    def stacks(self) -> dict[int, str]:
+        """What they answered."""
+        return self._request.stacks
+
+    def log(self, rank: int) -> str:
+        """The last lines a rank printed."""
+        return next(one.output.text for one in self._request.ranks if one.rank == rank)
+
+    def runs(self) -> list[str]:
+        """Runs that the ranks have logged values of in this request."""
+        return [run for rank in self._request.ranks for run in rank.output.logged]
+
+    def actions(self) -> Sequence[Action]:
+        """What the user can do."""
+        return self._actions
+
+    def _sample(self, rank: RankProxy) -> Sample:
+        sample = rank.handle.board.read()
+        return sample if sample.turn > self._turns_before.get(rank.rank, -1) else Sample()
 
 
 def make_panel(
@@ -52,57 +101,3 @@ def make_panel(
     else:
         drawing = Lines(sink, is_notebook=isinstance(sink, CellSink))
     return Panel(facts, ranks, drawing, watched)
-
-
-def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
-    """Say in one line what was chosen. Returns the id of the place where a panel may say more; "" if nowhere."""
-    if front_end != "widget":
-        sink.write("stdout", plan.describe() + "\n")
-        return ""
-    place = uuid.uuid4().hex
-    data = {"text/plain": plan.describe()}
-    sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": place}})
-    return place
-
-
-def facts_of(name: str, plan: LaunchPlan, *, details: str = "") -> Facts:
-    """What a panel says about how something runs.
-
-    Args:
-        name: of what runs.
-        plan: how.
-        details: to be said at the beginning.
-    """
-    return Facts(name=name, setup=_setup(plan), details=details)
-
-
-def _setup(plan: LaunchPlan) -> tuple[str, ...]:
-    number = plan.world_size
-    parts = ["1 rank" if number == 1 else f"{number} ranks"]
-    parts += [f"{plan.num_nodes} machines"] if plan.num_nodes > 1 else []
-    parts.append(plan.device.upper())
-    parts += [plan.backend] if number > 1 else []
-    parts += [plan.mixed_precision] if plan.mixed_precision != "no" else []
-    return tuple(parts)
-
-
-def outcome(error: BaseException | None) -> tuple[State, Failure | None]:
-    """How a panel says that a run has ended.
-
-    Args:
-        error: why it failed; None if it did not.
-    """
-    if error is None:
-        return "done", None
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", None
-    cause = error.__cause__
-    details = cause.args[0] if isinstance(cause, RankTraceback) else ""
-    text = summary(error)
-    rank = getattr(error, "_nb_rank", None)
-    return "failed", Failure(
-        title=text[:1].upper() + text[1:],
-        rank=rank if rank is not None else getattr(error, "rank", None),
-        label=f"traceback of rank {rank}",
-        details=details if rank is not None else "",
-    )

@@ -1,18 +1,16 @@
-"""One thing that some ranks are asked to do together, and how it ends.
+"""Something that ranks are asked to do together, and how it ends.
 
 ::
 
-    asked --> all answered -------------------------------------------------------------+
-      |                                                                                 +--> done
-      +--> one failed, ended, or is late --> ASK --> INTERRUPT --> CUT --> WAIT --> KILL --> GIVE UP
-      +--> the user interrupts --------------------> INTERRUPT ...
+    sent --> all have answered -------------------------------------------------------------+
+      |                                                                                      +--> done
+      +--> one has failed, ended, or is late --> the first step --> the next --> ... --> all answered or ended
+      +--> the user interrupts ----------------> the step "interrupt" --> ...
 
-Each stage is for ranks that have not answered yet, and has its deadline: say where you are; KeyboardInterrupt in
-users' code; connections to other ranks broken, for those that wait in a collective. A rank that is busy in C code
-answers when that returns. In a cell it is never killed unless the user asks for it: its variables would be lost. New
-ranks have none, and are killed instead of interrupted.
+How a request ends before its time is a table of steps, each for the ranks that have not answered yet and with its
+deadline: see `nb_accelerate.ranks.steps`.
 
-All of this runs in the pool's thread. What ranks answered is unpickled later, by whoever asked and closes the turn.
+All of this runs in the loop's thread. What ranks answered is unpickled later, by whoever asked and closes the request.
 """
 
 from __future__ import annotations
@@ -21,309 +19,343 @@ import contextlib
 import enum
 import logging
 import os
-import signal
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
-from nb_accelerate.launch.local import NUDGE_AFTER
-from nb_accelerate.protocol.messages import CellEnd, CutOff, Failure
-from nb_accelerate.ranks.input_requests import Questions
-from nb_accelerate.worker.ends import NUDGE
+from nb_accelerate.diagnostics.stacks import STOPPED
+from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
+from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
+from nb_accelerate.ranks.input_requests import InputRequests
+from nb_accelerate.ranks.steps import StepKind, ask_for_stacks
+from nb_accelerate.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from nb_accelerate.protocol.messages import Result
-    from nb_accelerate.ranks.proxy import Member
+    from nb_accelerate.display import Panel
+    from nb_accelerate.ranks.failures import Wording
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.steps import Step
 
     Answer = tuple[Result | Failure, tuple[int, ...]]
 
 logger = logging.getLogger(__name__)
 
-_NEVER = float("inf")
+_NUDGE_EVERY = 0.15
+"""Seconds from an interrupt until ranks are nudged that were about to wait for something when it came."""
 
 
-class Stage(enum.IntEnum):
-    """How far the ending of a turn before its time has come."""
+class Awaits(enum.Enum):
+    """What a rank has to do for a request to be done with it."""
 
-    ASK = 0
-    INTERRUPT = 1
-    CUT = 2
-    WAIT = 3
-    KILL = 4
-    GIVE_UP = 5
+    READY = "to say that it is set up"
+    ANSWER = "to answer"
+    END = "to end"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """Seconds for each stage.
-
-    Attributes:
-        ask: for stacks, and for failures that other ranks are about to report; the earliest is the cause.
-        interrupt: for users' code to react to KeyboardInterrupt.
-        cut: for a collective to fail after its connections were broken.
-        wait: for C code to return; then the rank is killed.
-        kill: for a killed process to end; then it counts as lost, whatever keeps it.
-    """
-
-    ask: float = 0.2
-    interrupt: float = 0.4
-    cut: float = 2.0
-    wait: float = _NEVER
-    kill: float = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
-    """Something that ends a turn. A failure is rebuilt as an exception later, in the thread that asked.
-
-    Attributes:
-        kind: ``failed``, ``died``, ``unasked``, ``late`` or ``interrupted``.
-        when: `time.monotonic`.
-        member: whose, or None.
-        failure: what it answered, and the descriptors of it.
-        error: why it could not be asked.
-        tail: its last output.
-        late: who had not answered in time.
-    """
-
-    kind: str
-    when: float
-    member: Member | None = None
-    failure: tuple[Failure, tuple[int, ...]] | None = None
-    error: BaseException | None = None
-    tail: str = ""
-    late: tuple[int, ...] = ()
-
-
-@dataclass
-class Turn:
+@dataclass(eq=False, kw_only=True)
+class Request:
     """Ask with `begin`; afterwards events come in, until `done` is set.
 
     Attributes:
-        members: who is asked.
+        ranks: who is asked.
         send: asks one of them.
-        fellows: process ids of all ranks, to break their connections.
-        meeting: number of the meeting in which they made them, or are about to.
+        steps: how it ends before its time.
+        wording: how errors speak of it.
+        awaits: what each rank has to do.
         world_size: number of all ranks.
-        what: it is, for an error about its time.
-        timeout: seconds, or None.
-        expendable: numbers of ranks that are killed if they do not answer: they are new, and have nothing to lose.
-        sent: names that went along, by rank.
+        start: seconds until all are ready.
+        timeout: seconds from when all are ready; None is no limit.
         say: takes a line for the user.
+        panel: shows how far the ranks are.
+        attended: somebody waits for it, and can be asked for input.
         answers: by rank.
         ends: of cells, by rank.
-        troubles: what went wrong, as it came.
-        failure: why it is done although not everybody has answered: the pool itself has ended.
-        was_cut: connections were broken, so the process group is of no use any more.
-        callbacks: called in the pool's thread just before it is done.
-        attended: somebody waits for it, and can be asked.
+        incidents: what went wrong, as it came.
+        failure: why it is done although not everybody has answered: the loop itself has ended.
+        step: the step it is in; None while all goes well.
+        taken: steps that were taken on some rank.
+        callbacks: called in the loop's thread just before it is done; errors in them cost output only.
+        take_note: the same, for what must not be lost.
         is_unwanted: it was interrupted before it has begun.
-        questions: of debuggers on ranks.
+        oom_kills_before: what `oom_kills` gave when it began.
+        input_requests: of debuggers on ranks.
         done: everybody has answered or has ended.
     """
 
-    members: Sequence[Member]
-    send: Callable[[Member], None]
-    fellows: Sequence[int] = ()
-    meeting: int = 0
+    ranks: Sequence[RankProxy]
+    send: Callable[[RankProxy], object]
+    steps: Sequence[Step]
+    wording: Wording
+    awaits: Awaits = Awaits.ANSWER
     world_size: int = 1
-    what: str = "the cell"
+    start: float = NEVER
     timeout: float | None = None
-    expendable: Collection[int] = ()
-    sent: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    say: Callable[[str], None] = lambda _: None
-    patience: Patience = field(default_factory=Patience)
+    say: Callable[[str], object] = lambda _: None
+    panel: Panel | None = None
+    attended: bool = True
+    take_note: Callable[[], object] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
     ends: dict[int, CellEnd] = field(default_factory=dict)
-    troubles: list[Trouble] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     failure: BaseException | None = None
-    was_cut: bool = False
-    callbacks: list[Callable[[], None]] = field(default_factory=list)
-    attended: bool = True
+    step: Step | None = None
+    taken: set[StepKind] = field(default_factory=set)
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
     is_unwanted: bool = False
-    questions: Questions = field(default_factory=Questions)
+    oom_kills_before: int = 0
+    input_requests: InputRequests = field(default_factory=InputRequests)
     done: threading.Event = field(default_factory=threading.Event)
-    stage: Stage | None = None
-    _stage_ends: float = _NEVER
-    _again_at: float = _NEVER
-    _late_at: float = _NEVER
-    _taken: set[int] = field(default_factory=set)
+    _step_ends: float = NEVER
+    _again_at: float = NEVER
+    _start_ends: float = NEVER
+    _late_at: float = NEVER
+    _given_away: set[int] = field(default_factory=set)
     _unasked: set[int] = field(default_factory=set)
     _unaided: set[int] = field(default_factory=set)
     """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
 
+    # What it is.
+
     @property
-    def waiting(self) -> list[Member]:
-        """Who was asked, and has neither answered nor ended."""
-        done = self.answers.keys() | self._unasked
-        return [one for one in self.members if one.rank not in done and not one.is_gone]
+    def waiting(self) -> list[RankProxy]:
+        """Ranks that were asked, and have neither answered nor ended."""
+        done = self.answers.keys() | self._unasked if self.awaits is not Awaits.END else self._unasked
+        return [one for one in self.ranks if one.rank not in done and not one.is_gone]
 
     @property
     def due(self) -> float:
-        """When `act` has something to do."""
-        return min(self._stage_ends, self._again_at, self._late_at)
+        """When `act` has something to do, as `time.monotonic`."""
+        return min(self._step_ends, self._again_at, self._start_ends, self._late_at)
+
+    @property
+    def deadline(self) -> float:
+        """The next moment at which what has not come is late, as `time.monotonic`."""
+        return min(self._start_ends, self._late_at) if self.step is None else self._step_ends
+
+    @property
+    def is_being_ended(self) -> bool:
+        """Ranks were signalled: what they report from then on, and how they end, is our doing and no cause."""
+        return self.step is not None and self.step.kind > StepKind.ASK
+
+    @property
+    def was_interrupted(self) -> bool:
+        """The user has interrupted it."""
+        return any(one.kind is IncidentKind.INTERRUPTED for one in self.incidents)
 
     @property
     def failed_rank(self) -> int | None:
-        """Whose failure came first, if any failed; not one that only lost another rank."""
-        failed = [one for one in self.troubles if one.member is not None and one.failure is not None]
-        failed.sort(key=lambda one: (one.failure is not None and one.failure[0].peer_lost, one.when))
-        return failed[0].member.rank if failed and failed[0].member is not None else None
+        """Whose failure came first, if any failed."""
+        failed = [one for one in self.incidents if one.kind is IncidentKind.FAILED]
+        first = first_cause(failed) if failed else None
+        return first.rank.rank if first is not None and first.rank is not None else None
 
     @property
-    def stacks(self) -> Mapping[int, str]:
-        """What ranks were doing when they were asked, and did not come out of by themselves."""
+    def stacks(self) -> dict[int, str]:
+        """What ranks were doing when they were asked, and did not come out of by themselves, by rank."""
         return {
-            one.rank: bytes(one.stacks).decode(errors="replace")
-            for one in self.members
-            if one.stacks and one.rank not in self._unaided
+            one.rank: STOPPED if one.is_stopped else bytes(one.stacks).decode(errors="replace")
+            for one in self.ranks
+            if (one.stacks or one.is_stopped) and one.rank not in self._unaided
         }
+
+    # What can happen.
 
     def begin(self) -> None:
         """Ask everybody."""
-        for member in self.members:
-            member.stacks.clear()
+        for rank in self.ranks:
+            if self.awaits is not Awaits.END:  # else they may belong to what went wrong before
+                rank.stacks.clear()
+                rank.is_stopped = False
             try:
-                self.send(member)
+                self.send(rank)
             except Exception as error:
-                self._unasked.add(member.rank)
-                self._trouble(Trouble(kind="unasked", when=time.monotonic(), member=member, error=error))
-        for member in self.members:
-            if member.is_gone:  # since it was chosen; nobody will tell of it any more
-                self.ended(member)
-        if self.timeout is not None:
-            self._late_at = time.monotonic() + self.timeout
+                self._unasked.add(rank.rank)
+                self._add(Incident(kind=IncidentKind.UNASKED, when=time.monotonic(), rank=rank, error=error))
+        for rank in self.ranks:
+            if rank.is_gone:  # since it was chosen; nobody will tell of it any more
+                self.ended(rank)
+        now = time.monotonic()
+        self._start_ends = now + self.start
+        if self.awaits is Awaits.READY or all(rank.is_ready for rank in self.ranks):
+            self._all_are_ready(now)
+        if self.awaits is Awaits.END:
+            self._enter(self.steps[0].kind)
         if self.is_unwanted:
             self.interrupt()
 
-    def answered(self, member: Member, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
-        """A rank answered."""
+    def ready(self, rank: RankProxy) -> None:
+        """Take note of a rank that is set up."""
+        if self.awaits is Awaits.READY:
+            self.answered(rank, Result(parcel=Parcel()), ())
+        elif all(one.is_ready for one in self.ranks):
+            self._all_are_ready(time.monotonic())
+
+    def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
+        """Take note of an answer."""
         if isinstance(message, CellEnd):
-            self.ends[member.rank] = message
-            member.steps = message.steps
+            self.ends[rank.rank] = message
             message = message.answer
-        self.answers[member.rank] = (message, fds)
-        self.questions.gone(member.rank)
-        if self._is_our_doing():
+        self.answers[rank.rank] = (message, fds)
+        self.input_requests.gone(rank.rank)
+        if self.step is not None and self.step.answered is not None:
+            self.step.answered(rank)
+        if self.is_being_ended:
             return
         if not (isinstance(message, Failure) and message.peer_lost):
-            self._unaided.add(member.rank)
+            self._unaided.add(rank.rank)
         if isinstance(message, Failure):
-            self._trouble(
-                Trouble(
-                    kind="failed", when=message.when, member=member, failure=(message, fds), tail=member.output.tail
-                )
+            incident = Incident(
+                kind=IncidentKind.FAILED,
+                when=message.when,
+                rank=rank,
+                failure=(message, fds),
+                tail=rank.output.tail,
             )
+            self._add(incident, goes_on=message.returned)  # the others may finish: their values can travel
 
-    def ended(self, member: Member) -> None:
-        """A rank's process has ended."""
-        self.questions.gone(member.rank)
-        if member.rank not in self.answers and (self.stage is None or self.stage < Stage.KILL):
-            self._trouble(Trouble(kind="died", when=time.monotonic(), member=member, tail=member.output.tail))
+    def ended(self, rank: RankProxy) -> None:
+        """Take note of a rank whose process has ended, or that is of no use any more."""
+        self.input_requests.gone(rank.rank)
+        if self.awaits is Awaits.END or rank.rank in self.answers:
+            return
+        if self.step is not None and self.step.kind >= StepKind.TERMINATE:
+            return
+        incident = Incident(
+            kind=IncidentKind.DIED,
+            when=time.monotonic(),
+            rank=rank,
+            tail=rank.output.tail,
+            is_consequence=self.is_being_ended,
+            out_of_memory=oom_kills() > self.oom_kills_before,
+        )
+        self._add(incident)
+
+    def interrupt(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
+        """End it early, since the user does not want to wait; a second time, without regard for the ranks.
+
+        Args:
+            kind: the step to go to.
+            how: what the user has done.
+        """
+        again = self.was_interrupted
+        self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
+        step = self.step
+        if step is not None and step.on_interrupt is not None and (again or self.awaits is Awaits.END):
+            self._enter(step.on_interrupt)
+        elif step is None or step.kind < kind:
+            self._enter(kind)
+
+    def expire(self) -> None:
+        """Take its time for up; in the loop's thread, see `RankLoop.post`."""
+        if self._late_at < NEVER:
+            self._late_at = 0.0
+
+    def extend_step(self) -> None:
+        """Give the step it is in its time once more."""
+        if self.step is not None:
+            self._step_ends = time.monotonic() + self.step.seconds
+
+    def act(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        if now >= min(self._start_ends, self._late_at):
+            kind = IncidentKind.NOT_STARTED if now >= self._start_ends else IncidentKind.LATE
+            self._start_ends = self._late_at = NEVER
+            late = [one for one in self.waiting if kind is IncidentKind.LATE or not one.is_ready]
+            self._add(Incident(kind=kind, when=now, late=tuple(one.rank for one in late)))
+        if self.step is None:
+            return
+        if now >= self._step_ends:
+            if self._lacks_a_cause(now):
+                self._step_ends = now + self.step.seconds
+            else:
+                self._enter(StepKind(self.step.kind + 1))
+        elif now >= self._again_at:
+            is_asking = self.step.kind is StepKind.ASK
+            self._again_at = NEVER if is_asking else now + _NUDGE_EVERY
+            for rank in self.waiting:
+                with contextlib.suppress(Exception):  # it has been tried before
+                    if is_asking:  # by now it is where it waits, and not on the way there
+                        ask_for_stacks(rank)
+                    elif rank.is_ready:
+                        rank.handle.nudge()
+
+    # How it is done with.
+
+    def finish_panel(self) -> None:
+        """Have its panel show how it ended."""
+        if self.panel is not None:
+            self.panel.finish(*ended_as(self))
 
     def finish(self) -> None:
-        """Everybody has answered: let go of who waits."""
+        """Let go of who waits for it: everybody has answered."""
         self.done.set()
-        self.questions.close()
+        self.input_requests.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody will answer any more: the loop has ended."""
+        self.failure = error
+        self.finish()
 
     def take(self, rank: int) -> Answer:
         """What a rank answered; its descriptors are then the caller's."""
-        self._taken.add(rank)
+        self._given_away.add(rank)
         return self.answers[rank]
 
     def close(self) -> None:
         """Close descriptors of answers that nobody took."""
-        for rank in self.answers.keys() - self._taken:
+        for rank in self.answers.keys() - self._given_away:
             for fd in self.take(rank)[1]:
                 os.close(fd)
 
-    def fail(self, error: BaseException) -> None:
-        """The pool has ended: nobody will answer any more."""
-        self.failure = error
-        self.finish()
+    # Inside.
 
-    def interrupt(self) -> None:
-        """The user does not want to wait any longer; a second time, not for those that cannot be interrupted."""
-        again = any(trouble.kind == "interrupted" for trouble in self.troubles)
-        self.troubles.append(Trouble(kind="interrupted", when=time.monotonic()))
-        if self.stage is None or self.stage < Stage.INTERRUPT:
-            self._enter(Stage.INTERRUPT)
-        elif again and self.stage is Stage.WAIT:
-            self._enter(Stage.KILL)
+    def _all_are_ready(self, now: float) -> None:
+        self._start_ends = NEVER
+        if self.timeout is not None:
+            self._late_at = now + self.timeout
 
-    def act(self) -> None:
-        """A deadline has come."""
+    def _add(self, incident: Incident, *, goes_on: bool = False) -> None:
+        self.incidents.append(incident)
+        if self.step is None and not goes_on:
+            for rank in self.waiting:
+                rank.is_stopped = rank.is_ready and rank.handle.is_stopped()
+            self._enter(self.steps[0].kind)
+
+    def _lacks_a_cause(self, now: float) -> bool:
+        """All that is known is that ranks have lost another one, and that one has not been heard of yet."""
+        assert self.step is not None
+        return (
+            bool(self.incidents)
+            and all(incident.peer_lost for incident in self.incidents)
+            and now < self.incidents[0].when + self.step.cause
+        )
+
+    def _enter(self, kind: StepKind) -> None:
+        step = self.step = next(one for one in self.steps if one.kind >= kind)
+        seconds = step.for_user if step.for_user is not None and self.was_interrupted else step.seconds
         now = time.monotonic()
-        if now >= self._late_at:
-            self._late_at = _NEVER
-            self._trouble(Trouble(kind="late", when=now, late=tuple(one.rank for one in self.waiting)))
-        if now >= self._stage_ends and self.stage is not None:
-            self._enter(Stage(self.stage + 1))
-        elif now >= self._again_at:
-            self._again_at = _NEVER if self.stage is Stage.ASK else now + NUDGE_AFTER
-            for member in self.waiting:
-                with contextlib.suppress(Exception):  # it has been tried before
-                    if self.stage is Stage.ASK:  # by now it is where it waits, and not on the way there
-                        member.stacks.clear()
-                        member.handle.signal(DUMP_SIGNAL)
-                    elif member.rank in self.expendable and member.handle.is_lost(is_to_end=True):
-                        member.handle.give_up()
-                        member.why_lost = member.handle.lost
-                        self.ended(member)
-                    elif self.stage is Stage.INTERRUPT:
-                        member.handle.signal(NUDGE)
-
-    def _is_our_doing(self) -> bool:
-        return self.stage is not None and self.stage >= Stage.INTERRUPT
-
-    def _trouble(self, trouble: Trouble) -> None:
-        self.troubles.append(trouble)
-        if self.stage is None:
-            self._enter(Stage.ASK)
-
-    def _enter(self, stage: Stage) -> None:
-        self.stage = stage
-        patience = {
-            Stage.ASK: self.patience.ask,
-            Stage.INTERRUPT: self.patience.interrupt,
-            Stage.CUT: self.patience.cut,
-            Stage.WAIT: self.patience.wait,
-            Stage.KILL: self.patience.kill,
-        }
-        now = time.monotonic()
-        self._stage_ends = now + patience.get(stage, _NEVER)
-        again = {Stage.ASK: self.patience.ask / 2, Stage.INTERRUPT: NUDGE_AFTER}
-        # Who starts new ranks may not answer: then nobody tells of their ends, and it has to be looked for.
-        self._again_at = now + again.get(stage, NUDGE_AFTER if self.expendable else _NEVER)
+        self._step_ends = now + seconds
+        again = {StepKind.ASK: seconds / 2, StepKind.INTERRUPT: _NUDGE_EVERY}
+        self._again_at = now + again.get(step.kind, NEVER)
         waiting = self.waiting
-        self.was_cut = self.was_cut or (stage is Stage.CUT and bool(waiting))
-        for member in waiting:
-            try:
-                self._urge(member, stage)
-            except Exception:  # what cannot be sent to one rank keeps nothing from those that follow
-                logger.warning("Rank %s could not be told to end.", member.rank, exc_info=True)
-        if stage is Stage.WAIT and waiting and self.patience.wait == _NEVER:
-            ranks = ", ".join(str(member.rank) for member in waiting)
-            self.say(
-                f"rank {ranks} is busy where it cannot be interrupted; this cell ends when that does. Interrupt once "
-                f"more to kill it: its variables are then lost"
-            )
+        if waiting:
+            self.taken.add(step.kind)
+        for rank in waiting:
+            _try(step.act, rank)
+        if step.answered is not None:
+            for rank in self.ranks:
+                if rank.rank in self.answers:
+                    _try(step.answered, rank)
+        if step.notice and waiting:
+            self.say(step.notice.format(ranks=", ".join(str(one.rank) for one in waiting)))
 
-    def _urge(self, member: Member, stage: Stage) -> None:
-        if stage is Stage.ASK:
-            member.handle.signal(DUMP_SIGNAL)
-        elif stage is Stage.KILL or (stage is Stage.INTERRUPT and member.rank in self.expendable):
-            member.handle.signal(signal.SIGKILL)
-        elif stage is Stage.INTERRUPT:
-            member.handle.announce_interrupt()
-            member.handle.signal(signal.SIGINT)
-        elif stage is Stage.CUT:
-            fellows = tuple(one for one in self.fellows if one != member.handle.pid)
-            member.cut_off(CutOff(meeting=self.meeting, fellows=fellows))
-        elif stage is Stage.GIVE_UP:
-            member.why_lost = member.why_lost or "its process did not end when it was killed"
-            self.ended(member)
+
+def _try(act: Callable[[RankProxy], object], rank: RankProxy) -> None:
+    try:
+        act(rank)
+    except Exception:  # what cannot be done to one rank keeps nothing from those that follow
+        logger.warning("Rank %s could not be told to end.", rank.rank, exc_info=True)

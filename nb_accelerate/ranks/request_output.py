@@ -1,4 +1,4 @@
-"""What the ranks say in one cell, on its way into that cell.
+"""What ranks say in one request, on its way to the cell.
 
 ::
 
@@ -19,14 +19,16 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nb_accelerate.display.words import label
-from nb_accelerate.ranks.merge import HOLD, Merge
+from nb_accelerate.ranks.display_ids import DisplayIds
+from nb_accelerate.ranks.merge import Merge
+from nb_accelerate.ranks.output import prefixed
+from nb_accelerate.ranks.timeouts import NEVER, Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nb_accelerate.protocol.messages import Display
     from nb_accelerate.protocol.output import StreamName
-    from nb_accelerate.ranks.display_ids import DisplayIds
     from nb_accelerate.ranks.sinks import Sink
 
 _REDRAW_AFTER = 0.2
@@ -38,14 +40,11 @@ _MOST_BARS = 50
 _BAR_WIDTH = 500
 """Characters of a bar."""
 
-_AT_ONCE = 200
+_LINES_AT_ONCE = 200
 """Lines that go to the sink together: it looks at its limits in between."""
 
-_NEVER = float("inf")
-
-
 _Line: TypeAlias = "tuple[StreamName, str]"
-"""As light as it can be: there may be many."""
+"""A stream and a line with its newline. A tuple, since there may be very many."""
 
 
 @dataclass(frozen=True)
@@ -66,56 +65,76 @@ class _Shown:
 _Item: TypeAlias = "_Line | _Shown"
 
 
-class CellOutput:
-    """The output of one cell.
+class RequestOutput:
+    """The output of one request.
 
     Args:
-        ranks: who runs it.
+        ranks: whose.
         sink: the cell.
         ids: of displays, for as long as the ranks live.
         style: ``fold`` shows equal output once, as it comes; ``group`` waits for the end, so that what a rank says
-            is in one place; ``raw`` passes every line on as it comes, with its rank.
+            is in one place; ``raw`` passes every line on as it comes.
         quiet: show nothing.
+        prefix: gives what to put in front of lines of some ranks; by default their numbers, if they are not all.
+        has_bars: draw lines that redraw themselves in a display of their own, not as lines.
+        hold: seconds that an item of output waits for the same of the other ranks.
+
+    Attributes:
+        alone: there is just one rank, and nothing to put in front of its lines: they need not be whole.
     """
 
     def __init__(
-        self, ranks: Sequence[int], sink: Sink, ids: DisplayIds, *, style: str = "fold", quiet: bool = False
+        self,
+        ranks: Sequence[int],
+        sink: Sink,
+        ids: DisplayIds | None = None,
+        *,
+        style: str = "fold",
+        quiet: bool = False,
+        prefix: Callable[[Sequence[int]], str] | None = None,
+        has_bars: bool = True,
+        hold: float = Timeouts.fold,
     ) -> None:
         self._ranks = tuple(sorted(ranks))
         self._sink = sink
-        self._ids = ids
+        self._ids = ids or DisplayIds()
         self._raw = style == "raw"
         self._quiet = quiet
-        self.alone = len(self._ranks) == 1
+        self._has_bars = has_bars
+        self._prefix = prefix or self._unless_all
+        self.alone = len(self._ranks) == 1 and prefix is None
         self._is_in_line = False
-        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=_NEVER if style == "group" else HOLD)
+        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=NEVER if style == "group" else hold)
         self._bars: _Bars | None = None
 
     @property
     def due(self) -> float:
         """When `flush` has something to do, as `time.monotonic`."""
-        return min(self._sink.due, self._merge.due, self._bars.due if self._bars else _NEVER)
+        return min(self._sink.due, self._merge.due, self._bars.due if self._bars else NEVER)
 
     def text(self, rank: int, stream: StreamName, text: str) -> None:
-        """Whole lines, or anything at all if the rank is alone."""
+        """Take text of a rank: whole lines, or anything at all if it is `alone`."""
         if self._quiet:
             return
         if self.alone and rank in self._ranks:
             self._sink.write(stream, text)
             self._is_in_line = not text.endswith("\n")
             return
+        if self._raw and not self._has_bars:
+            self._sink.write(stream, prefixed(text, self._prefix((rank,))))
+            return
         lines = _lines(text)
-        if "\r" in text:
+        if self._has_bars and "\r" in text:
             lines = [line for line in lines if not self._finishes_bar(rank, line)]
         self._add(rank, list(zip(repeat(stream), lines, strict=False)))
 
     def redrawing(self, rank: int, line: str) -> None:
-        """A line that is not finished."""
-        if not self._quiet and "\r" in line:
+        """Take a line that is not finished, as it is now."""
+        if self._has_bars and not self._quiet and "\r" in line:
             self._the_bars().draw(rank, _last_drawing(line))
 
     def display(self, rank: int, display: Display) -> None:
-        """Something rich."""
+        """Take something rich."""
         if self._quiet:
             return
         content = _as_message(display)
@@ -128,12 +147,12 @@ class CellOutput:
         self._add(rank, [_Shown(display.kind, looks, content)])
 
     def say(self, line: str) -> None:
-        """A line of our own about trouble."""
+        """Show a line of our own about trouble."""
         self._merge.flush(time.monotonic())
         self._sink.write("stderr", line + "\n")
 
     def note(self, line: str) -> None:
-        """A line of our own about what went well: apart from what the ranks print, and not red."""
+        """Show a line of our own about what went well: apart from what the ranks print, and not red."""
         self._merge.flush(time.monotonic())
         self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
 
@@ -147,7 +166,7 @@ class CellOutput:
             self._sink.flush()
 
     def finish(self) -> None:
-        """The cell has ended. Something may still follow: threads go on."""
+        """Show everything: the request is done. Something may still follow, since threads go on."""
         self._merge.finish()
         if self._bars is not None:
             self._bars.redraw()
@@ -155,7 +174,7 @@ class CellOutput:
         self._sink.flush()
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Show everything and close the sink: nothing follows."""
         self.finish()
         self._sink.close()
 
@@ -184,13 +203,13 @@ class CellOutput:
         return self._bars
 
     def _show(self, ranks: tuple[int, ...], said: list[list[_Item]]) -> None:
-        whose = "" if ranks == self._ranks else f"[{label(ranks)}] "
+        whose = self._prefix(ranks)
         stream: StreamName = "stdout"
         lines: list[str] = []
         for same in zip(*said, strict=True):
             first = same[0]
             is_line = isinstance(first, tuple)
-            if lines and (len(lines) == _AT_ONCE or not is_line or first[0] != stream):
+            if lines and (len(lines) == _LINES_AT_ONCE or not is_line or first[0] != stream):
                 self._sink.write(stream, "".join(lines))
                 lines.clear()
             if is_line:
@@ -200,6 +219,9 @@ class CellOutput:
                 self._publish(ranks, [one for one in same if isinstance(one, _Shown)], whose)
         if lines:
             self._sink.write(stream, "".join(lines))
+
+    def _unless_all(self, ranks: Sequence[int]) -> str:
+        return "" if tuple(ranks) == self._ranks else f"[{label(ranks)}] "
 
     def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
         """Show once what several ranks show."""
@@ -262,7 +284,7 @@ class _Bars:
         }
         self._sink.display(kind, content)
         self._is_drawn = True
-        self.due = _NEVER
+        self.due = NEVER
 
 
 def _as_message(display: Display) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where the output of a launch goes: to where the code that launched it would print, and nowhere else.
+"""Where the output of ranks goes: to where the code that started them would print.
 
 A cell gets as much as a browser draws with ease. After that everything goes to a file, and the cell shows the last
 lines and a count, redrawn now and then. A terminal, a file that a script writes to, and what ``%%capture`` or
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.output import StreamName
 
 _FLUSH_AFTER = 0.05
-"""Seconds. Many small messages cost the front end more than one: every message is an output of its own to nbclient."""
+"""Seconds that output is gathered: many small messages cost the front end more than one."""
 
 _FLUSH_SIZE = 1 << 15
-"""Characters."""
+"""Characters that are sent without waiting for more."""
 
 LINE_LIMIT = 5000
 """Lines a cell shows in full."""
@@ -44,7 +44,7 @@ class Sink(Protocol):
     due: float
 
     def write(self, stream: StreamName, text: str) -> None:
-        """Take some lines."""
+        """Take whole lines of one stream."""
 
     def display(self, kind: str, content: dict[str, Any]) -> None:
         """Take something rich.
@@ -58,11 +58,11 @@ class Sink(Protocol):
         """Show what was kept back."""
 
     def close(self) -> None:
-        """Nothing will follow."""
+        """Show everything: nothing will follow."""
 
 
 def sink_here() -> Sink:
-    """The place where the code that is running now would print to."""
+    """Make the sink for what the code that runs now starts."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     kernel = getattr(shell, "kernel", None)
@@ -199,7 +199,7 @@ class CellSink(Sink):
                 self._send("stream", {"name": stream, "text": "".join(texts)})
 
     def _begin(self) -> None:
-        """What the cell itself has printed comes before; a cell that prints nothing need not wait."""
+        """Flush what the cell itself has printed, before the first output of ranks."""
         if self._is_first:
             self._is_first = False
             console.flush(sys.stdout)

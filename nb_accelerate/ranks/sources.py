@@ -1,4 +1,4 @@
-"""What a thread that watches over ranks waits for, all at once."""
+"""Descriptors and channels that one thread waits for, all at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.channel import Channel
 
 _CHUNK = 1 << 16
-_FAR = 1e6
+"""Bytes that are read at once."""
+
+_LONGEST_WAIT = 1e6
 """Seconds. Waits that are longer have no end: the operating system takes no such numbers."""
 
 
@@ -55,7 +57,7 @@ class Sources:
 
     def wait(self, seconds: float) -> None:
         """Wait until something has come, or some seconds have passed, and do what is to be done."""
-        for key, _ in self._selector.select(max(0.0, seconds) if seconds < _FAR else None):
+        for key, _ in self._selector.select(max(0.0, seconds) if seconds < _LONGEST_WAIT else None):
             key.data()
 
     def read(self, fd: int) -> bytes:
@@ -75,7 +77,7 @@ class Sources:
                 os.write(self._bell_write, what)
 
     def close(self) -> None:
-        """Let go of everything. Descriptors that were added are their owners'."""
+        """Close the selector and the bell. Descriptors that were added are their owners'."""
         with interrupts_later():
             with self._lock:  # who rings later, a button say, must not write to what has this number then
                 self._closed = True

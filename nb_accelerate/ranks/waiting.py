@@ -1,4 +1,4 @@
-"""Waiting for a turn in the notebook's thread, where an interrupt is meant for the ranks, and so is what is typed."""
+"""Waiting for a request in the notebook's thread: interrupts, and what is typed, are meant for the ranks."""
 
 from __future__ import annotations
 
@@ -13,54 +13,45 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nb_accelerate.ranks.input_requests import Question
-    from nb_accelerate.ranks.loop import Crew
-    from nb_accelerate.ranks.request import Turn
+    from nb_accelerate.ranks.input_requests import InputRequest
+    from nb_accelerate.ranks.loop import RankLoop
+    from nb_accelerate.ranks.request import Request
 
 
-def wait_for(crew: Crew, turn: Turn) -> None:
-    """Wait until a turn is done; meanwhile put what debuggers on ranks ask to the user."""
-    with interrupts_go_to(crew, turn):
-        while (question := turn.questions.get()) is not None:
-            _put_to_user(crew, turn, question)
-        turn.done.wait()
+def wait_for(loop: RankLoop, request: Request) -> None:
+    """Wait until a request is done; meanwhile put what debuggers on ranks ask to the user."""
+    with interrupts_call(lambda: loop.interrupt(request)):
+        while (asked := request.input_requests.get()) is not None:
+            _put_to_user(loop, request, asked)
+        request.done.wait()
 
 
-def _put_to_user(crew: Crew, turn: Turn, question: Question) -> None:
+def _put_to_user(loop: RankLoop, request: Request, asked: InputRequest) -> None:
     try:
-        with _interrupts_raise():
-            text = input(question.prompt)
+        with _handler(signal.default_int_handler):  # while the user types, SIGINT ends that
+            text = input(asked.prompt)
     except KeyboardInterrupt:
-        crew.interrupt(turn)
+        loop.interrupt(request)
     except NotImplementedError:  # IPython's StdinNotImplementedError is one
-        crew.say(f"rank {question.member.rank} asks for input, and whoever runs this notebook takes none")
-        question.answer(None)
+        loop.say(f"rank {asked.rank.rank} asks for input, and whoever runs this notebook takes none")
+        asked.answer(None)
     except EOFError:
-        question.answer(None)
+        asked.answer(None)
     else:
-        question.answer(text)
+        asked.answer(text)
+
+
+def interrupts_call(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+    """Have SIGINT of the main thread call `action`, and be no exception anywhere. In other threads there is none."""
+    return _handler(lambda *_: action())
 
 
 @contextlib.contextmanager
-def _interrupts_raise() -> Iterator[None]:
-    """While the user types, SIGINT ends that."""
+def _handler(handler: Callable[..., object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextlib.contextmanager
-def interrupts_go_to(crew: Crew, turn: Turn) -> Iterator[None]:
-    """While the main thread asks ranks and waits for them, SIGINT goes to them, and is no exception here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, lambda *_: crew.interrupt(turn))
+    previous = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
@@ -95,7 +86,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def go_to(self, action: Callable[[], object]) -> Iterator[None]:
-        """Inside, `action` is called for an interrupt, and at once if one has come before."""
+        """Have an interrupt call `action`, at once if one has come before."""
         self._action = action
         try:
             if self._came:

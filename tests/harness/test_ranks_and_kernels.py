@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from fixtures.deadlines import every_rank_is_heard, overdue_when
+from fixtures.deadlines import every_rank_is_heard, log_of, overdue_when
 
 from nb_accelerate.errors import DeadlineError
 
@@ -29,7 +29,7 @@ def test_a_deadline_shows_the_stacks_of_every_rank(run_ranks: RunRanks, capfd: p
         print("here", flush=True)
         threading.Event().wait()
 
-    both_hang = overdue_when(lambda launch: all("here" in launch.log(rank) for rank in (0, 1)))
+    both_hang = overdue_when(lambda request: all("here" in log_of(request, rank) for rank in (0, 1)))
     with both_hang, every_rank_is_heard(), pytest.raises(DeadlineError):
         run_ranks(a_function_that_hangs)
     _, first, second = re.split(r"--- rank [01] at its deadline\n", capfd.readouterr().err)

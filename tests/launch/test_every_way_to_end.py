@@ -6,7 +6,6 @@ Each ends within its deadline, with the right error, and leaves nothing; afterwa
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import re
 import signal
@@ -20,13 +19,15 @@ from typing import Any
 
 import psutil
 import pytest
-from fixtures.deadlines import every_rank_is_heard, overdue_when
+from fixtures.deadlines import every_rank_is_heard, log_of, overdue_when
 from fixtures.leaks import started_by
 from fixtures.ranks import RunRanks
 
 from nb_accelerate.errors import DeadlineError, RankDiedError, RemoteError, ShippingError
-from nb_accelerate.launch.supervisor import Patience, Supervisor
+from nb_accelerate.launch import Launch
 from nb_accelerate.launchers import notebook_launcher
+from nb_accelerate.ranks.request import Request
+from nb_accelerate.ranks.timeouts import Timeouts
 from nb_accelerate.worker.ends import NUDGE
 
 HANGS = "from here on it hangs"
@@ -187,15 +188,15 @@ class Expected:
     kind: type[BaseException]
     text: str
     check: Callable[[Any], bool] = lambda _: True
-    overdue: Callable[[Supervisor], bool] = lambda _: False
+    overdue: Callable[[Request], bool] = lambda _: False
 
 
-def is_stopped_now(launch: Supervisor) -> bool:
-    return "stopped" in launch.states()
+def is_stopped_now(request: Request) -> bool:
+    return any(rank.is_stopped for rank in request.ranks)
 
 
-def hangs_now(launch: Supervisor) -> bool:
-    return HANGS in launch.log(len(launch.states()) - 1)
+def hangs_now(request: Request) -> bool:
+    return HANGS in log_of(request, len(request.ranks) - 1)
 
 
 WAYS: dict[Callable[[], object], Expected] = {
@@ -285,7 +286,7 @@ def test_an_error_is_not_held_back_once_every_rank_has_answered(
     def all_raise() -> None:
         raise Odd(1, 2)
 
-    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=55.0))
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(ask=55.0))
     began = time.monotonic()
     with pytest.raises(Odd):
         run_ranks(all_raise)
@@ -305,7 +306,7 @@ def test_where_a_rank_was_on_the_way_to_its_own_end_is_not_told(
         if my_rank() < 2:
             raise Odd(1, 2)
 
-    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=55.0))
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(ask=55.0))
     with pytest.raises(Odd) as caught:
         run_ranks(one_fails_first, str(tmp_path), world_size=3)
     (note,) = caught.value.__notes__
@@ -331,7 +332,7 @@ def test_where_a_rank_waits_is_told_and_not_where_it_was_on_the_way_there(
         on_the_way(folder)
         stays()
 
-    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, ask=6.0))
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(ask=6.0))
     with pytest.raises(Odd) as caught:
         run_ranks(one_fails, str(tmp_path))
     assert "Meanwhile rank 0 was in stays" in caught.value.__notes__[-1]
@@ -350,7 +351,7 @@ def test_ranks_are_nudged_after_an_interrupt_and_not_interrupted_again(
         if seen.count(signal.SIGINT) == 1:
             Path(folder, "done").touch()
 
-    monkeypatch.setattr("nb_accelerate.launch.supervisor.Patience", functools.partial(Patience, interrupt=50.0))
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(interrupt=50.0))
     handle = notebook_launcher(counts, (str(tmp_path),), num_processes=1, block=False, progress="off")
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)

@@ -13,7 +13,8 @@ import pytest
 from fixtures.kernels import Kernel
 
 from nb_accelerate.diagnostics.render import render_report
-from nb_accelerate.ranks.failures import failed, first_cause, summary
+from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, error_of, summary
+from nb_accelerate.ranks.request import Request
 from nb_accelerate.worker.call import fail
 
 CLASSES = """
@@ -136,7 +137,7 @@ def raised(error: BaseException) -> BaseException:
 class TestGenerated:
     @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(1000, 4000), marks=pytest.mark.slow)])
     def test_every_exception_is_told_of_with_its_type_and_line(self, seeds: range):
-        handle: Any = SimpleNamespace(rank=1)
+        rank: Any = SimpleNamespace(rank=1)
         for seed in seeds:
             error = raised(Programs(seed).error())
             name = vars(type)["__qualname__"].__get__(type(error))
@@ -145,8 +146,12 @@ class TestGenerated:
                 assert failure.report.type_name == name
                 assert failure.report.frames[-1].name == "raised"
                 assert len(repr(failure)) < 3_000_000
-                incident = failed(handle, failure, tuple(map(os.dup, packed.fds)) if packed else (), "")
-                cause = first_cause([incident], 2, {})
+                answer = (failure, tuple(map(os.dup, packed.fds)) if packed else ())
+                request = Request(ranks=[], send=lambda _: None, steps=(), wording=Wording(), world_size=2)
+                request.answers[1] = answer
+                request.incidents.append(Incident(kind=IncidentKind.FAILED, when=0.0, rank=rank, failure=answer))
+                cause = error_of(request)
+                assert cause is not None
                 assert name in render_report(failure.report, title="rank 1 of 2")
                 assert summary(cause)
             except BaseException as wrong:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.launch.supervisor import Patience
+from nb_accelerate.ranks.timeouts import Timeouts
 
 SETUP = """
 import functools, os, signal, threading, time
@@ -133,7 +133,7 @@ def test_an_interrupt_is_a_keyboard_interrupt(notebook: Kernel, way: str, method
 
 def test_ranks_that_do_not_react_to_an_interrupt_are_killed_within_two_seconds() -> None:
     # Not by a clock: on a busy machine it would say how busy that is.
-    assert Patience().interrupt + Patience().terminate < 2.0
+    assert Timeouts().interrupt + Timeouts().terminate < 2.0
 
 
 @pytest.mark.usefixtures("_clean")
@@ -154,10 +154,9 @@ def test_ranks_that_ignore_every_signal_are_killed_after_the_first(notebook: Ker
 @pytest.fixture
 def _patient(notebook: Kernel) -> Iterator[None]:
     """A kernel whose ranks are given half a minute to react to an interrupt."""
-    notebook.run("import nb_accelerate.launch.supervisor as of_launches; short = of_launches.Patience").ok()
-    notebook.run("of_launches.Patience = functools.partial(short, interrupt=30.0)").ok()
+    notebook.set_timeouts("nb_accelerate.launch.Launch", interrupt=30.0)
     yield
-    notebook.run("of_launches.Patience = short").ok()
+    notebook.set_timeouts("nb_accelerate.launch.Launch", interrupt=Timeouts.interrupt)
 
 
 @pytest.mark.usefixtures("_clean", "_patient")
@@ -178,8 +177,10 @@ def test_users_code_may_handle_the_interrupt_and_clean_up(notebook: Kernel) -> N
 
 
 LATE_RANK = """
-import nb_accelerate.launch.supervisor as of_launches
-of_launches.Patience = functools.partial(of_launches.Patience, interrupt=30.0)
+from nb_accelerate.launch import Launch
+from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.ranks.timeouts import Timeouts
+Launch.timeouts = Timeouts(interrupt=30.0)
 forks, gate = 0, os.pipe()
 
 def count():
@@ -191,13 +192,11 @@ def wait():
         os.read(gate[0], 1)
 
 os.register_at_fork(before=count, after_in_child=wait)
-enter = of_launches.Supervisor._enter
+def open_when_interrupted(loop):
+    if any(request.was_interrupted for request in loop.requests):
+        os.write(gate[1], b".")
 
-def enter_and_open(self, stage):
-    enter(self, stage)
-    os.write(gate[1], b".")
-
-of_launches.Supervisor._enter = enter_and_open
+RankLoop.observers.append(open_when_interrupted)
 
 def leaves_a_trace(folder):
     open(os.path.join(folder, str(rank())), "x").close()

@@ -46,7 +46,7 @@ def notebook(shared_kernel: Kernel) -> Kernel:
     shared_kernel.run(SETUP).ok()
     shared_kernel.run(
         f"sys.path.append({str(Path(__file__).parents[1])!r})\n"
-        "from fixtures.deadlines import every_rank_is_heard, overdue_when\n"
+        "from fixtures.deadlines import every_rank_is_heard, log_of, overdue_when\n"
         "sys.path.pop()"
     ).ok()
     shared_kernel.run("launch(rank, (), 2)").ok()  # the warm server is there from here on
@@ -140,7 +140,7 @@ def test_an_exception_has_its_own_type_the_rank_and_the_lines_of_the_cell(notebo
     assert re.search(r"Cell In\[\d+\], line 7, in fails", shown)
     assert "---> 7         raise NoLoss(step, rank=rank())" in shown
     assert re.search(r"Meanwhile rank 0 was in fails, Cell In\[\d+\] line [89]", shown)
-    assert "supervisor.py" not in shown
+    assert "ranks/loop.py" not in shown
     caught = notebook.run(
         "try:\n    launch(fails, (7,), 2)\nexcept NoLoss as error:\n    print(error.step, error.rank)\nos.remove(there)"
     ).ok()
@@ -253,7 +253,7 @@ def test_a_value_that_cannot_come_back_says_what_and_where(notebook: Kernel) -> 
 def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
     notebook.run("def waits():\n    print('here', flush=True); time.sleep(600)").ok()
     cell = notebook.run(
-        "both_wait = overdue_when(lambda launch: all('here' in launch.log(rank) for rank in (0, 1)))\n"
+        "both_wait = overdue_when(lambda request: all('here' in log_of(request, rank) for rank in (0, 1)))\n"
         "with both_wait, every_rank_is_heard():\n"
         "    launch(waits, (), 2, timeout=600)"
     )

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.launch.fold import Fold
+from nb_accelerate.protocol.output import StreamName
 from nb_accelerate.ranks.output import prefixed
+from nb_accelerate.ranks.request_output import RequestOutput
+from nb_accelerate.ranks.sinks import Sink
 
 SETUP = """
 import ctypes, functools, os, subprocess, sys, time
@@ -149,7 +151,7 @@ def test_lines_get_the_prefix_that_was_asked_for(notebook: Kernel) -> None:
 
 
 def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel) -> None:
-    notebook.put("nb_accelerate.launch.fold._HOLD", 600.0)  # seconds; a line may be this late and is still equal
+    notebook.set_timeouts("nb_accelerate.launch.Launch", fold=600.0)  # a line may be this late and is still equal
     notebook.run("def mostly_equal():\n    print('same'); print('differs by', rank()); print('same again')").ok()
     cell = notebook.run("launch(mostly_equal, (), 3, fold_output=True)").ok()
     assert sorted(cell.stdout.splitlines()) == [
@@ -171,19 +173,30 @@ def test_reading_input_ends_at_once(notebook: Kernel) -> None:
 
 
 def test_a_prefix_is_put_in_front_of_every_line() -> None:
-    assert prefixed("a\nb\n", "<${rank}> ", rank=3, local_rank=1) == "<3> a\n<3> b\n"
-    assert prefixed("a\n", None, rank=3, local_rank=1) == "a\n"
+    assert prefixed("a\nb\n", "<3> ") == "<3> a\n<3> b\n"
+    assert prefixed("a\n", "") == "a\n"
+
+
+class Page(Sink):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.due = float("inf")
+        self.seen: list[tuple[str, str]] = []
+
+    def write(self, stream: StreamName, text: str) -> None:
+        self.seen.append((stream, text))
 
 
 def test_folding_waits_for_every_rank_but_not_for_ever() -> None:
-    seen: list[tuple[str, str]] = []
-    fold = Fold([0, 1], lambda stream, text: seen.append((stream, text)))
+    page = Page()
+    fold = RequestOutput([0, 1], page, has_bars=False, hold=600.0)
     assert fold.due == float("inf")
-    fold.add(0, "stdout", "a\nb\n")
-    assert seen == []
+    fold.text(0, "stdout", "a\nb\n")
+    assert page.seen == []
     assert fold.due < float("inf")
-    fold.add(1, "stdout", "a\n")
-    assert seen == [("stdout", "a\n")]
-    fold.flush(everything=True)
-    assert seen[1:] == [("stdout", "[rank 0] b\n")]
+    fold.text(1, "stdout", "a\n")
+    assert page.seen == [("stdout", "a\n")]
+    fold.finish()
+    assert page.seen[1:] == [("stdout", "[rank 0] b\n")]
     assert fold.due == float("inf")

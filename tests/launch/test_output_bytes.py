@@ -23,7 +23,7 @@ from nb_accelerate.protocol.output import MAX_PAYLOAD, frame, new_mark
 from nb_accelerate.ranks import sinks
 from nb_accelerate.ranks.display_ids import DisplayIds
 from nb_accelerate.ranks.output import RankOutput
-from nb_accelerate.ranks.request_output import CellOutput
+from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.sinks import CellSink, Sink, StreamSink
 
 MARK = new_mark()
@@ -99,7 +99,7 @@ def check(seed: int) -> None:
     page = Page()
     style = choose.choice(["fold", "group", "raw"])
     asked = choose.choice([list(ranks), [0]])  # the others do not run the cell, and print all the same
-    cell = CellOutput(asked, page, DisplayIds(), style=style)
+    cell = RequestOutput(asked, page, DisplayIds(), style=style)
     speakers = [Speaker(rank, seed) for rank in ranks]
 
     def output_of(speaker: Speaker) -> RankOutput:

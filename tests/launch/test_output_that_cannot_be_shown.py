@@ -9,8 +9,8 @@ import pytest
 
 from nb_accelerate.errors import LaunchError
 from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.launch.fold import Fold
 from nb_accelerate.protocol.channel import Channel
+from nb_accelerate.ranks.merge import Merge
 from nb_accelerate.ranks.output import RankOutput
 from nb_accelerate.ranks.sinks import CellSink
 
@@ -72,8 +72,8 @@ def test_what_the_cell_does_not_take_is_missing_and_nothing_else(
 @pytest.mark.parametrize(
     ("place", "name", "options"),
     [
-        (Fold, "add", {"fold_output": True}),
-        (Fold, "flush", {"fold_output": True}),
+        (Merge, "add", {"fold_output": True}),
+        (Merge, "finish", {"fold_output": True}),
         (RankOutput, "feed", {}),
         (RankOutput, "finish", {}),
     ],
@@ -102,5 +102,7 @@ def test_a_rank_whose_messages_cannot_be_read_ends_the_launch_with_the_reason(mo
         return drain(channel)
 
     monkeypatch.setattr(Channel, "drain", fail_once)
-    with pytest.raises(LaunchError, match=r"what rank [01] sent .* cannot be read \(EOFError: half a message\)"):
+    with pytest.raises(
+        LaunchError, match=r"rank [01] is lost: what it sent .* cannot be read \(EOFError: half a message\)"
+    ):
         launch()

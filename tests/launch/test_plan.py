@@ -20,7 +20,7 @@ from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, interface
 from nb_accelerate.launch.neighbours import warnings_from
 from nb_accelerate.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.launch.rendezvous import Meeting, meet
-from nb_accelerate.ranks.memory import oom_kills
+from nb_accelerate.ranks.failures import oom_kills
 
 
 def plan(facts: dict[str, Any] | None = None, **options: Any) -> LaunchPlan:

@@ -22,7 +22,7 @@ import pytest
 from nb_accelerate.board import here
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch import notebook_launcher
-from nb_accelerate.launch.local import RankHandle
+from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.ranks.panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]
@@ -131,7 +131,7 @@ def test_an_interrupt_before_anybody_watches_over_the_ranks_ends_them(
             time.sleep(0.01)  # there is no event for what another process writes
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nb_accelerate.launch.launch.Router", is_interrupted)
+    monkeypatch.setattr("nb_accelerate.ranks.loop.RankLoop.run", is_interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch(function, method=method)
     for path in tmp_path.iterdir():
@@ -217,7 +217,7 @@ def test_a_rank_for_which_too_many_files_are_open_leaves_none_of_them(monkeypatc
 
     monkeypatch.setattr(os, "pipe", fails_the_third_time)
     with pytest.raises(OSError, match="too many"):  # the fixtures look for what is left
-        RankHandle(0, store_fd=os.dup(0))
+        LocalRank(0, store_fd=os.dup(0))
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])

@@ -16,7 +16,8 @@ from nb_accelerate.cli import notebook
 
 CELLS = {
     # A rank that was off the CPU for a while says the same as the other nevertheless.
-    "patience": "import nb_accelerate.ranks.request_output\nnb_accelerate.ranks.request_output.HOLD = 30.0  # seconds",
+    "timeouts": "import dataclasses\nfrom nb_accelerate.pool import Pool\n"
+    "Pool.timeouts = dataclasses.replace(Pool.timeouts, fold=30.0)",
     "auto": "%load_ext nb_accelerate\n%distributed auto on",
     "imports": (
         "import matplotlib.pyplot as plt\nimport torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n"

@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.pool.rank_info import whereabouts
+from nb_accelerate.ranks.status import whereabouts
 
 SUM = "%%distributed\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(int(total.item()))"
 
 
 @pytest.fixture(scope="module")
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
-    shared_kernel.put("nb_accelerate.ranks.request_output.HOLD", 30.0)
+    shared_kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     shared_kernel.run(
-        "import os, signal, threading, time\nimport nb_accelerate.pool\nfrom nb_accelerate.ranks.loop import Crew"
+        "import os, signal, threading, time\nimport nb_accelerate.pool\nfrom nb_accelerate.ranks.loop import RankLoop\n"
+        "from nb_accelerate.ranks.steps import StepKind"
     ).ok()
     shared_kernel.run("%%distributed\nimport time, torch, torch.distributed as dist").ok()
-    shared_kernel.run("crew = nb_accelerate.pool.current()._group.crew").ok()
+    shared_kernel.run("loop = nb_accelerate.pool.current().group.loop").ok()
     yield shared_kernel
     shared_kernel.run("%unload_ext nb_accelerate").ok()
 
@@ -45,12 +46,12 @@ def pid_of(notebook: Kernel, rank: int) -> int:
 
 def test_an_interrupt_just_before_the_ranks_are_asked_ends_the_cell(notebook: Kernel):
     notebook.run(
-        "begin = Crew.begin\n"
+        "begin = RankLoop.begin\n"
         "def hit(*given, **options):\n"
-        "    Crew.begin = begin\n"
+        "    RankLoop.begin = begin\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    begin(*given, **options)\n"
-        "Crew.begin = hit"
+        "RankLoop.begin = hit"
     ).ok()
     cell = notebook.run("%%distributed\ntime.sleep(600)")
     assert (cell.error, cell.message) == ("KeyboardInterrupt", "the cell was interrupted")
@@ -74,17 +75,14 @@ class TestKernelsThatReadLate:
     @pytest.fixture(autouse=True)
     def _held_up(self, notebook: Kernel) -> Iterator[None]:
         notebook.run(
-            "gather = Crew._let_output_gather\n"
-            "def hold(self):\n"
-            "    turn, begun = self._turn, time.monotonic()\n"
-            "    end = 0 if turn is None else turn._late_at if turn.stage is None else turn._stage_ends\n"
-            "    while end < begun + 60 and time.monotonic() <= end:\n"
+            "def hold(loop):\n"
+            "    begun, ends = time.monotonic(), [one.deadline for one in loop.requests]\n"
+            "    while any(end < begun + 60 and time.monotonic() <= end for end in ends):\n"
             "        time.sleep(0.01)\n"
-            "    gather(self)\n"
-            "Crew._let_output_gather = hold"
+            "RankLoop.observers.append(hold)"
         ).ok()
         yield
-        notebook.run("Crew._let_output_gather = gather").ok()
+        notebook.run("RankLoop.observers.remove(hold)").ok()
 
     def test_ranks_that_answered_in_time_are_not_late(self, notebook: Kernel):
         assert notebook.run("%%distributed --timeout 1\nprint('in time')").ok().stdout == "in time\n"
@@ -110,7 +108,7 @@ def test_a_completion_that_comes_too_late_costs_the_process_group_and_nothing_el
     os.kill(pid, signal.SIGSTOP)
     notebook.run(
         "def go_on():\n"
-        "    while crew._turn is None or not crew._turn.was_cut: time.sleep(0.01)\n"
+        "    while not any(StepKind.CUT in one.taken for one in loop.requests): time.sleep(0.01)\n"
         f"    os.kill({pid}, signal.SIGCONT)\n"
         "waiting = threading.Thread(target=go_on)\nwaiting.start()"
     ).ok()
@@ -139,7 +137,7 @@ def test_a_rank_that_ends_while_a_value_is_packed_for_it_is_missed(notebook: Ker
     notebook.run(
         "class EndsIt:\n    def __reduce__(self):\n"
         f"        os.kill({pid_of(notebook, 1)}, signal.SIGKILL)\n"
-        "        while not crew.members[1].handle.ended: time.sleep(0.01)\n"
+        "        while not loop.ranks[1].handle.ended: time.sleep(0.01)\n"
         "        return int, (3,)\nends_it = EndsIt()"
     ).ok()
     cell = notebook.run("%%distributed --out values\nends_it + rank")
@@ -167,6 +165,7 @@ class TestDumps:
                     self.extend(pieces.pop(0))
                 return looked
 
-        handle = SimpleNamespace(ended=False, signal=lambda _: None)
-        member: Any = SimpleNamespace(rank=0, handle=handle, stacks=Stacks())
-        assert whereabouts({0: member}, {0}) == {0: "in load, /home-of/train.py:7"}
+        rank: Any = SimpleNamespace(
+            rank=0, handle=SimpleNamespace(ended=False), stacks=Stacks(), ask_for_stacks=lambda: None
+        )
+        assert whereabouts({0: rank}, {0}, 20.0) == {0: "in load, /home-of/train.py:7"}

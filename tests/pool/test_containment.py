@@ -6,21 +6,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.launch.local import RankHandle
+from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, read_cell
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.ranks.hang import HangWatch
-from nb_accelerate.ranks.loop import Crew
+from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.merge import Merge
 from nb_accelerate.ranks.output import RankOutput
-from nb_accelerate.ranks.request_output import CellOutput
+from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.sources import Sources
+from nb_accelerate.ranks.timeouts import Timeouts
 
 CELL = """
 import sys
@@ -125,7 +127,7 @@ def goes_on(pool: Pool) -> Iterator[None]:
 
 
 SHOWING: list[tuple[type, str]] = [
-    *((CellOutput, name) for name in ("text", "display", "redrawing", "finish", "due")),
+    *((RequestOutput, name) for name in ("text", "display", "redrawing", "finish", "due")),
     *((Merge, name) for name in ("add", "finish", "due")),
     *((RankOutput, name) for name in ("feed", "finish")),
 ]
@@ -141,11 +143,11 @@ def test_an_error_in_showing_output_costs_output_only(pool: Pool, place: type, n
     assert page.text.count(f"(Fault: {name})") == 1
 
 
-@pytest.mark.parametrize("place", [CellOutput, Merge])
+@pytest.mark.parametrize("place", [RequestOutput, Merge])
 def test_output_that_is_due_and_cannot_be_shown_is_not_tried_without_end(
     pool: Pool, place: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("nb_accelerate.ranks.request_output.HOLD", 0.0)
+    monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, fold=0.0))
     flag, page = tmp_path / "flag", Page()
     cell = f"import os, time\nif rank == 0: print('due')\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)\n1"
     with goes_on(pool), fault(place, "flush", then=flag.touch) as raised:
@@ -167,7 +169,7 @@ def test_errors_in_what_follows_a_cell_are_as_harmless(pool: Pool, monkeypatch: 
     def fail(*_: object) -> None:
         raise Fault("telling")
 
-    monkeypatch.setattr("nb_accelerate.pool.pool.tell_failure", fail)
+    monkeypatch.setattr("nb_accelerate.pool.cell.tell_failure", fail)
     page = Page()
     with goes_on(pool):
         pool.finish(pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}, sink=page, tell=True))
@@ -175,7 +177,7 @@ def test_errors_in_what_follows_a_cell_are_as_harmless(pool: Pool, monkeypatch: 
 
 
 def test_a_look_for_hangs_that_fails_is_not_repeated(pool: Pool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nb_accelerate.ranks.hang.QUIET", 0.01)
+    monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, quiet=0.01))
     page = Page()
     with goes_on(pool), fault(HangWatch, "act") as raised:
         assert run(pool, "import time; time.sleep(0.3)\nrank", page) == [0, 1]
@@ -189,12 +191,12 @@ def test_a_rank_whose_output_cannot_be_read_goes_on(own: Pool):
 
 
 def test_signals_that_cannot_be_sent_keep_no_cell_from_its_end(pool: Pool):
-    with goes_on(pool), fault(RankHandle, "signal"), pytest.raises(ZeroDivisionError):
+    with goes_on(pool), fault(LocalRank, "signal"), pytest.raises(ZeroDivisionError):
         run(pool, "1 / (1 - rank)")
 
 
 def test_what_cannot_be_sent_to_a_rank_is_raised(pool: Pool):
-    with goes_on(pool), fault(RankHandle, "ask", times=1), pytest.raises(Fault):
+    with goes_on(pool), fault(LocalRank, "ask", times=1), pytest.raises(Fault):
         run(pool, "rank")
 
 
@@ -208,25 +210,28 @@ class TestLostRanks:
         assert own.restart(lost) == [lost]
         assert run(own, "kept", ranks=(1 - lost,)) == [1 - lost]
 
-    def test_a_rank_that_does_not_end_when_it_is_killed_counts_as_lost(self, own: Pool):
-        patience = {"interrupt": 0.05, "cut": 0.05, "wait": 0.05, "kill": 0.05}
-        turn = own.begin(read_cell("import time\ntime.sleep(600)"), CellOptions(ranks=(1,)), variables={}, sink=Page())
-        turn.patience = type(turn.patience)(**patience)
-        with fault(RankHandle, "signal"), fault(RankHandle, "announce_interrupt"):
+    def test_a_rank_that_does_not_end_when_it_is_killed_counts_as_lost(
+        self, own: Pool, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(Pool, "timeouts", Timeouts(interrupt=0.05, cut=0.05, wait=0.05, kill=0.05))
+        request = own.begin(
+            read_cell("import time\ntime.sleep(600)"), CellOptions(ranks=(1,)), variables={}, sink=Page()
+        )
+        with fault(LocalRank, "signal"), fault(LocalRank, "announce_interrupt"):
             own.interrupt()
-            assert turn.done.wait(20)
+            assert request.done.wait(20)
         with pytest.raises(KeyboardInterrupt):
-            own.finish(turn)
+            own.finish(request)
         assert own.lost == {1: "rank 1 is lost: its process did not end when it was killed"}
         assert own.restart(1) == [1]
         assert run(own, "rank") == [0, 1]
 
     def test_how_a_rank_ended_may_stay_unknown(self, own: Pool):
-        def unreadable(handle: RankHandle) -> None:
+        def unreadable(handle: LocalRank) -> None:
             raise OSError("gone")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RankHandle, "read_status", unreadable)
+            patch.setattr(LocalRank, "read_end", unreadable)
             with pytest.raises(PoolError, match="rank 1 is lost"):
                 run(own, "import os\nif rank: os._exit(3)")
         assert own.restart(1) == [1]
@@ -237,21 +242,21 @@ class TestThreadThatFails:
     """A mistake that nothing contains: all ranks are ended, everybody is told, and new ones can be started."""
 
     def break_thread(self, pool: Pool, failure: BaseException) -> Callable[[], None]:
-        group = pool._group
+        group = pool.group
         assert group is not None
 
         def fail(_: Any = None) -> None:
             raise failure
 
         def start() -> None:
-            group.crew._post(fail)
-            group.crew._thread.join(20)
+            group.loop.post(fail)
+            assert group.loop.ended.wait(20)
 
         return start
 
     def test_a_wait_for_a_cell_ends_at_once(self, own: Pool, failure: BaseException):
-        turn = own.begin(read_cell("import time; time.sleep(600)"), CellOptions(), variables={}, sink=Page())
-        handle = CellHandle(own, turn)
+        request = own.begin(read_cell("import time; time.sleep(600)"), CellOptions(), variables={}, sink=Page())
+        handle = CellHandle(own, request)
         threading.Timer(0.1, self.break_thread(own, failure)).start()
         assert handle.wait(20)
         for _ in range(2):
@@ -290,9 +295,9 @@ class TestThreadThatFails:
         own.stop()
 
     def test_a_rank_that_is_being_added_is_let_go_of(self, own: Pool, failure: BaseException):
-        group = own._group
+        group = own.group
         assert group is not None
         expected = type(failure) if isinstance(failure, Exception) else PoolError
-        with pytest.raises(expected), fault(Crew, "_add", error=failure):
+        with pytest.raises(expected), fault(RankLoop, "_add", error=failure):
             own.restart(1)
         own.stop()

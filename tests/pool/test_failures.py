@@ -14,6 +14,8 @@ import pytest
 from fixtures.kernels import BLOCKED_RANKS, Kernel
 from fixtures.leaks import name_of
 
+from nb_accelerate.pool import Pool
+
 SETUP = """
 %load_ext nb_accelerate
 import os, signal, sys, time, threading
@@ -74,13 +76,11 @@ def last(ranks: int) -> int:
 @contextlib.contextmanager
 def time_to_answer(notebook: Kernel, seconds: float) -> Iterator[None]:
     """After a failure, for the others to say where they are, or to come to an end by themselves."""
-    place = "from nb_accelerate.ranks.request import Patience\nPatience.__init__.__kwdefaults__['ask']"
-    kept = notebook.run(place).ok().value
-    notebook.run(f"{place} = {seconds}").ok()
+    notebook.set_timeouts("nb_accelerate.pool.Pool", ask=seconds)
     try:
         yield
     finally:
-        notebook.run(f"{place} = {kept}").ok()
+        notebook.set_timeouts("nb_accelerate.pool.Pool", ask=Pool.timeouts.ask)
 
 
 class TestExceptions:
@@ -271,10 +271,12 @@ class TestInterrupts:
         said_under(notebook, cell)
         for rank in range(1, ranks):
             wait_for_state(notebook, rank, "idle")
-        notebook.run("handle._turn._late_at = 0.0\nhandle._pool._group.crew._post(lambda: None)").ok()  # the time is up
+        notebook.run(
+            "import nb_accelerate.pool\nnb_accelerate.pool.current().group.loop.post(handle.request.expire)"
+        ).ok()
         cell = notebook.run("handle.result(20)")
         assert cell.error == "DeadlineError"
-        assert "rank 0 had not come to its end" in cell.message
+        assert "rank 0 had not finished" in cell.message
         assert "in <module>, Cell In[" in plain(cell.traceback)
 
 
@@ -385,12 +387,12 @@ class TestHangs:
         cell = notebook.start("%%distributed\nif rank == 0:\n    dist.barrier()")
         seen = notebook.wait_for_output(cell, "nothing has moved")
         assert re.search(r"rank 0 waits in barrier, called from <module>, Cell In\[\d+\] line 3", seen)
-        assert re.search(r"ranks? [\d-]+ ha(s|ve) ended the cell", seen)
+        assert re.search(r"ranks? [\d-]+ ha(s|ve) come to the end", seen)
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
     def test_where_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
-        notebook.put("nb_accelerate.pool.rank_info._ANSWER", 20.0)  # seconds
+        notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
         cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True); time.sleep(600)")
         notebook.finish(cell)
         notebook.run("handle = _").ok()

@@ -13,39 +13,47 @@ from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
-from nb_accelerate.pool.lifecycle import State, move
+from nb_accelerate.pool.group import came_apart
+from nb_accelerate.pool.lifecycle import State, check, state_of
 from nb_accelerate.pool.names import free_names, names_in
-from nb_accelerate.pool.namespace_sync import Ledger, Verdict, is_plain
-from nb_accelerate.pool.outcome import came_apart
+from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict, is_plain
 from nb_accelerate.pool.source import read_cell
 from nb_accelerate.ranks.display_ids import DisplayIds
 from nb_accelerate.ranks.hang import verdict
 from nb_accelerate.ranks.merge import Merge
+from nb_accelerate.ranks.steps import StepKind
 
 
 class TestLifeCycle:
-    def test_a_pool_runs_cells_one_after_the_other(self):
-        state = State.STOPPED
-        for event in ("start", "joined", "run", "ended", "run", "ended", "stop"):
-            state = move(state, event)
-        assert state is State.STOPPED
+    @pytest.mark.parametrize(
+        ("facts", "state"),
+        [
+            ({"exists": False}, State.STOPPED),
+            ({"starts": True, "lacks_ranks": True, "is_apart": True}, State.STARTING),
+            ({"runs": True, "lacks_ranks": True}, State.RUNNING),
+            ({"lacks_ranks": True, "is_apart": True}, State.BROKEN),
+            ({"is_apart": True}, State.APART),
+            ({}, State.IDLE),
+        ],
+    )
+    def test_what_a_pool_does_follows_from_what_there_is(self, facts: dict[str, bool], state: State):
+        nothing = {"exists": True, "starts": False, "runs": False, "lacks_ranks": False, "is_apart": False}
+        assert state_of(**{**nothing, **facts}) is state
 
-    def test_a_lost_rank_leaves_the_others_and_can_be_replaced(self):
-        state = State.RUNNING
-        for event in ("lost", "run", "lost", "repair", "joined"):
-            state = move(state, event)
-        assert state is State.IDLE
-
-    def test_stopping_is_possible_whatever_goes_on(self):
-        assert {move(state, "stop") for state in State} == {State.STOPPED}
+    @pytest.mark.parametrize("state", [State.IDLE, State.APART, State.BROKEN])
+    def test_ranks_that_do_nothing_run_cells_and_can_be_replaced(self, state: State):
+        check(state, "run")
+        check(state, "repair")
+        with pytest.raises(PoolError, match="%distributed stop"):
+            check(state, "start")
 
     @pytest.mark.parametrize(
-        ("state", "event", "advice"),
+        ("state", "action", "advice"),
         [(State.STOPPED, "run", "%distributed start"), (State.RUNNING, "repair", "%distributed interrupt")],
     )
-    def test_an_impossible_move_says_what_to_do(self, state: State, event: str, advice: str):
+    def test_what_cannot_be_done_now_says_what_to_do(self, state: State, action: str, advice: str):
         with pytest.raises(PoolError, match=advice):
-            move(state, event)
+            check(state, action)
 
 
 class Story:
@@ -54,7 +62,7 @@ class Story:
     def __init__(self, count: int) -> None:
         self.lines: list[str] = []
         self.everybody = tuple(range(count))
-        self.merge: Merge[str] = Merge(range(count), self.show)
+        self.merge: Merge[str] = Merge(range(count), self.show, hold=0.3)
 
     def show(self, ranks: tuple[int, ...], said: list[list[str]]) -> None:
         whose = "" if ranks == self.everybody else f"{label(ranks)}: "
@@ -153,47 +161,47 @@ class Thing:
     pass
 
 
-class TestLedger:
+class TestNamespaceSync:
     def test_a_value_is_sent_once(self):
-        ledger, thing = Ledger(), Thing()
+        ledger, thing = NamespaceSync(), Thing()
         assert ledger.judge("x", thing) is Verdict.SEND
         ledger.sent({"x": thing}, frozenset())
         assert ledger.judge("x", thing) is Verdict.HAS_IT
 
     def test_a_name_that_was_rebound_is_sent_again(self):
-        ledger = Ledger()
+        ledger = NamespaceSync()
         ledger.sent({"x": 1}, frozenset())
         assert ledger.judge("x", 2) is Verdict.SEND
 
     def test_plain_data_that_was_changed_in_place_is_sent_again(self):
-        ledger, settings = Ledger(), {"lr": 0.1, "layers": [1, 2]}
+        ledger, settings = NamespaceSync(), {"lr": 0.1, "layers": [1, 2]}
         ledger.sent({"settings": settings}, frozenset())
         assert ledger.judge("settings", settings) is Verdict.HAS_IT
         settings["lr"] = 0.2
         assert ledger.judge("settings", settings) is Verdict.SEND
 
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
-        ledger = Ledger()
+        ledger = NamespaceSync()
         ledger.bound(["x"])
         assert ledger.judge("x", 1) is Verdict.OWN
         ledger.sent({"x": 1}, frozenset())
         assert ledger.judge("x", 1) is Verdict.HAS_IT
 
     def test_what_a_rank_deleted_is_sent_again(self):
-        ledger = Ledger()
+        ledger = NamespaceSync()
         ledger.sent({"x": 1}, frozenset())
         ledger.unbound(["x"])
         assert ledger.judge("x", 1) is Verdict.SEND
 
     def test_a_rank_knows_its_rank_better_than_the_notebook(self):
-        assert Ledger().judge("rank", 3) is Verdict.OWN
+        assert NamespaceSync().judge("rank", 3) is Verdict.OWN
 
     def test_the_user_is_told_once_for_each_value(self):
-        ledger = Ledger()
+        ledger = NamespaceSync()
         assert [ledger.is_news("x", value) for value in (1, 1, 2)] == [True, False, True]
 
     def test_a_large_thing_of_the_notebook_is_not_kept_alive(self):
-        ledger, thing = Ledger(), Thing()
+        ledger, thing = NamespaceSync(), Thing()
         ledger.sent({"x": thing}, frozenset())
         del thing
         gc.collect()
@@ -297,7 +305,7 @@ WORKS = """Current thread 0x00007f0000000001 (most recent call first):
 class TestHangs:
     def test_a_rank_that_waits_for_one_that_has_ended_the_cell(self):
         assert "rank 0 waits in all_reduce, called from step" in verdict({0: WAITS}, [1])
-        assert "rank 1 has ended the cell" in verdict({0: WAITS}, [1])
+        assert "rank 1 has come to the end" in verdict({0: WAITS}, [1])
 
     @pytest.mark.parametrize(
         ("file", "function"),
@@ -326,8 +334,9 @@ class TestGroupsThatCameApart:
     def apart(
         self, members: Any, *, ran: int = 2, fails: bool = False, cut: bool = False, backend: str = "nccl"
     ) -> bool:
-        turn: Any = SimpleNamespace(members=[object()] * ran, troubles=["one"] * fails, was_cut=cut)
-        return came_apart(turn, members, backend)
+        taken = {StepKind.CUT} if cut else set()
+        request: Any = SimpleNamespace(ranks=[object()] * ran, incidents=["one"] * fails, taken=taken)
+        return came_apart(request, members, backend)
 
     def test_after_a_failure_ranks_that_are_in_step_go_on(self):
         assert not self.apart(self.members(3, 3), fails=True)

@@ -6,17 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nb_accelerate.errors import ConfigError, DeadlineError, PoolError, RankDiedError
-from nb_accelerate.launch import servers
-from nb_accelerate.launch.local import RankHandle
-from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell, starting
+from nb_accelerate.launch import servers, setup
+from nb_accelerate.launch.local import LocalRank
+from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell
 from nb_accelerate.pool.lifecycle import State
-from nb_accelerate.ranks.loop import Crew
-from nb_accelerate.ranks.request import Patience
+from nb_accelerate.ranks.loop import RankLoop
 
 LEAVES_SLOWLY = "import atexit, time\natexit.register(time.sleep, 600)"
 
@@ -54,8 +54,8 @@ class TestInterrupts:
     def test_stopping_is_quick_then_and_leaves_nothing(self, pool: Pool, monkeypatch: pytest.MonkeyPatch, times: int):
         pool.start(PoolOptions(num_processes=2))
         run(pool, LEAVES_SLOWLY)
-        before(monkeypatch, Crew, "wait_for_end", interrupt, times=times)
-        monkeypatch.setattr(groups, "_QUIT", 50.0)
+        before(monkeypatch, RankLoop, "begin", interrupt, times=times)
+        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, quit=50.0))
         with pytest.raises(KeyboardInterrupt):
             pool.stop()
         assert (pool.state, pool.is_running) == (State.STOPPED, False)
@@ -65,7 +65,7 @@ class TestInterrupts:
         self, pool: Pool, monkeypatch: pytest.MonkeyPatch
     ):
         pool.start(PoolOptions(num_processes=2))
-        before(monkeypatch, Crew, "wait_for_end", interrupt)
+        before(monkeypatch, RankLoop, "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.restart()
         with pytest.raises(PoolError, match="%distributed start"):
@@ -73,7 +73,7 @@ class TestInterrupts:
         pool.start(PoolOptions(num_processes=2))
         assert run(pool, "rank") == [0, 1]
 
-    @pytest.mark.parametrize(("place", "name"), [(Crew, "add"), (Crew, "begin"), (RankHandle, "born")])
+    @pytest.mark.parametrize(("place", "name"), [(RankLoop, "add"), (RankLoop, "begin"), (LocalRank, "born")])
     def test_ranks_that_are_being_started_are_ended(
         self, pool: Pool, monkeypatch: pytest.MonkeyPatch, place: type, name: str
     ):
@@ -88,9 +88,9 @@ class TestInterrupts:
 
         pool.start(PoolOptions(num_processes=1))
         pool.stop()
-        monkeypatch.setattr(groups, "_PATIENCE", Patience(cut=50.0, wait=50.0, kill=50.0))
-        before(monkeypatch, RankHandle, "born", stop_server)
-        before(monkeypatch, Crew, "begin", interrupt)
+        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=50.0, meet=50.0, kill=50.0))
+        before(monkeypatch, LocalRank, "born", stop_server)
+        before(monkeypatch, RankLoop, "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.start(PoolOptions(num_processes=2))
         assert pool.state is State.STOPPED
@@ -100,7 +100,7 @@ class TestInterrupts:
     def test_replacing_a_rank_leaves_one_that_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         pool.start(PoolOptions(num_processes=2))
         run(pool, "kept = rank")
-        before(monkeypatch, Crew, "add", interrupt)
+        before(monkeypatch, RankLoop, "add", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.restart(1)
         assert list(pool.lost) == [1]
@@ -115,7 +115,7 @@ class TestInterrupts:
             raise Alarm
 
         pool.start(PoolOptions(num_processes=2))
-        before(monkeypatch, Crew, "close", ring)
+        before(monkeypatch, RankLoop, "close", ring)
         with pytest.raises(Alarm):
             pool.stop()
         assert pool.is_running
@@ -125,13 +125,13 @@ class TestInterrupts:
 
 def fail_to_set_up(patch: pytest.MonkeyPatch, rank: int) -> None:
     """One rank raises when it makes itself a process of the group."""
-    original = starting.rank_environ
+    original = setup.rank_environ
 
     def broken(plan: Any, meeting: Any, local_rank: int, **given: Any) -> dict[str, str]:
         environ = original(plan, meeting, local_rank, **given)
         return {**environ, "WORLD_SIZE": "device is broken"} if local_rank == rank else environ
 
-    patch.setattr(starting, "rank_environ", broken)
+    patch.setattr(setup, "rank_environ", broken)
 
 
 def when_asked_to_join(patch: pytest.MonkeyPatch, rank: int, act: Callable[[Any], object]) -> None:
@@ -169,7 +169,7 @@ class TestRanksThatMeet:
         assert run(pool, "rank") == [0, 1, 2]
 
     def test_a_new_rank_that_fails_is_told_of_and_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(groups, "_PATIENCE", Patience(cut=0.1, wait=0.1))
+        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=0.1, meet=0.1))
         pool.start(PoolOptions(num_processes=2))
         with monkeypatch.context() as patch:
             fail_to_set_up(patch, 1)
@@ -186,12 +186,14 @@ class TestRanksThatMeet:
     def test_one_that_does_not_come_is_named_when_its_time_is_up(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         def stop(member: Any) -> None:
             os.kill(member.handle.pid, signal.SIGSTOP)
-            assert pool._group is not None
-            assert pool._group.crew._turn is not None
-            pool._group.crew._turn.timeout = 0.0  # seconds from when all were asked
+            assert pool.group is not None
+            (request,) = pool.group.loop.requests
+            request.timeout = 0.0  # seconds from when all were asked
 
         when_asked_to_join(monkeypatch, 1, stop)
-        with pytest.raises(DeadlineError, match=r"the meeting of the ranks took longer than .* rank.*1 had not come"):
+        with pytest.raises(
+            DeadlineError, match=r"the meeting of the ranks took longer than .* rank.*1 had not finished"
+        ):
             pool.start(PoolOptions(num_processes=2))
         assert pool.state is State.STOPPED
 

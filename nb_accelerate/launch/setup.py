@@ -1,0 +1,69 @@
+"""What a new rank is told before it runs anything."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from nb_accelerate.launch.environ import rank_environ, working_directory
+from nb_accelerate.protocol.messages import Setup
+
+if TYPE_CHECKING:
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.rendezvous import Meeting
+    from nb_accelerate.protocol.messages import Parcel, StoreSpec
+    from nb_accelerate.ranks.handle import RankHandle
+
+
+def make_setup(
+    handle: RankHandle,
+    options: LaunchOptions,
+    plan: LaunchPlan,
+    meeting: Meeting,
+    sources: Parcel,
+    *,
+    store: StoreSpec | None = None,
+    attempt: int = 0,
+) -> Setup:
+    """Make the message that sets a rank up: environment, folder and search path are those of this process now.
+
+    Args:
+        handle: the rank.
+        options: of the launch.
+        plan: how many ranks on what.
+        meeting: where they meet.
+        sources: `notebook_sources`, packed.
+        store: through which they meet; None if a `Join` will tell.
+        attempt: how often the launch was started before.
+    """
+    environ = rank_environ(
+        plan,
+        meeting,
+        handle.local_rank,
+        base=dict(os.environ),
+        extra=options.env,
+        attempt=attempt,
+        max_restarts=options.max_restarts,
+    )
+    return Setup(
+        rank=handle.rank,
+        environ=environ,
+        cwd=working_directory(),
+        sys_path=tuple(sys.path),
+        argv=tuple(sys.argv),
+        num_threads=plan.num_threads,
+        sources=sources,
+        store=store,
+    )
+
+
+def notebook_sources() -> dict[str, str]:
+    """Text of everything that was compiled here from no file: the cells that have run, by their file name."""
+    return {
+        filename: "".join(entry[2])
+        for filename, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }

@@ -1,0 +1,174 @@
+"""A cell on its way to the ranks: what goes along with it, what shows it, and what is known when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.diagnostics.render import cell_name
+from nb_accelerate.display import Action, choose_front_end
+from nb_accelerate.display.words import label
+from nb_accelerate.launch.panel import facts_of
+from nb_accelerate.pool.shipping import make_manifest
+from nb_accelerate.protocol.messages import RunCell
+from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
+from nb_accelerate.ranks.panel import RequestView, make_panel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nb_accelerate.display import Panel
+    from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.pool.group import RankGroup
+    from nb_accelerate.pool.namespace_sync import NamespaceSync
+    from nb_accelerate.pool.options import CellOptions
+    from nb_accelerate.pool.rank import PoolRank
+    from nb_accelerate.pool.source import CellSource
+    from nb_accelerate.ranks.guard import GuardedOutput
+    from nb_accelerate.ranks.request import Request
+    from nb_accelerate.ranks.sinks import Sink
+    from nb_accelerate.ranks.timeouts import Timeouts
+
+
+class Cell:
+    """Everything that comes before the ranks are asked to run a cell. `begin` it, or `close` it.
+
+    Args:
+        source: the cell.
+        options: how to run it.
+        group: the ranks that there are.
+        syncs: what each of them has of the notebook's names, by rank.
+        variables: where names that the ranks lack are looked up.
+        output: takes what the ranks say.
+        sink: where that goes.
+        in_background: nobody waits for it, so its failure is said in the cell.
+
+    Attributes:
+        request: what the ranks are asked.
+
+    Raises:
+        NameError: a name that is to be sent is not defined.
+        ShippingError: a value cannot be pickled; says which part.
+        PoolError: a rank that is to run it has ended.
+    """
+
+    def __init__(
+        self,
+        source: CellSource,
+        options: CellOptions,
+        group: RankGroup,
+        syncs: Mapping[int, NamespaceSync],
+        variables: Mapping[str, Any],
+        output: GuardedOutput,
+        sink: Sink,
+        *,
+        in_background: bool,
+    ) -> None:
+        ranks = group.chosen(options.ranks)
+        _check_names(options.send, variables)
+        self._source = source
+        self._options = options
+        self._group = group
+        self._output = output
+        self._syncs = {rank.rank: syncs[rank.rank] for rank in ranks}
+        self._sent: dict[int, tuple[str, ...]] = {}
+        self._manifest = make_manifest(source.free, variables, self._syncs, forced=options.send)
+        try:
+            self._say_what_is_own()
+            self.request = group.request(ranks, self._send, timeout=options.timeout, say=output.say)
+            self.request.attended = not in_background
+            self.request.callbacks.append(self.close)
+            if in_background:
+                self.request.callbacks.append(lambda: tell_failure(self.request, output.say))
+            front_end = "off" if options.quiet else choose_front_end(options.progress)
+            with output.guard:
+                interrupt = functools.partial(group.loop.interrupt, self.request)
+                self.request.panel = _panel(self.request, source.filename, group.plan, sink, interrupt, front_end)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, timeouts: Timeouts) -> None:
+        """Ask the ranks to run it."""
+        for shipment in self._manifest.shipments:
+            for rank in shipment.ranks:
+                self._syncs[rank].sent(shipment.values, shipment.uses)
+                self._sent[rank] = tuple(shipment.values)
+        self._group.loop.begin(self.request, self._output, hangs=timeouts)
+
+    def take_note(self) -> None:
+        """Remember, when it has ended, which names the ranks bound, and how many collectives they were in."""
+        ranks = self._group.ranks
+        for number, end in self.request.ends.items():
+            sync = self._syncs[number]
+            if not end.has_names:
+                sync.unbound(self._sent.get(number, ()))
+            sync.bound(end.bound)
+            sync.unbound(end.unbound)
+            ranks[number].steps = end.steps
+
+    def close(self) -> None:
+        """Let go of what was packed."""
+        self._manifest.close()
+
+    def _send(self, rank: PoolRank) -> None:
+        source = self._source
+        packed = self._manifest.packed_for(rank.rank)
+        message = RunCell(
+            code=source.code,
+            filename=source.filename,
+            source=source.text,
+            above=source.above,
+            is_python=source.is_python,
+            names=packed.parcel if packed else None,
+            wants_value=self._options.wants_values,
+            wants_accelerator=source.wants_accelerator,
+        )
+        with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
+            rank.handle.ask(message, packed.fds if packed else ())
+
+    def _say_what_is_own(self) -> None:
+        own, syncs = self._manifest.own, self._syncs.values()
+        news = [name for name, value in sorted(own.items()) if sum(one.is_news(name, value) for one in syncs)]
+        if news:
+            names = ", ".join(news)
+            self._output.say(
+                f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
+                f"%distributed push {' '.join(news)}"
+            )
+
+
+def _check_names(names: Sequence[str], variables: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in variables:
+            raise NameError(f"name {name!r} is not defined in the notebook, so it cannot be sent to the ranks")
+
+
+def _panel(
+    request: Request,
+    filename: str,
+    plan: LaunchPlan,
+    sink: Sink,
+    interrupt: Callable[[], object],
+    front_end: FrontEnd,
+) -> Panel | None:
+    numbers = [rank.rank for rank in request.ranks]
+    for rank in request.ranks:
+        rank.handle.board.want_rows(front_end != "off")
+    name = (cell_name(filename) or "cell").replace("Cell In[", "cell ").rstrip("]")
+    facts = facts_of(name, plan)
+    if len(numbers) < plan.num_processes:
+        facts = replace(facts, setup=(f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:]))
+    action = Action("Interrupt", "raise KeyboardInterrupt on every rank; variables stay", interrupt)
+    return make_panel(facts, numbers, sink, RequestView(request, (action,)), front_end)
+
+
+def tell_failure(request: Request, say: Callable[[str], object]) -> None:
+    """Say what went wrong in a cell in the background, without rebuilding users' exceptions."""
+    if request.incidents:
+        cause = first_cause(request.incidents)
+        hint = "" if cause.kind is IncidentKind.INTERRUPTED else "; .result() raises it here"
+        say(said_of(cause, request) + hint)

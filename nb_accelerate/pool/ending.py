@@ -1,0 +1,125 @@
+"""How what a pool asks of its ranks ends before its time: tables of steps, and what errors say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import PoolError
+from nb_accelerate.pool.rank import PoolRank
+from nb_accelerate.protocol.messages import CutOff
+from nb_accelerate.ranks.failures import Wording
+from nb_accelerate.ranks.steps import Step, StepKind, ask_for_stacks, give_up, interrupt, kill, leave_alone
+from nb_accelerate.ranks.timeouts import NEVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.timeouts import Timeouts
+
+_BUSY = (
+    "rank {ranks} is busy where it cannot be interrupted; this cell ends when that does. Interrupt once more to kill "
+    "it: its variables are then lost"
+)
+
+
+def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
+    """How a cell ends. A rank is never killed unless the user asks for it: its variables would be lost.
+
+    Args:
+        timeouts: of the steps.
+        cut: takes a rank out of its collective, see `cut_from`.
+    """
+    notice = _BUSY if timeouts.wait == NEVER else ""
+    return (
+        Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
+        Step(kind=StepKind.INTERRUPT, act=interrupt, seconds=timeouts.unwind, for_user=timeouts.interrupt),
+        Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
+        Step(
+            kind=StepKind.WAIT,
+            act=leave_alone,
+            seconds=timeouts.wait,
+            on_interrupt=StepKind.KILL,
+            notice=notice,
+        ),
+        Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
+        Step(kind=StepKind.GIVE_UP, act=give_up),
+    )
+
+
+def meeting_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
+    """How the start, and a meeting, of ranks ends. New ones have nothing to lose, and no code of users runs.
+
+    Args:
+        timeouts: of the steps.
+        cut: as above.
+    """
+    return (
+        Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
+        Step(kind=StepKind.INTERRUPT, act=_interrupt_or_kill, seconds=timeouts.unwind, for_user=timeouts.interrupt),
+        Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
+        Step(kind=StepKind.WAIT, act=leave_alone, seconds=timeouts.meet, on_interrupt=StepKind.KILL),
+        Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
+        Step(kind=StepKind.GIVE_UP, act=give_up),
+    )
+
+
+def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
+    """How ranks are ended for good.
+
+    Args:
+        timeouts: of the steps.
+        seconds: for those that were told to, to end by themselves; 0 if they were not.
+    """
+    by_signal = (
+        Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
+        Step(kind=StepKind.GIVE_UP, act=give_up),
+    )
+    if not seconds:
+        return by_signal
+    return Step(kind=StepKind.WAIT, act=leave_alone, seconds=seconds, on_interrupt=StepKind.KILL), *by_signal
+
+
+def cut_from(ranks: Sequence[RankProxy], meeting: int) -> Callable[[RankProxy], None]:
+    """Gives what takes one rank out of a collective by breaking its connections to others.
+
+    Args:
+        ranks: all that there are.
+        meeting: number of the meeting in which they made the connections, or are about to.
+    """
+    pids = [one.handle.pid for one in ranks if one.handle.pid and not one.is_gone]
+
+    def cut(rank: RankProxy) -> None:
+        assert isinstance(rank, PoolRank)
+        others = tuple(pid for pid in pids if pid != rank.handle.pid)
+        rank.cut_off(CutOff(meeting=meeting, fellows=others))
+
+    return cut
+
+
+def _interrupt_or_kill(rank: RankProxy) -> None:
+    assert isinstance(rank, PoolRank)
+    if rank.has_joined:
+        interrupt(rank)
+    else:
+        kill(rank)
+
+
+def _after_end(rank: RankProxy) -> str:
+    assert isinstance(rank, PoolRank)
+    if not rank.has_joined:
+        return " while it was being started"
+    return (
+        f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank.rank}"
+    )
+
+
+def wording(what: str) -> Wording:
+    """How errors speak of something that a pool asks of its ranks."""
+    return Wording(
+        what=what,
+        after_end=_after_end,
+        unusable=PoolError,
+        unseen=PoolError,
+        when_hung="Interrupt the cell to go on; variables are kept",
+    )

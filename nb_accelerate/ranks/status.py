@@ -1,0 +1,91 @@
+"""What ranks are and do, seen from outside: they need not be idle, and are not disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nb_accelerate.diagnostics.stacks import is_whole, where
+from nb_accelerate.protocol.messages import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nb_accelerate.ranks.proxy import RankProxy
+    from nb_accelerate.ranks.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """A rank, as it is now.
+
+    Attributes:
+        rank: its number.
+        pid: its process, or None while it starts and after it has ended.
+        state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``; of a pool also
+            ``idle``.
+        exitcode: once it has ended: exit code, or minus the signal's number.
+        device: what it computes on; "" if that is not known.
+        memory: bytes of main memory that it holds; 0 if that was not asked for.
+        doing: how it has ended.
+    """
+
+    rank: int
+    pid: int | None
+    state: str
+    exitcode: int | None = None
+    device: str = ""
+    memory: int = 0
+    doing: str = ""
+
+
+def state_of(rank: RankProxy, request: Request) -> str:
+    """What a rank does about a request, as the state of a `RankStatus`."""
+    answer = request.answers.get(rank.rank)
+    if rank.is_stopped:
+        return "stopped"
+    if answer is not None:
+        return "returned" if isinstance(answer[0], Result) else "failed"
+    if rank.is_gone:
+        return "ended"
+    return "running" if rank.is_ready else "starting"
+
+
+def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
+    """Look at the process of a rank that has not ended.
+
+    Args:
+        rank: to look at.
+        busy: it runs a cell.
+        device: what it computes on.
+    """
+    state, memory = "running" if busy else "idle", 0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(rank.handle.pid)
+        memory = process.memory_info().rss
+        if process.status() == psutil.STATUS_STOPPED:
+            state = "stopped"
+    return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state)
+
+
+def whereabouts(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float) -> dict[int, str]:
+    """Where ranks are in their code, in a few words.
+
+    Args:
+        ranks: by their number.
+        busy: numbers of those that run a cell.
+        seconds: that they have to write their stacks.
+    """
+    asked = [rank for number, rank in sorted(ranks.items()) if number in busy and not rank.handle.ended]
+    for rank in asked:
+        rank.ask_for_stacks()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(is_whole(rank.stacks) for rank in asked):
+        time.sleep(0.01)  # the loop's thread reads, and knows no end of a dump
+    found = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
+    found.update((rank.rank, where(bytes(rank.stacks).decode(errors="replace"))) for rank in asked)
+    return found
