@@ -29,6 +29,7 @@ from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties
 from nb_accelerate.strategies.ddp import is_alive
+from nb_accelerate.strategies.shards import gather_whole, local_part, shard_like, shard_state
 from nb_accelerate.strategies.strategy import Strategy
 from nb_accelerate.strategies.unwrapping import innermost
 
@@ -257,7 +258,7 @@ class FSDPStrategy(Strategy):
             gradient: Any = parameter.grad
             if gradient is not None:
                 place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-                shards.setdefault(place, []).append(_local(gradient))
+                shards.setdefault(place, []).append(local_part(gradient))
         is_max = norm_type == float("inf")
         norms = []
         for place, gradients in shards.items():
@@ -278,7 +279,7 @@ class FSDPStrategy(Strategy):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ computes it
         for parameter in parameters:
             if parameter.grad is not None:
-                local = _local(parameter.grad)
+                local = local_part(parameter.grad)
                 local.mul_(factor.to(local.device))
         return norm
 
@@ -286,7 +287,7 @@ class FSDPStrategy(Strategy):
     def clip_grad_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                _local(parameter.grad).clamp_(-clip_value, clip_value)
+                local_part(parameter.grad).clamp_(-clip_value, clip_value)
 
     # -- state
 
@@ -296,17 +297,17 @@ class FSDPStrategy(Strategy):
         state = model.state_dict(keep_vars=True)
         for value in state.values():
             if id(value) not in known:
-                known[id(value)] = _whole(value, keep=keep)
+                known[id(value)] = gather_whole(value, keep=keep)
         return {name: known[id(value)] for name, value in state.items()} if keep else {}
 
     @override
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:
         now = model.state_dict()
-        model.load_state_dict({name: _sharded_like(value, now.get(name)) for name, value in state.items()}, **kwargs)
+        model.load_state_dict({name: shard_like(value, now.get(name)) for name, value in state.items()}, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
-        whole: dict[str, Any] = tree_map(lambda value: _whole(value, keep=keep), optimizer.state_dict())
+        whole: dict[str, Any] = tree_map(lambda value: gather_whole(value, keep=keep), optimizer.state_dict())
         return whole if keep else {}
 
     @override
@@ -316,7 +317,7 @@ class FSDPStrategy(Strategy):
         sharded = dict(state["state"])
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in sharded:
-                sharded[number] = _shard_state(sharded[number], parameter)
+                sharded[number] = shard_state(sharded[number], parameter)
         optimizer.load_state_dict({**state, "state": sharded})
 
 
@@ -356,48 +357,4 @@ def _use_shards(optimizer: torch.optim.Optimizer) -> None:
             if new is not None:
                 group["params"][number] = new
                 if old in optimizer.state:
-                    optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
-
-
-def _shard_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return the optimizer state of one parameter, with what is of its shape sharded as it is."""
-    return {
-        name: _sharded_like(value, parameter) if getattr(value, "shape", None) == parameter.shape else value
-        for name, value in state.items()
-    }
-
-
-def _sharded_like(value: Any, like: Any) -> Any:
-    """Return this rank's shard of a tensor that all ranks have whole. Exchanges nothing.
-
-    Args:
-        value: a tensor of the shape of ``like``, or anything else, which is returned as it is.
-        like: decides how it is sharded; what is no DTensor is not sharded.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return value
-    mesh = like.device_mesh
-    whole = DTensor.from_local(value.detach().to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=like.placements)
-
-
-def _whole(value: Any, *, keep: bool) -> Any:
-    """Return a copy of a tensor, whole and in host memory; None if it is not to be kept. Collective for a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(value, DTensor):
-        gathered: Any = value.detach()
-        gathered = gathered.full_tensor()
-        return gathered.cpu() if keep else None
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone() if keep else None
-    return value
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds: all of a plain tensor."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    optimizer.state[new] = shard_state(optimizer.state.pop(old), new)

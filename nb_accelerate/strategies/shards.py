@@ -1,0 +1,56 @@
+"""Cut tensors into the shards of ranks, and put them together again. See `torch.distributed.tensor.DTensor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+def shard_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return the optimizer state of one parameter, with what is of its shape sharded as it is."""
+    return {
+        name: shard_like(value, parameter) if getattr(value, "shape", None) == parameter.shape else value
+        for name, value in state.items()
+    }
+
+
+def shard_like(value: Any, like: Any) -> Any:
+    """Return this rank's shard of a tensor that all ranks have whole. Exchanges nothing.
+
+    Args:
+        value: a tensor of the shape of ``like``, or anything else, which is returned as it is.
+        like: decides how it is sharded; what is no DTensor is not sharded.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    mesh = like.device_mesh
+    whole = DTensor.from_local(value.detach().to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements)
+
+
+def gather_whole(value: Any, *, keep: bool) -> Any:
+    """Return a copy of a tensor, whole and in host memory; None if it is not to be kept. Collective for a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        gathered: Any = value.detach()
+        gathered = gathered.full_tensor()
+        return gathered.cpu() if keep else None
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone() if keep else None
+    return value
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: all of a plain tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
