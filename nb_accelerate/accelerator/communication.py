@@ -1,4 +1,4 @@
-"""Tensors and objects of all processes."""
+"""`CommunicationSlice`: gather, reduce and pad tensors over processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CommunicationSlice(Slice):
-    """What processes exchange."""
+    """Exchange tensors and objects between processes."""
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all processes, one after the other along dimension 0.
@@ -90,7 +90,7 @@ class CommunicationSlice(Slice):
 
 
 def _real_rows(data: Any, loader: Tracked) -> Any:
-    """Leave out what a single process made for a full batch although the last one is smaller."""
+    """Cut what a single process computed for a full batch to the rows of a smaller last one."""
     full = _rows_of_full_batch(loader)
     real = loader.batch_remainder or loader.rows_on_rank
     if not loader.end_of_dataloader or full is None or not real or real >= full:
@@ -117,7 +117,7 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _check_rows(data: Any, loader: Tracked, *, as_objects: bool) -> None:
-    """Refuse to drop rows of something that has no rows. Said before any exchange, so that all ranks say it."""
+    """Refuse data without one entry per row, of which none can be dropped. Called before any exchange, on all ranks."""
     if not loader.even:
         raise ValueError(
             "gather_for_metrics cannot be used for the last batches of a loader with even_batches=False: some "

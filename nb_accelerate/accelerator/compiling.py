@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """Return a model as the plugin wants it compiled; one that is compiled already stays as it is.
+    """Return a model compiled as the plugin says; one that is compiled already is returned as it is.
 
-    Called last by ``prepare``, around what the strategy made, so that torch sees where gradients travel.
+    Called last by ``prepare``, around the wrapper of the strategy, so that torch sees where gradients are exchanged.
     """
     if not plugin.is_on or hasattr(model, "_orig_mod"):
         return model

@@ -1,4 +1,4 @@
-"""The parts an `Accelerator` is made of, chosen once.
+"""`Core`: the parts of an `Accelerator`, chosen when it is made.
 
 ::
 
@@ -62,7 +62,7 @@ logger = logging.getLogger("nb_accelerate")
 
 @dataclass(kw_only=True)
 class Prepared:
-    """What went through ``prepare``, in order."""
+    """Objects that went through ``prepare``, in order."""
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
@@ -70,36 +70,36 @@ class Prepared:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Forget all objects."""
         for things in (self.models, self.optimizers, self.loaders, self.schedulers):
             things.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """The chosen parts. They do not change; what changes is inside them.
+    """The parts of an `Accelerator`. A setter of an option replaces the `Core`; state changes inside its parts.
 
     Attributes:
-        process: what this process is.
-        collectives: how ranks talk to each other.
+        process: rank, device and process group.
+        collectives: how ranks exchange data.
         strategy: how models are trained on all ranks.
-        precision: which numbers they compute with.
-        accumulation: where in its window the loop is.
-        shared: what all `Accelerator` objects of this process have in common.
+        precision: the dtype they compute in.
+        accumulation: the position of the loop in its accumulation window.
+        shared: state that all `Accelerator` objects of this process share.
         loader: how loaders share out data.
-        rng_types: which random numbers are in step over ranks.
+        rng_types: which random generators get the state of rank 0 at each epoch.
         handlers: arguments for torch.
         device_placement: whether models and batches are moved to the device.
         step_scheduler_with_optimizer: whether schedulers wait for optimizer steps.
         scheduler_steps_per_process: whether schedules advance once for each process at an optimizer step.
         dynamo: how models are compiled.
         engines: options of the engines by which the strategy was chosen.
-        trigger: what this rank has to tell the others.
+        trigger: whether this rank called `set_trigger`.
         recording: trackers, directories, profiles.
-        registry: what users add to checkpoints.
+        registry: objects and hooks that users add to checkpoints.
         board: where this process says how far it is.
         losses: puts losses there, now and then.
-        prepared: what went through ``prepare``.
+        prepared: objects that went through ``prepare``.
     """
 
     process: ProcessContext
@@ -125,7 +125,7 @@ class Core:
 
     @property
     def choices(self) -> Choices:
-        """What states show of this."""
+        """The choices that `AcceleratorState` and `GradientState` show."""
         return Choices(
             mixed_precision=self.precision.name,
             distributed_type=self.strategy.distributed_type,
@@ -137,17 +137,17 @@ class Core:
 
     @property
     def scheduler_steps(self) -> int:
-        """How often a schedule that is prepared now advances for one optimizer step."""
+        """How often a scheduler that is prepared now advances for one optimizer step."""
         return self.collectives.world_size if self.scheduler_steps_per_process and not self.loader.split_batches else 1
 
     @property
     def tracker(self) -> LoaderTracker:
-        """Which loaders are being iterated in this process."""
+        """The loaders that are being iterated in this process."""
         return self.shared.tracker
 
     @property
     def device(self) -> torch.device:
-        """Where models and batches live."""
+        """The device of models and batches."""
         return self.process.device
 
 
@@ -248,7 +248,7 @@ def build_core(
 
 
 def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> None:
-    """Note which options an `Accelerator` does not look at again."""
+    """Note the options of which later changes have no effect, so that such a change is a warning."""
     made = "the Accelerator that was made"
     if accumulation is not None:
         note_use(
@@ -261,7 +261,7 @@ def _note_uses(core: Core, accumulation: GradientAccumulationPlugin | None) -> N
 
 
 class Slice:
-    """Base of the parts of the API, each about one subject. They share a core and call each other through it.
+    """Base of the classes that make up `Accelerator`, each with the methods of one subject. They share a core.
 
     Attributes:
         core: the chosen parts.

@@ -1,4 +1,4 @@
-"""Who this process is, and what only some processes do."""
+"""`IdentitySlice`: ranks, the device, and work for the main process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class IdentitySlice(Slice, Identity):
 
     @property
     def state(self) -> AcceleratorState:
-        """What this process is and which precision was chosen, as accelerate's scripts ask for it."""
+        """The `AcceleratorState` of this `Accelerator`, for scripts written for accelerate."""
         return AcceleratorState.of(self.core.process, self.core.choices)
 
     @property
@@ -49,7 +49,7 @@ class IdentitySlice(Slice, Identity):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded with FSDP's second version."""
+        """Whether models are sharded with FSDP2."""
         return self.state.is_fsdp2
 
     @property
@@ -59,5 +59,5 @@ class IdentitySlice(Slice, Identity):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the loop is in its accumulation window and in its loader, as accelerate's scripts ask for it."""
+        """The `GradientState` of this `Accelerator`, for scripts written for accelerate."""
         return GradientState.of(self.core.choices)

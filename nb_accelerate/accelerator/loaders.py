@@ -1,4 +1,4 @@
-"""Prepared loaders: skip the beginning of an epoch, and end it with ranks apart."""
+"""`LoadersSlice`: skip the first batches of an epoch, and train on uneven numbers of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LoadersSlice(Slice):
-    """What is done with whole loaders."""
+    """Methods about prepared loaders."""
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
         """Return a loader that leaves out the first batches of every epoch; use it for the one that is resumed.
@@ -52,7 +52,7 @@ class LoadersSlice(Slice):
             even_batches: what prepared loaders do in the block, instead of what `DataLoaderConfiguration` says.
 
         Raises:
-            ConfigError: ``even_batches`` is not True, False or None.
+            ConfigError: ``even_batches`` is not True, False or None, or models are sharded.
         """
         loaders = [] if even_batches is None else list(self.core.prepared.loaders)
         if even_batches is not None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EVERY = 0.1
-"""Seconds between two looks. People cannot read faster, and a copy from a device costs some microseconds."""
+_REPORT_SECONDS = 0.1
+"""Least time between two reports: nobody reads faster, and each copies a number from the device."""
 
-_ASK_EVERY = 1.0
-"""Seconds between two questions for the utilisation: the driver takes a mean over up to one, and is slow to answer."""
+_UTILISATION_SECONDS = 1.0
+"""Least time between two queries of the utilisation: drivers average over up to a second and answer slowly."""
 
 
 class LossReport:
@@ -45,11 +45,11 @@ class LossReport:
         self._ask_at = 0.0
 
     def report(self, loss: Tensor) -> None:
-        """A step has this loss, without dimensions."""
+        """Report the loss of a step, a tensor with one element; does nothing within `_REPORT_SECONDS` of the last."""
         now = time.monotonic()
         if now < self._due:
             return
-        self._due = now + _EVERY
+        self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:
             if self._arrived is None:
                 pins = self._kind.pins_memory
@@ -60,11 +60,11 @@ class LossReport:
             self._board.loss(self._arrived.item())
         self._board.memory(self._kind.memory_allocated())
         if self._utilisation is not None and now >= self._ask_at:
-            self._ask_at = now + _ASK_EVERY
+            self._ask_at = now + _UTILISATION_SECONDS
             self._ask(self._utilisation)
 
     def _ask(self, utilisation: Callable[[], int]) -> None:
-        """Ask the device. Who got no answer once asks no more: what is missing will not come during a training."""
+        """Query the utilisation; after one failure never again, since a missing driver or package stays missing."""
         try:
             percent = utilisation()
         except Exception as error:  # those of NVML and amdsmi have no common base, and neither need be installed

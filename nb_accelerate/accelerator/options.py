@@ -1,4 +1,4 @@
-"""What an `Accelerator` was asked for, as scripts read it back."""
+"""`OptionsSlice`: the options of an `Accelerator`, to read and to set."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ T = TypeVar("T")
 
 
 class OptionsSlice(Slice):
-    """Options, with their defaults filled in.
-
-    Those that can be set count for what is prepared afterwards.
-    """
+    """Options, with their defaults filled in. Setting one affects objects that are prepared afterwards."""
 
     @property
     def device_placement(self) -> bool:
@@ -51,7 +48,7 @@ class OptionsSlice(Slice):
 
     @property
     def rng_types(self) -> list[RNGType]:
-        """Which random numbers get the state of process 0 at each epoch."""
+        """Which random generators get the state of process 0 at each epoch."""
         return list(self.core.rng_types)
 
     @rng_types.setter
@@ -60,7 +57,7 @@ class OptionsSlice(Slice):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders share out data."""
+        """How loaders divide data among processes."""
         return self.core.loader
 
     @dataloader_config.setter
@@ -103,7 +100,7 @@ class OptionsSlice(Slice):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """What multiplies losses with ``mixed_precision="fp16"``; None with others."""
+        """The loss scaler of ``mixed_precision="fp16"``; None with other precisions."""
         return self.core.precision.scaler
 
     @property
@@ -153,7 +150,7 @@ class OptionsSlice(Slice):
 
 
 def _given(name: str, value: T, kind: type[T]) -> T:
-    """Return an options object that must not be None."""
+    """Check an options object that must not be None, and return it."""
     options = check_options(name, value, kind)
     if options is None:
         raise ConfigError(f"{name}=None is no {kind.__name__}. Write {name} = {kind.__name__}() for the defaults.")

@@ -1,4 +1,4 @@
-"""Who owns which parameters: find optimizers and models that were not prepared together."""
+"""Errors for models, optimizers and accelerators that do not belong together."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer that trains nothing. Called before its first step, when all has been prepared that will be.
+    """Refuse an optimizer that trains nothing. Called before its first step.
 
-    A tensor of no model may be trained: a temperature, a soft prompt, an image. It has a gradient then.
+    Parameters need not belong to a model (a temperature, a soft prompt, an image); they have gradients by then.
 
     Raises:
         ConfigError: none of its parameters is one of a prepared model, and none has a gradient.
@@ -48,7 +48,7 @@ def forgotten_model(call: str, world_size: int) -> NotPreparedError:
 
 
 def foreign_accelerator(call: str) -> NotPreparedError:
-    """Return the error for an `Accelerator` that came into this process from the one that started it."""
+    """Return the error for an `Accelerator` that this process inherited from the one that started it."""
     return NotPreparedError(
         f"{call} was called on an Accelerator that was made in another process, before this one was started from it. "
         f"{MAKE_IT_INSIDE}"

@@ -1,4 +1,4 @@
-"""What a run writes down: values to trackers, traces of a profiler."""
+"""`RecordingSlice`: log values to trackers, profile, save objects."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RecordingSlice(Slice):
                 tracker.store_init_configuration(config)
 
     def _recording(self, trackers: list[GeneralTracker]) -> list[GeneralTracker]:
-        """Return those that record on this process; a user's own need not ask where they are."""
+        """Return the trackers that record on this process."""
         is_main = self.core.process.topology.is_main
         return [tracker for tracker in trackers if is_main or not tracker.main_process_only]
 

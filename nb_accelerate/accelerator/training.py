@@ -1,4 +1,4 @@
-"""The training step: accumulate, backward, clip, autocast."""
+"""`TrainingSlice`: the steps of a training loop: accumulate, backward, clip, autocast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AccumulateBlock:
-    """One batch of an accumulation window. Made by `TrainingSlice.accumulate`."""
+    """The block of one batch in an accumulation window. Made by `TrainingSlice.accumulate`."""
 
     __slots__ = ("_core", "_inner", "_models")
 
@@ -50,7 +50,7 @@ class AccumulateBlock:
 
 
 class TrainingSlice(Slice):
-    """What a training loop calls for each batch."""
+    """Methods that a training loop calls for each batch."""
 
     @property
     def mixed_precision(self) -> str:
@@ -59,7 +59,7 @@ class TrainingSlice(Slice):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current batch closes an accumulation window: optimizers step."""
+        """Whether the current batch closes an accumulation window, so that optimizers step."""
         return self.core.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -83,20 +83,30 @@ class TrainingSlice(Slice):
     def accumulate(self, *models: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a block for one batch of an accumulation window.
 
-        Inside, optimizers step and gradients travel between ranks only if the batch closes the window: after
+        Inside, optimizers step and gradients are averaged over ranks only if the batch closes the window: after
         ``gradient_accumulation_steps`` batches, and at the last batch of a loader.
 
         Args:
             *models: those whose backward runs in the block; what ``prepare`` returned.
+
+        Raises:
+            NotPreparedError: a model did not go through ``prepare``.
         """
         return AccumulateBlock(self.core, models)
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a block in which the gradients of a model stay on their rank."""
+        """Return a block in which the gradients of a model are not averaged over ranks.
+
+        Args:
+            model: what ``prepare`` returned.
+
+        Raises:
+            NotPreparedError: it did not go through ``prepare``.
+        """
         return self.core.strategy.no_sync((model,)) or contextlib.nullcontext()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a block whose backward sends gradients, although the forward ran where they stay (`no_sync`).
+        """Return a block whose backward averages gradients over ranks, although the forward ran in `no_sync`.
 
         For several forwards that share one backward: run all in `no_sync`, and the last backward in this block.
 
@@ -119,7 +129,7 @@ class TrainingSlice(Slice):
         The loss is divided by ``gradient_accumulation_steps``, and with fp16 multiplied by the loss scale.
 
         Args:
-            loss: without dimensions.
+            loss: of shape ``()``.
             **kwargs: those of `torch.Tensor.backward`.
 
         Raises:
@@ -140,9 +150,9 @@ class TrainingSlice(Slice):
         core.losses.report(loss)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:
-        """Divide fp16 gradients by the loss scale. Clipping does it by itself.
+        """Divide fp16 gradients by the loss scale. `clip_grad_norm_` and `clip_grad_value_` do it by themselves.
 
-        Called again it divides what came since; gradients that are added to divided ones are divided on their way.
+        May be called several times in a window: what later backwards add is divided as well.
 
         Args:
             optimizer: whose gradients; those of all prepared optimizers by default.
@@ -163,7 +173,7 @@ class TrainingSlice(Slice):
             one.complete_gradients()
 
     def _own_or_all_optimizers(self) -> list[AcceleratedOptimizer]:
-        """Return those that this `Accelerator` prepared; where it prepared none, those of the others."""
+        """Return the optimizers that this `Accelerator` prepared, or if there are none those of others."""
         return list(self.core.prepared.optimizers) or self.core.shared.optimizers
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -172,10 +182,10 @@ class TrainingSlice(Slice):
         Args:
             parameters: usually ``model.parameters()``.
             max_norm: the greatest norm allowed.
-            norm_type: 2 for the Euclidean norm, ``inf`` for the greatest element.
+            norm_type: 2 for the Euclidean norm, ``inf`` for the greatest absolute value.
 
         Returns:
-            The norm before clipping, of unscaled gradients: a tensor without dimensions.
+            The norm before clipping, of unscaled gradients: a tensor of shape ``()``.
         """
         core = self.core
         return clip_grad_norm(

@@ -1,4 +1,4 @@
-"""The only code that reads our environment variables, and what stands in for those that are not set.
+"""`Environment`: the only code that reads our environment variables.
 
 Names are those of Hugging Face accelerate, so a script that was configured for it keeps its configuration.
 A variable that is set to an empty string counts as not set; then the configuration file decides, if there is one
@@ -108,7 +108,7 @@ class Environment:
 
     @staticmethod
     def set_debug_mode(on: bool) -> None:
-        """Write it, for this process and those it starts."""
+        """Set ``ACCELERATE_DEBUG_MODE`` for this process and those it starts."""
         os.environ[DEBUG_MODE] = str(int(on))
 
     @property

@@ -45,7 +45,7 @@ _TPU_PODS = (
     "tpu_vm",
     "tpu_zone",
 )
-"""Keys of accelerate's about machines that are reached through gcloud; nothing here reads them."""
+"""Keys of accelerate for TPU pods that are reached through gcloud. They are accepted and not used."""
 
 _YES_OR_NO = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -208,7 +208,7 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
 
 
 def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Today's names for older ones, and every value of the right kind."""
+    """Return the values under today's names, each converted to its type."""
     values = dict(values)
     if values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(
@@ -256,7 +256,7 @@ def _distributed_type(key: str, value: object) -> str:
 
 
 def _unquoted(value: object) -> object:
-    """An unquoted ``no`` is False to YAML 1.1."""
+    """Return the word for a value that YAML 1.1 reads as a boolean: an unquoted ``no`` is False."""
     return "no" if value is False else value
 
 

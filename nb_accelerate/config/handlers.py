@@ -1,4 +1,4 @@
-"""The handlers that an `Accelerator` was given, sorted by kind."""
+"""`Handlers`: the ``kwargs_handlers`` of an `Accelerator`, sorted by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which packages are installed. Nothing is imported to find out."""
+"""Find out which packages are installed, without importing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments handed through to torch: for DistributedDataParallel, the gradient scaler, process groups, autocast.
+"""Arguments that are passed on to torch: for DistributedDataParallel, the gradient scaler, process groups, autocast.
 
 Pass instances in ``Accelerator(kwargs_handlers=[...])``, at most one of each.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class KwargsHandler(Options):
-    """Base of the objects here, and of dataclasses of users' own. Those may be frozen or not."""
+    """Base of the classes in this module, and of dataclasses of users, frozen or not."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name."""
@@ -38,7 +38,7 @@ class KwargsHandler(Options):
 
 
 class DDPCommunicationHookType(str, Enum):
-    """How gradients travel between ranks: as they are, as 16-bit numbers, or as low-rank factors."""
+    """How gradients are sent between ranks: unchanged, as 16-bit numbers, or as low-rank factors."""
 
     NO = "no"
     FP16 = "fp16"
@@ -61,12 +61,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     Attributes:
         dim: the dimension of a batch that counts rows.
         broadcast_buffers: send rank 0's buffers (batch norm statistics, say) to all ranks before each forward.
-        bucket_cap_mb: size of the pieces in which gradients travel, in MiB.
+        bucket_cap_mb: size of the buckets in which gradients are sent, in MiB.
         find_unused_parameters: look, after each forward, for parameters that will get no gradient.
         check_reduction: ignored by torch; kept because accelerate has it.
-        gradient_as_bucket_view: let gradients share the memory of the pieces they travel in.
+        gradient_as_bucket_view: let gradients share the memory of the buckets in which they are sent.
         static_graph: promise that the same parameters are used in every step.
-        comm_hook: how gradients travel.
+        comm_hook: how gradients are sent.
         comm_wrapper: the number format around ``comm_hook``: no, fp16 or bf16.
         comm_state_option: arguments of the PowerSGD state.
 

@@ -1,4 +1,4 @@
-"""What one launch is asked to do."""
+"""`LaunchOptions`: the arguments of one launch, checked."""
 
 from __future__ import annotations
 

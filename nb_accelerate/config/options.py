@@ -1,4 +1,4 @@
-"""The base of option objects: dataclasses whose values are checked when they are built and when they are changed."""
+"""`Options`: the base of dataclasses whose values are checked when they are built and when they are changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nb_accelerate.errors import ConfigError
 
 @dataclasses.dataclass
 class Use:
-    """Something that was made from options, and does not look at them again.
+    """A use of options after which changing them has no effect on what was made.
 
     Attributes:
         made: what it is: ``"the model that was prepared"``.
@@ -31,8 +31,8 @@ class Use:
 class Options:
     """Base of option objects, which are dataclasses.
 
-    A subclass says in `_check` which values cannot be. A change that comes too late for what was already made from the
-    options is a warning, which says what keeps its old value.
+    A subclass refuses wrong values in `_check`. Setting a field after something was made from the options (`note_use`)
+    is a warning that says what keeps its old value.
     """
 
     __slots__ = ("_uses",)  # not among the fields, and not in the __dict__ that users may look at
@@ -43,7 +43,7 @@ class Options:
         object.__setattr__(self, "_uses", [])
 
     def _check(self) -> None:
-        """Refuse values that cannot be, and write others in their usual form.
+        """Refuse wrong values, and convert others to their usual form.
 
         Called when the object is built, and after each change.
         """
@@ -91,7 +91,7 @@ class Options:
 
 
 def note_use(options: Options, made: str, *, advice: str) -> None:
-    """Note that something was made from options: what is set from now on does not change it, and is a warning.
+    """Note that something was made from options, so that setting them from now on is a warning.
 
     Args:
         options: what it was made from.

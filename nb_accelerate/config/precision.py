@@ -1,4 +1,4 @@
-"""Which numbers a model computes with."""
+"""The values of ``mixed_precision``, and which one counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PrecisionType(str, Enum):
-    """What ``mixed_precision`` can be."""
+    """The values of ``mixed_precision``."""
 
     NO = "no"
     FP16 = "fp16"

@@ -1,8 +1,8 @@
-"""Where in its accumulation window a training loop is.
+"""`AccumulationState`: the position of a training loop in its accumulation window.
 
 A window is ``num_steps`` batches whose gradients are added up before one optimizer step. The last batch of a
-loader closes a window early. How long windows are is for each `Accelerator` to say. Whether the current batch closes
-one is the same for all of a process (`Window`): what one of them prepared may be trained in a loop of another.
+loader closes a window early. Each `Accelerator` has a window length of its own. Whether the current batch closes a
+window is shared by all of a process (`Window`), since a loop may train what several of them prepared.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 
 
-class KnowsTheEnd(Protocol):
-    """Whatever knows whether the loader that is being iterated has handed out its last batch."""
+class LoaderProgress(Protocol):
+    """The part of `nb_accelerate.data.LoaderTracker` that accumulation needs."""
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last."""
+        """Whether the current batch is the last of its loader."""
         ...
 
 
 class Window:
-    """What all `Accelerator` objects of a process know of the current batch.
+    """State of the current batch that all `Accelerator` objects of a process share.
 
     Attributes:
         closes: whether it closes an accumulation window.
-        num_open: how many blocks of ``accumulate`` the program is in.
+        num_open: how many blocks of ``accumulate`` are open; they may be nested.
     """
 
     __slots__ = ("closes", "num_open")
@@ -40,26 +40,26 @@ class Window:
         self.num_open = 0
 
     def join(self) -> None:
-        """Note that there is a further `Accelerator`.
+        """Note that another `Accelerator` was made.
 
-        A window that was left in its middle, by an interrupt say, must not keep the next loop from stepping.
+        It closes a window that an interrupted loop left open, which would keep the next loop from stepping.
         """
         if not self.num_open:
             self.closes = True
 
 
 class AccumulationState:
-    """Where in its window a loop is.
+    """The position of a loop in its accumulation window.
 
     Args:
         options: how gradients accumulate; ``num_steps`` is set.
-        loaders: asked, at each batch, whether it is the last of its loader.
+        loaders: tell whether the current batch is the last of its loader.
         window: that of this process; one of its own by default.
 
     Attributes:
         num_steps: batches in a window.
         window: whether the current batch closes one.
-        step: batches in the current window so far, modulo nothing: it starts at 0 with each loader.
+        step: batches since the loader began; 0 after its last one.
     """
 
     __slots__ = (
@@ -72,7 +72,9 @@ class AccumulationState:
         "window",
     )
 
-    def __init__(self, options: GradientAccumulationPlugin, loaders: KnowsTheEnd, window: Window | None = None) -> None:
+    def __init__(
+        self, options: GradientAccumulationPlugin, loaders: LoaderProgress, window: Window | None = None
+    ) -> None:
         self.num_steps = options.num_steps or 1
         self.adjust_scheduler = options.adjust_scheduler
         self.sync_with_dataloader = options.sync_with_dataloader
@@ -83,7 +85,7 @@ class AccumulationState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current batch closes a window: gradients travel, optimizers step."""
+        """Whether the current batch closes a window, so that gradients are exchanged and optimizers step."""
         return self.window.closes
 
     @sync_gradients.setter
@@ -94,7 +96,7 @@ class AccumulationState:
         """Count one more batch.
 
         Returns:
-            Whether its gradients travel: it closes the window, or every batch is to be synchronised.
+            Whether its gradients are exchanged: it closes the window, or ``sync_each_batch`` is set.
         """
         if self.sync_with_dataloader and self.loaders.end_of_dataloader:
             self.step = 0
@@ -107,7 +109,7 @@ class AccumulationState:
 
 
 def newest_accumulation(asked_by: str) -> AccumulationState:
-    """Return where the loop of the newest `Accelerator` of this process is, for wrappers that users make by hand.
+    """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand.
 
     Raises:
         NotPreparedError: there is none yet.

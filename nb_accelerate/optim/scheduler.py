@@ -1,4 +1,4 @@
-"""A learning rate scheduler that steps when its optimizer steps."""
+"""The prepared learning rate scheduler: it steps when its optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AcceleratedScheduler:
-    """A user's scheduler, prepared. Made by ``prepare``; made by hand it follows the newest `Accelerator`.
+    """Wrap a user's scheduler. ``prepare`` makes it; made by hand it follows the newest `Accelerator`.
 
     Schedules are usually written for the number of batches one process would see. With n ranks there are n times
     fewer optimizer steps, so each advances the schedule n times; `ReduceLROnPlateau`, which counts evaluations
@@ -27,11 +27,12 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: the user's.
-        optimizers: those it is about, or the one; if one skipped its step, the schedule waits.
-        step_with_optimizer: False advances it at every call instead, as often as it is called.
+        optimizers: its optimizer, or several; if one skipped its step, so does the schedule.
+        step_with_optimizer: False advances the schedule at every call instead.
         split_batches: the batch size is that of all processes together, so the schedule advances once.
-        accumulation: knows whether an optimizer step was due.
-        repeats: how often the schedule advances for one optimizer step, if ``split_batches`` does not say it.
+        accumulation: tells whether optimizers stepped.
+        repeats: how often the schedule advances for one optimizer step. Default: once with ``split_batches``, else
+            once for each process.
 
     Raises:
         NotPreparedError: it was made by hand, and there is no `Accelerator` yet.
@@ -59,7 +60,7 @@ class AcceleratedScheduler:
         self._last: int | None = getattr(scheduler, "total_steps", None)
 
     def join(self, accumulation: AccumulationState) -> None:
-        """Belong to an `Accelerator` from now on. Called by ``prepare``."""
+        """Follow another `Accelerator` from now on. Called by ``prepare``."""
         self._accumulation = accumulation
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which numbers a model computes with: float32 as it is, bfloat16, or float16 with a loss scaler."""
+"""Mixed precision: float32 unchanged, bfloat16 under autocast, or float16 under autocast with a loss scaler."""
 
 from nb_accelerate.precision.precision import Precision
 from nb_accelerate.precision.select import select_precision

@@ -1,4 +1,4 @@
-"""Compute a model's forward under autocast, and hand its outputs on in float32."""
+"""Precisions that compute a model's forward under autocast and return its outputs in float32."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class AutocastPrecision(Precision):
-    """Compute in a 16-bit type where that is safe; weights and their updates stay in float32.
+    """Compute in a 16-bit dtype where autocast does; weights and optimizer state stay in float32.
 
     Args:
         device_type: torch's name for the type of device.
-        dtype: the 16-bit type.
+        dtype: the 16-bit dtype.
         options: arguments of autocast.
     """
 
@@ -54,3 +54,12 @@ class AutocastPrecision(Precision):
             "enabled": options.enabled,
             "cache_enabled": options.cache_enabled,
         }
+
+
+class BF16Precision(AutocastPrecision):
+    """Compute in bfloat16 under autocast. It has the range of float32, so gradients need no scaling."""
+
+    name = "bf16"
+
+    def __init__(self, device_type: str, options: AutocastKwargs) -> None:
+        super().__init__(device_type, torch.bfloat16, options)

@@ -1,4 +1,4 @@
-"""What takes the place of a model's forward: it hands outputs on in float32, and may compute under autocast."""
+"""Replacements of ``model.forward`` that compute under autocast and return outputs in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Float32Forward:
-    """A model's forward whose 16-bit outputs are handed on in float32. Pickles and deep-copies with the model.
+    """Call a model's forward and convert 16-bit outputs to float32. Pickles and deep-copies with the model.
 
     Args:
         forward: the model's own forward.
@@ -27,7 +27,7 @@ class Float32Forward:
         self.__wrapped__ = forward  # inspect.signature follows it to the arguments of the model
 
     def __get__(self, model: Any, kind: type | None = None) -> Any:
-        """Be the method of a model, where this decorates its class's."""
+        """Bind to a model, where this decorates ``forward`` in its class."""
         return self if model is None else MethodType(self, model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +36,7 @@ class Float32Forward:
 
 
 class AutocastForward(Float32Forward):
-    """A model's forward under autocast; sits in place of ``model.forward``.
+    """Call a model's forward under autocast and convert 16-bit outputs to float32.
 
     Args:
         forward: the model's own forward.
@@ -55,17 +55,17 @@ class AutocastForward(Float32Forward):
 
 
 def restore_forward(model: nn.Module) -> nn.Module:
-    """Give a model the forward it had before it was prepared, whatever precision that was for."""
+    """Undo all that ``prepare`` did to ``model.forward``, in any precision, and return the model."""
     while isinstance(vars(model).get("forward"), Float32Forward):
         own = vars(model)["forward"].__wrapped__
         del model.forward
-        if model.forward != own:  # someone else had put a forward on the instance before us
+        if model.forward != own:  # the instance had a forward of its own before
             model.forward = own
     return model
 
 
 def without_autocast(model: nn.Module) -> nn.Module:
-    """Take a model out of the precision that another `Accelerator` prepared it for; other changes stay."""
+    """Undo the autocast of another `Accelerator`, and return the model; `Float32Forward` stays."""
     present = vars(model).get("forward")
     if isinstance(present, AutocastForward):
         del model.forward

@@ -31,8 +31,8 @@ class FP16Precision(AutocastPrecision):
         device_type: torch's name for the type of device.
         options: arguments of autocast.
         scaler_options: arguments of the scaler.
-        scaler: that of the `Accelerator` before, if there was one. It goes on with its scale, until an optimizer that
-            it does not know is prepared: a new training begins with a new scale.
+        scaler: that of an earlier `Accelerator` of this process, if there is one. Its scale is kept until an optimizer
+            that it does not know is prepared, since a new training begins with a new scale.
 
     Attributes:
         scaler: torch's scaler.

@@ -1,4 +1,4 @@
-"""The base of all precisions: it changes nothing, so that nobody has to ask whether there is one."""
+"""`Precision`: the interface of all precisions. Its defaults compute in the dtype of the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """Compute in the numbers the model was made with.
+    """Compute in the dtype that the model has.
 
     Attributes:
-        name: what users call it.
-        scaler: what multiplies losses; None where nothing has to.
+        name: the value of ``mixed_precision``.
+        scaler: scales losses; None where they need no scaling.
     """
 
     name = "no"
     scaler: LossScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Make the forward of the user's model compute in this precision. ``prepare`` calls it before it wraps."""
+        """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""
         return without_autocast(model)
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
@@ -38,16 +38,16 @@ class Precision:
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute gradients of a loss. Called once per batch."""
+        """Compute the gradients of a loss of shape ``()``. Called once per batch."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, parameters: Sequence[Tensor]) -> None:
-        """Divide the gradients of parameters by what the loss was multiplied with. Called before clipping."""
+        """Divide the gradients of parameters by the loss scale. Called before clipping."""
 
     def without_scale(self, norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
-        """Return the norm that gradients would have if the loss had not been multiplied. Waits for no device."""
+        """Return a norm of gradients divided by the loss scale, without waiting for the device."""
         return norm
 
     def bind(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
-        """Return how an optimizer takes its steps in this precision. Called by ``prepare``."""
+        """Return what takes the steps of an optimizer in this precision. Called by ``prepare``."""
         return OptimizerStep(optimizer)

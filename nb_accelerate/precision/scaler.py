@@ -1,7 +1,7 @@
-"""The loss scale of a process, and what it knows about gradients.
+"""`LossScaler`: the loss scale of a process, and the state of the gradients of each optimizer.
 
-There is one scaler for all `Accelerator` objects of a process: gradients do not say which of them they came from. What
-is known of the gradients of an optimizer follows from what happened to them, not from which calls were made::
+All `Accelerator` objects of a process share one scaler, because a gradient does not tell which of them scaled its loss.
+The gradients of an optimizer are in one of these states; "true" are those that were divided by the scale::
 
                    scale(loss), backward                unscale                       step
     none or unknown --------------------> scaled ----------------------> true ------------------> used
@@ -9,10 +9,10 @@ is known of the gradients of an optimizer follows from what happened to them, no
                  dropped: none <-----------+  | scale: no gradient left ? |    scale: the next     |
                                               +---------------------------+----- loss is scaled ---+
 
-A loss that is scaled while an optimizer holds true gradients adds true ones to them: they are divided on their way.
+If a loss is scaled while an optimizer holds true gradients, hooks divide what backward adds to them.
 
-The scale changes when a loss is scaled, by what was found in gradients since the loss before, so that several
-optimizers which share a loss see the same scale. Scaled gradients that are still there get the new scale too.
+The scale is updated when the next loss is scaled, from the infinite gradients found since the last one, so that several
+optimizers of one loss use the same scale. Gradients that are still scaled are multiplied to fit the new scale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class ScaledStep(OptimizerStep):
-    """The steps of one optimizer on scaled gradients. Made by `LossScaler.bind`."""
+    """Take the steps of one optimizer on scaled gradients. Made by `LossScaler.bind`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
         super().__init__(optimizer)
@@ -56,12 +56,12 @@ class ScaledStep(OptimizerStep):
         return not self.unscaled and self._used_at < self._scaler.num_scaled
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield what the optimizer trains."""
+        """Yield the parameters of the optimizer."""
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that are there."""
+        """Return the gradients that are not None."""
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     @override
@@ -102,12 +102,12 @@ class ScaledStep(OptimizerStep):
         self._forget()
 
     def look(self) -> None:
-        """Notice that true gradients are not there any more: who dropped them need not have asked the optimizer to."""
+        """Notice that true gradients were dropped without a call of ``zero_grad`` of this optimizer."""
         if self.unscaled and not any(bool(_values(gradient).any()) for gradient in self.gradients()):
             self._forget()
 
     def divide_by(self, inverse: Tensor) -> None:
-        """Add true gradients to true ones: divide what the next backward brings. Called when a loss is scaled."""
+        """Divide the gradients of the next backward, which adds them to true ones. Called when a loss is scaled."""
         self._release()
         self._checked = False
         self._hooks = [
@@ -119,7 +119,7 @@ class ScaledStep(OptimizerStep):
         ]
 
     def _forget(self) -> None:
-        """The gradients were used or dropped."""
+        """Note that the gradients were used or dropped."""
         self._release()
         self.unscaled, self._checked = False, True
         self._used_at = self._scaler.num_scaled
@@ -131,7 +131,7 @@ class ScaledStep(OptimizerStep):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's scaler, which prepared optimizers of all `Accelerator` objects of this process share.
+    """torch's scaler, shared by the prepared optimizers of all `Accelerator` objects of this process.
 
     Args:
         device: torch's name for the type of device.
@@ -162,7 +162,7 @@ class LossScaler(torch.amp.GradScaler):
         weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> ScaledStep:
-        """Return how an optimizer takes its steps; what is known of its gradients stays known."""
+        """Return what takes the steps of an optimizer; the same object if it was bound before."""
         step = self._steps.get(id(optimizer))
         if step is None:
             if id(optimizer) in self._per_optimizer_states:  # of one that is gone, and had the same id
@@ -175,11 +175,11 @@ class LossScaler(torch.amp.GradScaler):
         return id(optimizer) in self._steps
 
     def steps(self) -> list[ScaledStep]:
-        """Return the steps of all optimizers that are still there."""
+        """Return the `ScaledStep` of each bound optimizer that still exists."""
         return list(self._steps.values())
 
     def restart(self, **options: Any) -> None:
-        """Begin with a new scale, for a new training."""
+        """Reset the scale, for a new training."""
         with self._changing_scale():
             self._begin(**options)
             if self._enabled:
@@ -229,7 +229,7 @@ class LossScaler(torch.amp.GradScaler):
         raise TypeError("The loss scaler of an Accelerator cannot be copied or pickled. Save its state_dict().")
 
     def adopt(self, model: nn.Module) -> None:
-        """Note that a model computes losses which are scaled. Called when it is prepared."""
+        """Note that the losses of a model are scaled. Called when it is prepared."""
         self._models.add(model)
 
     def note_unowned(self) -> None:

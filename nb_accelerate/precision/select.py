@@ -1,4 +1,4 @@
-"""Choose the precision, once."""
+"""Choose the precision of an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.precision.bf16 import BF16Precision
+from nb_accelerate.precision.autocast import BF16Precision
 from nb_accelerate.precision.fp16 import FP16Precision
 from nb_accelerate.precision.precision import Precision
 
@@ -24,7 +24,7 @@ def select_precision(
     scaler: GradScalerKwargs,
     scaler_before: LossScaler | None = None,
 ) -> Precision:
-    """Return the precision with a name, for a kind of device.
+    """Return the chosen precision, for a kind of device.
 
     Args:
         chosen: which.

@@ -1,4 +1,4 @@
-"""How an optimizer takes a step. The base of all precisions: it just does."""
+"""`OptimizerStep`: take the steps of one optimizer, with or without a loss scaler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerStep:
-    """How one optimizer takes a step. Made by `Precision.bind`, once per prepared optimizer.
+    """Take the steps of one optimizer. Made by `Precision.bind`, once per prepared optimizer.
 
     Attributes:
         skipped: whether the last step was not taken because gradients were infinite.
@@ -31,18 +31,18 @@ class OptimizerStep:
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def unscale(self) -> None:
-        """Divide gradients by what the loss was multiplied with, at most once. Called before clipping."""
+        """Divide gradients by the loss scale, at most once per step. Called before clipping."""
 
     def discard(self) -> None:
-        """Forget gradients. Called when they are set to zero."""
+        """Note that gradients were dropped. Called by ``zero_grad``."""
 
 
 class GivenScalerStep(OptimizerStep):
-    """The steps of one optimizer with a scaler of the user's, who scales the loss: update the scale after each.
+    """Take the steps of one optimizer with the user's own scaler, and update its scale after each.
 
     Args:
         optimizer: the user's.
-        scaler: used for no other optimizer.
+        scaler: scales the losses of this optimizer only; the user calls ``scaler.scale(loss)``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -57,7 +57,7 @@ class GivenScalerStep(OptimizerStep):
         result = self._scaler.step(self.optimizer)
         self._scaler.update()
         self._unscaled = False
-        self.skipped = self._scaler.get_scale() < before  # it shrinks where gradients were infinite, and only there
+        self.skipped = self._scaler.get_scale() < before  # the scale shrinks only where gradients were infinite
         return result
 
     @override
@@ -74,7 +74,7 @@ class GivenScalerStep(OptimizerStep):
 
 
 def refuse_closure(closure: Callable[[], float] | None) -> None:
-    """Refuse a closure, which computes gradients that nobody would unscale.
+    """Refuse a closure: the gradients it computes would not be unscaled.
 
     Raises:
         ConfigError: there is one.
