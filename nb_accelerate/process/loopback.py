@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,12 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 _ESTABLISHED, _CLOSE_WAIT = 0x01, 0x08
 """States of a connection, as the tables have them."""
+
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
+_HEADER = 16
+"""Bytes of a netlink message before its content."""
+
+_ANY_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
 
 _LIMIT = 20.0
 """Seconds after which no other attempt is made. One takes some hundredths; a stranger has to come in between in all."""
@@ -96,7 +103,7 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
     patience.timeout = timedelta(seconds=_BARRIER)
     for attempt in itertools.count():
         part = PrefixStore(f"attempt {attempt}", store)
-        devices, listeners = _listen(original)
+        devices, listeners, before = _listen(original)
         options = original._Options()  # noqa: SLF001 - as torch's own `ProcessGroupGloo` makes them
         options._devices, options._timeout, options._threads = devices, timeout, 2 * len(devices)  # noqa: SLF001
         group: Any = None
@@ -106,7 +113,7 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
                 for listener in listeners:
                     stack.enter_context(listener)
                 group = original(part, rank, size, options)
-                strangers = _strangers(listeners)
+                strangers = _strangers(listeners, before)
             found = _said_by_all(part, "are strangers", strangers, rank, size)
             if not found:
                 group.barrier(patience).wait()  # fails if a stranger came, and had gone when it was looked for
@@ -144,21 +151,30 @@ def _disturbed(uids: set[int]) -> Exception:
     )
 
 
-def _listen(original: Any) -> tuple[list[Any], list[socket.socket]]:
-    """Make gloo's devices, as torch chooses them. Returns them, and copies of the sockets on which they listen."""
+def _listen(original: Any) -> tuple[list[Any], list[socket.socket], set[str]]:
+    """Make gloo's devices, as torch chooses them.
+
+    Returns:
+        The devices, copies of the sockets on which they listen, and the descriptors that were open before.
+    """
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - pathlib takes ten times as long
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [original.create_device(interface=name) for name in names] or [original.create_default_device()]
     listeners = []
-    for entry in set(os.listdir("/proc/self/fd")) - before:  # noqa: PTH208 - as above
+    for one in _sockets(before):
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listeners.append(one)
+        else:
+            one.close()
+    return devices, listeners, before
+
+
+def _sockets(before: Collection[str]) -> Iterator[socket.socket]:
+    """Copies of the sockets of this process whose descriptors are not in `before`."""
+    for entry in set(os.listdir("/proc/self/fd")).difference(before):  # noqa: PTH208 - as above
         with contextlib.suppress(OSError):  # that of the listing itself
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                one = socket.socket(fileno=os.dup(int(entry)))
-                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listeners.append(one)
-                else:
-                    one.close()
-    return devices, listeners
+                yield socket.socket(fileno=os.dup(int(entry)))
 
 
 def _connections() -> Iterator[_Connection]:
@@ -169,8 +185,52 @@ def _connections() -> Iterator[_Connection]:
                 yield _Connection(words[1], words[2], int(words[3], 16), int(words[7]), int(words[9]))
 
 
-def _strangers(listeners: Sequence[socket.socket]) -> set[int]:
-    """Return the user ids of those who are connected to a port of ours and are not this user."""
+def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> set[int]:
+    """Return the user ids of those who are connected to a port of ours and are not this user.
+
+    Args:
+        listeners: which listen there.
+        before: descriptors that were open before these, and that are no connections to them.
+    """
+    ports = {listener.getsockname()[:2] for listener in listeners}
+    accepted = []
+    for one in _sockets(before):
+        with one, contextlib.suppress(OSError):  # it listens, or its other end has gone
+            here, there = one.getsockname()[:2], one.getpeername()[:2]
+            if here in ports:
+                accepted.append((one.family, here, there))
+    found = {_uid_of(family, there, here) for family, here, there in accepted}
+    if None in found:  # the kernel does not say, or it has gone again: the table says which
+        return _strangers_by_table(listeners)
+    return {uid for uid in found if uid is not None} - {os.geteuid()}
+
+
+def _uid_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
+    """Ask the kernel for the owner of an established connection: reading the whole table takes some milliseconds.
+
+    Returns:
+        The user id; None if there is no such connection, or no such answer (see ``man 7 sock_diag``).
+    """
+    pack = "!HH16s16s"
+    addresses = (socket.inet_pton(family, place[0]).ljust(16, b"\0") for place in (local, remote))
+    identity = struct.pack(pack, local[1], remote[1], *addresses) + struct.pack("=III", 0, *_ANY_COOKIE)
+    request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED) + identity
+    header = struct.pack("=IHHII", _HEADER + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
+            kernel.settimeout(1.0)
+            kernel.send(header + request)
+            answer = kernel.recv(4096)
+    except OSError:
+        return None
+    if struct.unpack_from("=H", answer, 4)[0] != _SOCK_DIAG_BY_FAMILY:
+        return None
+    _, state = struct.unpack_from("=BB", answer, _HEADER)
+    uid, inode = struct.unpack_from("=II", answer, _HEADER + 4 + len(identity) + 12)
+    return int(uid) if state == _ESTABLISHED and inode else None
+
+
+def _strangers_by_table(listeners: Sequence[socket.socket]) -> set[int]:
     inodes = {os.fstat(listener.fileno()).st_ino for listener in listeners}
     rows = [row for row in _connections() if row.inode]  # without one it is not accepted yet, or over
     ports = {row.local for row in rows if row.inode in inodes}
