@@ -1,4 +1,7 @@
-"""Save a model, or all that a run needs to go on, and load it again."""
+"""Save a model, or all that a run needs to go on, and load it again.
+
+Longer than other modules by what users read of it: arguments, results and errors of seven public methods.
+"""
 
 from __future__ import annotations
 

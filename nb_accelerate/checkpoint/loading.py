@@ -63,8 +63,7 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     if damage:
         return None, damage
     # What is there besides is not part of it, and is not looked at.
-    there = frozenset(manifest.files if manifest is not None else ())
-    there = there or frozenset(entry.name for entry in where.iterdir())
+    there = frozenset(manifest.files if manifest is not None else [entry.name for entry in where.iterdir()])
     return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
 
 
@@ -95,12 +94,11 @@ def read_checkpoint(
         opened.append(checkpoint)
         return damage
 
-    damage = _all_of(gather_from_all_ranks(collectives, look))
+    damage = _found_on_all(gather_from_all_ranks(collectives, look), folder)
     checkpoint = opened[0]
     if checkpoint is None or damage:
-        return None, _with_hint(damage, folder)
-    manifest = checkpoint.manifest
-    files = {} if manifest is None else manifest.files
+        return None, damage
+    files = {} if checkpoint.manifest is None else checkpoint.manifest.files
     compared = Verification(checkpoint.folder, files, rank=identity.local_rank, num_ranks=identity.local_world_size)
     result: list[T] = []
     error: Exception | None = None
@@ -111,9 +109,9 @@ def read_checkpoint(
     finally:
         if not result and error is None:
             compared.close()
-    damage = _all_of(gather_from_all_ranks(collectives, compared.result))
+    damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
     if damage:
-        return None, _with_hint(damage, folder)
+        return None, damage
 
     def told() -> None:
         if error is not None:
@@ -123,14 +121,10 @@ def read_checkpoint(
     return result[0], []
 
 
-def _all_of(damage: list[list[str]]) -> list[str]:
-    return list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
-
-
-def _with_hint(damage: list[str], folder: Path) -> list[str]:
-    if len(damage) > 1:
-        damage.append(f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint.")
-    return damage
+def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
+    found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
+    hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
+    return [*found, hint] if len(found) > 1 else found
 
 
 def _damage_without_manifest(folder: Path) -> list[str]:
