@@ -63,7 +63,8 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     if damage:
         return None, damage
     # What is there besides is not part of it, and is not looked at.
-    there = frozenset(manifest.files if manifest is not None else [entry.name for entry in where.iterdir()])
+    listed = manifest.files if manifest is not None else {}  # format 1 has listed none
+    there = frozenset(listed or [entry.name for entry in where.iterdir()])
     return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
 
 
