@@ -317,7 +317,7 @@ def _sums(data: memoryview) -> bytes:
     """Return the sums of the rows of some bytes, 8 bytes each; zeros fill up the last row."""
     whole = len(data) // _ROW * _ROW
     words = np.frombuffer(data[:whole], "<u8") if whole else np.zeros(0, "<u8")
-    sums = words.reshape(-1, _ROW // 8).sum(axis=1, dtype="<u8").tobytes()
+    sums: bytes = words.reshape(-1, _ROW // 8).sum(axis=1, dtype="<u8").tobytes()
     if whole < len(data):
         sums += _sums(memoryview(bytes(data[whole:]).ljust(_ROW, b"\0")))
     return sums
