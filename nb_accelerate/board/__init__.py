@@ -1,4 +1,4 @@
-"""The board: a page of memory in which a rank says how far it is, and that the notebook reads.
+"""The progress page (a `Board`): shared memory in which a rank notes its progress and which the notebook reads.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Writing on the board of this process."""
+"""Write the progress page of this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_RECORD = 4000
 
 
 class Board:
-    """What a process says about itself. Written by its main thread.
+    """The progress page of a process, for writing. Only the main thread writes.
 
     Args:
         memory: `layout.SIZE` bytes; by default some that nobody reads.
@@ -55,7 +55,7 @@ class Board:
         return self._words[layout.TURN]
 
     def begin_turn(self) -> None:
-        """A call or a cell begins: what was said about the one before is wiped."""
+        """Begin a call or a cell, and clear what the page says about the one before."""
         words = self._words
         turn = words[layout.TURN] + 1
         for index in range(layout.PHASE, layout.NUM_WORDS):
@@ -70,13 +70,13 @@ class Board:
         words[layout.TURN] = turn
 
     def end_turn(self) -> None:
-        """The call or cell has ended."""
+        """End the call or cell."""
         self._words[layout.PHASE] = Phase.ENDED
 
     # Loops over loaders.
 
     def begin_loop(self, *, total: int | None, rows: int | None, epoch: int, evaluates: bool, step: int = 0) -> Loop:
-        """A loop over a loader begins, perhaps inside another. Give what this returns to `end_loop`.
+        """Begin a loop over a loader, perhaps inside another one. Give what this returns to `end_loop`.
 
         Args:
             total: batches of this rank.
@@ -103,7 +103,7 @@ class Board:
         return loop
 
     def end_loop(self, loop: Loop) -> None:
-        """The loop has ended, or was left. The one around it goes on; if there is none, this one stays on show.
+        """End a loop, also one that was left early. The page then shows the loop around it, if there is one.
 
         Loops that are zipped end in the order in which they began, so one may end before another inside it. One that
         is left over from a call or cell before means nothing now.
@@ -126,7 +126,7 @@ class Board:
         words[layout.PHASE] = Phase.RUNNING
 
     def _count(self, loop: Loop) -> None:
-        """Note what a loop has done that ends, or waits for another inside it."""
+        """Add the steps of a loop that ends, or that waits for another one inside it, to those of all loops."""
         if loop.trained:
             self._words[layout.STEPS_BEFORE] += loop.trained
             self._words[layout.TRAINED_EPOCH] = self._words[layout.EPOCH]
@@ -134,21 +134,21 @@ class Board:
     # Values.
 
     def loss(self, value: float) -> None:
-        """The newest loss of this rank."""
+        """Note the newest loss of this rank."""
         self._reals[layout.LOSS] = value
 
     def memory(self, used: int) -> None:
-        """Bytes of the device in use."""
+        """Note how many bytes of the device are in use."""
         words = self._words
         words[layout.MEMORY] = used
         words[layout.MEMORY_PEAK] = max(words[layout.MEMORY_PEAK], used)
 
     def utilisation(self, percent: int) -> None:
-        """Part of the time, in percent, in which the device computed lately."""
+        """Note the utilisation of the device, in percent."""
         self._words[layout.UTILISATION] = percent
 
     def log(self, values: Mapping[str, object]) -> None:
-        """Numbers that were logged, by name; the first sixteen names are kept, and of others nothing."""
+        """Note numbers that were logged, by name. Only the first sixteen names are kept."""
         for name, value in values.items():
             if not name or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
@@ -164,7 +164,7 @@ class Board:
     # Waiting.
 
     def wait_in(self, collective: Collective) -> int:
-        """A collective begins. Give what this returns, the phase before it, to `enter` when it is over."""
+        """Begin a collective. Returns the phase before it, to be given to `enter` when it is over."""
         words = self._words
         before = words[layout.PHASE]
         words[layout.WAITS_IN] = collective
@@ -176,11 +176,11 @@ class Board:
 
     @property
     def wants_rows(self) -> bool:
-        """Somebody shows bars as rows, so they need not be printed."""
+        """Whether the notebook shows progress bars as rows of a panel, so that they need not be printed."""
         return bool(self._words[layout.ROWS_WANTED])
 
     def new_bar(self) -> int | None:
-        """A place for a progress bar: a free one, else that of a bar that has ended; None if all move."""
+        """Return the index of a free place for a progress bar, or that of one that has ended; None if there is none."""
         states = [self._bar_state(index) for index in range(layout.NUM_BARS)]
         for wanted in (0, 2):
             if wanted in states:
@@ -190,7 +190,7 @@ class Board:
     def bar(
         self, index: int, *, label: str, count: float, total: float | None, began: float, level: int, ended: bool
     ) -> None:
-        """Say how far a progress bar is; see `nb_accelerate.board.Bar`. `began` is a `time.monotonic`."""
+        """Note how far a progress bar is; see `nb_accelerate.board.Bar`. `began` is a `time.monotonic`."""
         state = 2 if ended else 1
         place = layout.BARS_AT + index * layout.BAR.size
         whole = -1.0 if total is None else float(total)
@@ -198,7 +198,7 @@ class Board:
         self._words[layout.BARS_SEEN] += 1
 
     def drop_bar(self, index: int) -> None:
-        """A progress bar is to disappear."""
+        """Remove a progress bar."""
         layout.BAR.pack_into(self._memory, layout.BARS_AT + index * layout.BAR.size, 0, 0, 0.0, 0.0, 0.0, 0.0, b"")
         self._words[layout.BARS_SEEN] += 1
 
@@ -208,7 +208,7 @@ class Board:
 
 
 def _nobody(_: bytes) -> None:
-    """Keep nothing."""
+    """Drop a record, in a process that no notebook started."""
 
 
 class Loop:
@@ -225,7 +225,7 @@ class Loop:
 
     @property
     def trained(self) -> int:
-        """Steps of it that train."""
+        """Number of its steps that train."""
         return self.words[0] if self.words[-1] else 0
 
 
@@ -241,7 +241,7 @@ _LOOP_WORDS = (
 
 
 def _cut(text: str, size: int) -> bytes:
-    """Text as at most `size` - 1 bytes, so that a zero ends it. If that is inside a letter, a reader drops the rest."""
+    """Encode text in at most `size` - 1 bytes, so that a zero follows. Readers drop a letter that was cut."""
     return text.encode(errors="replace")[: size - 1]
 
 
@@ -249,12 +249,12 @@ _board = Board()
 
 
 def here() -> Board:
-    """The board of this process; one that nobody reads, unless it was started by a notebook or a launcher."""
+    """Return the progress page of this process; nobody reads it unless a notebook or a launcher started the process."""
     return _board
 
 
 def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> Board:
-    """Write on the page behind a descriptor from now on. The descriptor is taken over."""
+    """Write to the page behind a descriptor from now on, and take the descriptor over."""
     global _board  # noqa: PLW0603 - the process has one
     memory = mmap.mmap(fd, layout.SIZE)
     os.close(fd)
@@ -264,7 +264,7 @@ def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> Board:
 
 
 def _forget() -> None:
-    """In a process that was forked from this one, a loader's worker say: the board is its parent's."""
+    """Let go of the page in a forked process, for example a loader's worker: the page is its parent's."""
     global _board  # noqa: PLW0603 - as above
     _board = Board()
 

@@ -1,4 +1,4 @@
-"""What lies where on a board."""
+"""Binary layout of a progress page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import struct
 
 SIZE = 4096
-"""Bytes of a board: one page."""
+"""Bytes: one page of memory."""
 
 # Words of 8 bytes, by number. Whole numbers, but for LOSS.
 TURN = 0  # calls or cells begun
@@ -32,7 +32,7 @@ UTILISATION = 19  # percent of the device's time; -1 if the device does not say
 NUM_WORDS = 20
 
 NO_LOSS = -1.7976931348623157e308
-"""The least float. Not NaN: that a loss is no number is just what one wants to see."""
+"""The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
 
 HEADER = struct.Struct(f"={LOSS}qd{NUM_WORDS - LOSS - 1}q")
 
@@ -53,7 +53,7 @@ assert BARS_AT + NUM_BARS * BAR.size <= SIZE
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing."""
+    """What a rank does."""
 
     NOTHING = 0
     RUNNING = 1
@@ -68,7 +68,7 @@ class Phase(enum.IntEnum):
 
 
 class Collective(enum.IntEnum):
-    """What ranks wait for each other in."""
+    """Collectives in which ranks wait for each other."""
 
     all_gather = 0
     all_reduce = 1

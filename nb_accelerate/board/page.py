@@ -1,4 +1,4 @@
-"""The memory of a board, and who owns it."""
+"""The memory of a progress page, in the process that reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Page:
-    """A board's memory, in the process that reads it. `close` it.
+    """The memory of a progress page, for reading. `close` it.
 
     It has no name: it is gone when the last process that holds it is.
     """
@@ -32,7 +32,7 @@ class Page:
         return self._fd
 
     def read(self) -> Sample:
-        """What stands there now."""
+        """Return what the page says now."""
         return read(self._memory)
 
     def want_rows(self, wanted: bool) -> None:
@@ -41,7 +41,7 @@ class Page:
         self._memory[start : start + 8] = int(wanted).to_bytes(8, sys.byteorder)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of the memory."""
         self._memory.close()
         os.close(self._fd)
 

@@ -1,4 +1,4 @@
-"""What a board said at one moment."""
+"""What a progress page said at one moment."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _ENDLESS = 1e18
 
 
 def read(memory: Buffer) -> Sample:
-    """Read a board; never fails, whatever its writer wrote: what cannot be is left out."""
+    """Read a progress page. Leaves out values that make no sense, and never fails, whatever was written."""
     words = layout.HEADER.unpack_from(memory, 0)
     if not words[layout.TURN]:
         return Sample()

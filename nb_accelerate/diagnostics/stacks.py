@@ -27,7 +27,7 @@ _WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$|^<string>$")
 
 
 _LAST_LINE = b'  File "<string>", line 1 in <module>\n'
-"""Of every whole dump: it is written piece by piece, ends with the main thread, and that began with ``python -c``."""
+"""Last line of each complete dump: one is written in pieces and ends with the main thread, begun by ``python -c``."""
 
 
 def is_whole(dump: bytes | bytearray) -> bool:

@@ -1,4 +1,4 @@
-"""Who waits for other ranks, and who is somewhere else, from the stacks of ranks."""
+"""Tell from their stacks which ranks wait for others, and where the others are."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MOST_LINES = 20
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Is it a terminal that moves its cursor when told to?"""
+    """Return whether a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -66,12 +66,12 @@ class Block(Drawing):
         console.flush(self._stream)
 
     def hide(self) -> None:
-        """Wipe it, so that something can be printed where it was."""
+        """Erase the lines, so that something can be printed in their place."""
         self._is_hidden = True
         self._wipe()
 
     def show(self) -> None:
-        """Draw it again."""
+        """Draw the lines again, below what was printed."""
         self._is_hidden = False
         self._paint()
 

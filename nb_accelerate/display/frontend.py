@@ -1,4 +1,4 @@
-"""Is there somebody who can see a widget? Nobody says so; the request that runs a cell has hints."""
+"""Choose how the panel is drawn. Front ends do not say whether they show widgets; the request of a cell has hints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FROM_TERMINAL = {"nb_accelerate.terminal": True}
 
 
 def choose_front_end(progress: str) -> FrontEnd:
-    """Where the panel of the code that runs now is drawn.
+    """Return where the panel of the code that runs now is drawn.
 
     Args:
-        progress: ``"auto"``, or what the user wants.
+        progress: ``"auto"``, or one of the others that the user has asked for.
     """
     if progress == "off":
         return "off"
@@ -37,7 +37,7 @@ def choose_front_end(progress: str) -> FrontEnd:
 
 
 def shows_widgets(request: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Whether the front end that sent a request shows widgets.
+    """Return whether the front end that sent a request shows widgets.
 
     JupyterLab, Notebook 7 and VS Code name the cell in the request; nbclient, nbconvert and papermill, which run
     notebooks without a person, do not. Colab and Kaggle name themselves in the environment, voila too.
@@ -50,7 +50,7 @@ def shows_widgets(request: Mapping[str, Any], environ: Mapping[str, str]) -> boo
 
 
 def comes_from_terminal(request: Mapping[str, Any]) -> bool:
-    """Whether somebody watches the notebook in a terminal, as ``nb-accelerate launch`` says."""
+    """Return whether a request comes from ``nb-accelerate launch``, which shows the notebook in a terminal."""
     metadata: Mapping[str, Any] = request.get("metadata", {})
     return FROM_TERMINAL.items() <= metadata.items()
 

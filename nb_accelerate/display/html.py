@@ -35,17 +35,17 @@ _NARROW = ' class="nba-narrow"'
 
 @functools.cache
 def style() -> str:
-    """The style sheet, as an element."""
+    """Return the style sheet, as an element."""
     return f"<style>{files(__package__).joinpath('style.css').read_text(encoding='utf-8')}</style>"
 
 
 def render(view: View) -> str:
-    """The panel, without its style sheet and its charts."""
+    """Return the panel, without its style sheet and its charts."""
     return f'<div class="nba">{_header(view)}{_body(view)}</div>'
 
 
 def render_charts(view: View) -> str:
-    """What was logged to be drawn; "" if nothing was."""
+    """Return the charts of what was logged; "" if nothing was."""
     if not view.charts:
         return ""
     return f'<div class="nba nba-charts">{"".join(draw(one.curve, one.earlier) for one in view.charts)}</div>'

@@ -61,22 +61,22 @@ class Watched(Protocol):
     """What a panel is about. All but `look` and `stacks` are called from any thread."""
 
     def look(self) -> Sequence[Seen]:
-        """The ranks as they are now, without their memory."""
+        """Return a sample of each rank, without the memory of its process."""
 
     def ask(self) -> None:
-        """Ask ranks where they are."""
+        """Ask ranks for their stacks; `stacks` has the answers later."""
 
     def stacks(self) -> Mapping[int, str]:
-        """What they answered, by rank."""
+        """Return the stacks that have arrived, by rank."""
 
     def runs(self) -> Sequence[str]:
-        """Ids of runs that ranks log with the notebook's tracker, see `nb_accelerate.display.runs`."""
+        """Return the ids of runs that ranks log with the notebook's tracker, see `nb_accelerate.display.runs`."""
 
     def log(self, rank: int) -> str:
-        """The last lines a rank printed."""
+        """Return the last lines that a rank has printed."""
 
     def actions(self) -> Sequence[Action]:
-        """What the user can do, by a button each."""
+        """Return the buttons of the panel."""
 
 
 class Drawing(Protocol):
@@ -85,10 +85,10 @@ class Drawing(Protocol):
     every: float
 
     def draw(self, view: View) -> None:
-        """Show how it is now."""
+        """Draw a view of the run while it is on."""
 
     def finish(self, view: View, *, was_drawn: bool) -> None:
-        """Show how it ended, for good."""
+        """Draw the last view, which stays."""
 
 
 class Panel:
@@ -126,12 +126,12 @@ class Panel:
         self.due = now + self._look_every
 
     def refresh(self) -> None:
-        """Look at the ranks, and draw if it is time to."""
+        """Take a sample of the ranks, and draw the panel if it is due."""
         with self._apart_from_the_run():
             self._refresh(time.monotonic())
 
     def finish(self, state: State, failure: Failure | None = None) -> None:
-        """The run has ended."""
+        """Draw the end of the run, and stop watching it."""
         self.due = float("inf")
         if self._has_failed:
             return
@@ -140,7 +140,7 @@ class Panel:
 
     @contextlib.contextmanager
     def _apart_from_the_run(self) -> Iterator[None]:
-        """A picture that cannot be drawn ends no training. There is none from then on."""
+        """Draw a view; if that fails, show no panel from then on, and let the training go on."""
         try:
             yield
         except Exception as error:

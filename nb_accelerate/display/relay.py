@@ -28,7 +28,7 @@ moment only, and nothing of it belongs into a notebook; what is there beside it 
 
 
 class Relay(Drawing):
-    """For a front end that asked for it, see `FROM_TERMINAL`.
+    """Sends the panel to a front end that has asked for it, see `FROM_TERMINAL`.
 
     Args:
         paper: the cell.

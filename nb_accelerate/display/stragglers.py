@@ -40,12 +40,12 @@ class Straggler:
 
     @property
     def words(self) -> str:
-        """For a row."""
+        """What a row says about it."""
         return f"{self.factor:.1f}x slower: {self.why}"
 
 
 def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
-    """Slow ranks, by rank. Empty if there are none, or if it is too early to say."""
+    """Return the slow ranks, by rank. Empty if there are none, or if it is too early to say."""
     own = {rank: share for rank, track in tracks.items() if (share := track.own_share()) is not None}
     if len(own) < 2:
         return {}

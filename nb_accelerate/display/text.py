@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (("ranks", "rank"), *FIGURES, ("said", "now"))
 _WIDTH = 12
-"""Of a bar in a terminal."""
+"""Characters of a progress bar in a terminal."""
 
 
 def line(view: View) -> str:

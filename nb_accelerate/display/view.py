@@ -40,17 +40,17 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line: a rank, several that are alike, or a progress bar of theirs.
+    """One line: a rank, several ranks that do the same, or a progress bar of theirs. All texts may be empty.
 
     Attributes:
-        ranks: whose.
-        kind: how it is.
-        share: how much of it is done, from 0 to 1; None if nobody knows.
-        step: how far it is.
-        epoch: in which.
-        rate: how many in a second.
+        ranks: numbers of the ranks, as text: ``0-3, 6``.
+        kind: whether it is late, has failed or is done; empty otherwise.
+        share: how much of it is done, from 0 to 1; None if that is not known.
+        step: steps taken, with the number of all if that is known.
+        epoch: the current one, from 1.
+        rate: steps per second.
         loss: the newest.
-        memory: in use.
+        memory: in use, with its unit.
         gpu: percent of its time in which the device computed.
         cpu: percent of one core that the process used.
         now: what it does, in words.
@@ -72,13 +72,13 @@ class Row:
 
     @property
     def said(self) -> str:
-        """What a bar is about, and what it does."""
+        """The label of a bar and what it does now, as one text."""
         return " · ".join(part for part in (self.label, self.now) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dot:
-    """A rank among many."""
+    """One rank in a panel that has too many for a row each."""
 
     rank: int
     share: float
@@ -151,10 +151,10 @@ class View:
 
     @property
     def has_steps(self) -> bool:
-        """Somebody has said how far it is."""
+        """Whether a rank or a progress bar says how far it is."""
         return bool(self.bars) or any(row.step for row in self.rows)
 
     @property
     def is_worth_keeping(self) -> bool:
-        """It says more than that all went well."""
+        """Whether it stays in the cell when the run is over: it says more than that all went well."""
         return self.has_steps or bool(self.charts) or self.state != "done"

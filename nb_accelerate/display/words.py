@@ -56,7 +56,7 @@ def size(num_bytes: float) -> str:
 
 
 def percent(part: float) -> str:
-    """Of a hundred: ``97 %``."""
+    """Format a share that is given in percent: ``97 %``."""
     return f"{part:.0f} %"
 
 

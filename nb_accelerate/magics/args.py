@@ -1,4 +1,4 @@
-"""What is written behind a magic, as options. Pure: nothing is started, nothing is looked up.
+"""Parse what is written behind a magic, as options. Pure: nothing is started, nothing is looked up.
 
 One table row is one option: how it is written, what it becomes, and its line in the help.
 """
@@ -50,11 +50,11 @@ class Parsed:
     words: tuple[str, ...] = ()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an option."""
+        """Return the value of an option."""
         return self.values.get(name, default)
 
     def only(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of `names` that were written."""
+        """Return those of `names` that were written."""
         return {name: self.values[name] for name in names if name in self.values}
 
 
@@ -105,7 +105,7 @@ def parse(line: str, options: Sequence[Option], *, words: tuple[int, int | None]
 
 
 def whole(name: str) -> Callable[[str], int]:
-    """Reads a number of things, from 1."""
+    """Parse a number of things, at least 1."""
 
     def read(word: str) -> int:
         if not word.isdigit() or int(word) < 1:
@@ -116,7 +116,7 @@ def whole(name: str) -> Callable[[str], int]:
 
 
 def seconds(word: str) -> float:
-    """Reads a time."""
+    """Parse a time in seconds."""
     try:
         value = float(word)
     except ValueError:
@@ -127,7 +127,7 @@ def seconds(word: str) -> float:
 
 
 def ranks(word: str) -> tuple[int, ...]:
-    """Reads ``0,2-3``."""
+    """Parse ranks: ``0,2-3``."""
     found: set[int] = set()
     for part in word.split(","):
         span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -138,19 +138,19 @@ def ranks(word: str) -> tuple[int, ...]:
 
 
 def names(word: str) -> tuple[str, ...]:
-    """Reads ``x,model``."""
+    """Parse names of variables: ``x,model``."""
     return tuple(variable(part.strip()) for part in word.split(",") if part.strip())
 
 
 def variable(word: str) -> str:
-    """Reads the name of a variable."""
+    """Parse the name of a variable."""
     if not word.isidentifier() or keyword.iskeyword(word):
         raise ConfigError(f"{word!r} is not a name that a variable can have")
     return word
 
 
 def devices(word: str) -> str | tuple[int, ...]:
-    """Reads ``cpu`` or ``0,2``."""
+    """Parse devices: ``cpu`` or ``0,2``."""
     return "cpu" if word == "cpu" else ranks(word)
 
 

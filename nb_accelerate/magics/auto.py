@@ -33,15 +33,15 @@ class AutoMode:
 
     @property
     def is_on(self) -> bool:
-        """Are plain cells the ranks'?"""
+        """Whether plain cells run on the ranks."""
         return self._is_on
 
     def register(self) -> None:
-        """Look at every cell from now on."""
+        """Add the input transformer to the shell."""
         self._shell.input_transformers_cleanup.append(self._route)
 
     def unregister(self) -> None:
-        """Look no more."""
+        """Remove the input transformer from the shell."""
         with contextlib.suppress(ValueError):
             self._shell.input_transformers_cleanup.remove(self._route)
 
@@ -69,7 +69,7 @@ class AutoMode:
 
 
 def route(lines: list[str], *, everything: bool) -> list[str]:
-    """Where a cell goes. Pure.
+    """Decide where a cell runs. Pure.
 
     Args:
         lines: of the cell.

@@ -137,6 +137,7 @@ def _show(text: str) -> None:
 
 
 def _number(shell: InteractiveShell) -> int:
-    """Of the cell that runs. Newer shells count up before they run it, older ones after; both store its text before."""
+    """Return the number of the cell that runs."""
+    # Newer shells count up before they run it, older ones after; both store its text before.
     history = shell.history_manager
     return (len(history.input_hist_raw) - 1 if history is not None else 0) or shell.execution_count

@@ -1,4 +1,4 @@
-"""``%distributed``, and a word that says what to do."""
+"""The line magic ``%distributed COMMAND``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class RankNames:
         self._matcher: Any = None
 
     def register(self) -> None:
-        """Answer from now on."""
+        """Add the completer and the inspector to the shell."""
         completer = getattr(self._shell, "Completer", None)
         if completer is not None:
             self._matcher = _make_matcher(self._shell, self._auto)
@@ -40,7 +40,7 @@ class RankNames:
         self._shell.object_inspect_mime = self._inspect_here_or_there  # type: ignore[method-assign]
 
     def unregister(self) -> None:
-        """Answer no more."""
+        """Take them out of the shell."""
         if self._matcher is not None:
             with contextlib.suppress(ValueError):
                 self._shell.Completer.custom_matchers.remove(self._matcher)
@@ -88,7 +88,7 @@ def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:
 
 
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or None if there is none in time."""
+    """Return the answer of rank 0; None if there is none within the deadline."""
     import sys
 
     pools = sys.modules.get("nb_accelerate.pool")

@@ -1,4 +1,4 @@
-"""What the extension has changed in a kernel, and what it remembers between cells."""
+"""Register the magics in a kernel, and hold what they share between cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks as a table of text. Pure."""
+"""Format the state of the ranks as a table. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ _HEAD = ("rank", "pid", "device", "memory", "state", "now")
 
 
 def status_table(ranks: Sequence[RankStatus], places: Mapping[int, str]) -> str:
-    """One row for each rank."""
+    """Return a table with a row for each rank.
+
+    Args:
+        ranks: what is known about them.
+        places: where each rank is, in a few words, by rank.
+    """
     rows = [_HEAD]
     for one in ranks:
         place = one.doing if one.state == "ended" else places.get(one.rank, "")
