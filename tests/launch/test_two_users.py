@@ -37,7 +37,7 @@ from pathlib import Path
 
 shared, root, methods = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 names = {"linked", "foreign", "own"} if methods[1:] else {"own"}
-sys.path += [root, f"{root}/tests"]
+sys.path[:0] = [root, f"{root}/tests"]
 home = os.getcwd()
 os.chdir(shared)
 from nb_accelerate import notebook_launcher
@@ -84,7 +84,7 @@ for method in methods:
 from fixtures.kernels import Kernel
 os.chdir(home)  # a kernel itself is started with python -m, which begins with the folder it is in
 kernel = Kernel()
-kernel.run(f"import os, sys\\nsys.path.append({root!r})\\n%load_ext nb_accelerate\\nos.chdir({str(shared)!r})").ok()
+kernel.run(f"import os, sys\\nsys.path.insert(0, {root!r})\\n%load_ext nb_accelerate\\nos.chdir({str(shared)!r})").ok()
 began = time.monotonic()
 kernel.run("%distributed start -n 2").ok()
 cell = kernel.run("%%distributed\\n" + TRAIN + f"print(train({str(shared)!r}, {names!r})[0])").ok()
