@@ -52,6 +52,9 @@ _BARRIER = 2.0
 _GONE = -1
 """Stands for the user id of a stranger who has closed the connection again."""
 
+_UNCONNECTED = -2
+"""Is told by a rank that could not connect to the others, so that they do not wait for it in the barrier."""
+
 
 @dataclass(frozen=True)
 class _Connection:
@@ -115,14 +118,15 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
                 group = original(part, rank, size, options)
                 strangers = _strangers(listeners, before)
             found = _said_by_all(part, "are strangers", strangers, rank, size)
-            if not found:
-                group.barrier(patience).wait()  # fails if a stranger came, and had gone when it was looked for
+            if found <= {_GONE}:
+                group.barrier(patience).wait()  # fails if somebody else has the place of a rank
+                strangers = set()  # who came and went left no trace; some sandboxes do not list what is there either
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or time.monotonic() - began >= limit:
                 raise
             logger.debug("attempt %d to connect the ranks failed", attempt, exc_info=True)
             if group is None:
-                _said_by_all(part, "are strangers", {_GONE}, rank, size)
+                _said_by_all(part, "are strangers", {_UNCONNECTED}, rank, size)
             group, strangers = None, {_GONE}  # closes its connections: no other rank waits in the barrier
         found = _said_by_all(part, "were strangers", strangers, rank, size)
         if not found:
@@ -144,7 +148,7 @@ def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) ->
 
 
 def _disturbed(uids: set[int]) -> Exception:
-    who = ", ".join(map(str, sorted(uids - {_GONE}))) or "not known"
+    who = ", ".join(map(str, sorted(uids - {_GONE, _UNCONNECTED}))) or "not known"
     return dist.DistBackendError(
         f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to each of "
         "their ports and take themselves for a rank. Ask the administrator of the machine to end them."
