@@ -99,11 +99,10 @@ def _is_available() -> bool:
     return bool(CUDA.count() > 0)
 
 
-def _pci_address(index: int) -> str | None:
+def pci_address(properties: Any) -> str | None:
     """Return an address as the system writes it, from properties in which torch tells it in numbers."""
-    found = _properties(index)
     try:
-        domain, bus, device = found.pci_domain_id, found.pci_bus_id, found.pci_device_id
+        domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
     except AttributeError:  # torch of before 2.8
         return None
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
@@ -143,6 +142,6 @@ CUDA = DeviceKind(
     memory_reserved=by_name("torch.cuda:memory_reserved"),
     utilisation=by_name("torch.cuda:utilization"),
     supports_bf16=by_name("torch.cuda:is_bf16_supported"),
-    pci_address=_pci_address,
+    pci_address=lambda index: pci_address(_properties(index)),
     uuid=_uuid,
 )

@@ -13,8 +13,9 @@ import torch
 import torch.multiprocessing
 
 from nb_accelerate import Accelerator, PartialState, utils
+from nb_accelerate.devices.cuda import pci_address
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.process import affinity, devices
+from nb_accelerate.process import affinity
 from nb_accelerate.process.rng import RNGType, synchronize
 
 NAMES = ("RANK", "LOCAL_RANK", "FORK_LAUNCHED")
@@ -130,4 +131,4 @@ def test_random_numbers_of_a_tpu_are_in_step(monkeypatch):
 
 def test_an_address_on_the_bus_is_written_as_the_system_writes_it():
     properties = types.SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)
-    assert devices._pci_address(properties) == "0001:0a:1f.0"
+    assert pci_address(properties) == "0001:0a:1f.0"
