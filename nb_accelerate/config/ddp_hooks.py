@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
-
-from nb_accelerate.config.kwargs import DDPCommunicationHookType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,6 +11,19 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+
+
+class DDPCommunicationHookType(str, Enum):
+    """How gradients are sent between ranks: unchanged, as 16-bit numbers, or as low-rank factors."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 def register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

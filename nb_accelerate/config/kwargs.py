@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole
+from nb_accelerate.config.ddp_hooks import DDPCommunicationHookType, register_hook
 from nb_accelerate.config.options import Options
 from nb_accelerate.errors import ConfigError
 
@@ -35,19 +35,6 @@ class KwargsHandler(Options):
         """Return the fields that differ from their defaults."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
-
-
-class DDPCommunicationHookType(str, Enum):
-    """How gradients are sent between ranks: unchanged, as 16-bit numbers, or as low-rank factors."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _HOOKS = tuple(member.value for member in DDPCommunicationHookType)
@@ -120,8 +107,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
             model: wrapped in DistributedDataParallel by you.
         """
         if self.comm_hook is not DDPCommunicationHookType.NO:
-            from nb_accelerate.config.ddp_hooks import register_hook
-
             register_hook(model, self)
 
     def to_ddp(self) -> dict[str, Any]:

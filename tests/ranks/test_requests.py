@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -64,17 +65,15 @@ class ActorRank(RankHandle):
         self._thread.start()
 
     def _serve(self) -> None:
-        self._there.send(Ready(pid=0))
-        while True:
-            try:
+        with contextlib.suppress(EOFError, OSError):  # the test has closed the other end
+            self._there.send(Ready(pid=0))
+            while True:
                 message = self._there.recv().message
-            except (EOFError, OSError):
-                return
-            if isinstance(message, Quit):
-                self._end(0)
-            elif isinstance(message, Call) and self._answer is not None:
-                os.write(self._ends[0], f"rank {self.rank}\n".encode())
-                self._there.send(self._answer)
+                if isinstance(message, Quit):
+                    self._end(0)
+                elif isinstance(message, Call) and self._answer is not None:
+                    os.write(self._ends[0], f"rank {self.rank}\n".encode())
+                    self._there.send(self._answer)
 
     def _end(self, exitcode: int) -> None:
         with self._lock:
@@ -160,6 +159,7 @@ def begin(loop: RankLoop, handles: Sequence[RankHandle], steps: Any, **options: 
     ranks = [RankProxy(handle, loop) for handle in handles]
     for rank in ranks:
         loop.add(rank)
+        rank.is_ready = True  # as that of a pool is before it is asked; its message may come a moment later
     request = Request(
         ranks=ranks,
         send=lambda rank: rank.handle.ask(Call(parcel=Parcel())),
