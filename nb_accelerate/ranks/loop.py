@@ -24,8 +24,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.errors import PoolError
@@ -185,7 +187,9 @@ class RankLoop:
             self._thread.join(_CLOSING)
             if self._thread.is_alive():
                 # What it holds cannot be closed under its hands. It is told to end, and does when it can.
-                logger.warning("The thread that listens to the ranks does not end; it is left to itself.")
+                frame = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001 - the documented way to it
+                place = "".join(traceback.format_stack(frame)) if frame else "unknown"
+                logger.warning("The thread that listens to the ranks does not end; it is left to itself, at\n%s", place)
                 return
         if self._is_closed:
             return

@@ -31,6 +31,7 @@ class Sources:
 
     def __init__(self, on_bell: Callable[[bytes], None]) -> None:
         self._selector = selectors.DefaultSelector()
+        self._keys: dict[int, selectors.SelectorKey] = {}
         self._on_bell = on_bell
         self._closed = False
         self._lock = threading.RLock()  # a signal handler may ring while this thread does
@@ -48,17 +49,21 @@ class Sources:
 
     def add(self, source: Channel | int, action: Callable[[], None]) -> None:
         """Call ``action`` in `wait` whenever there is something to read."""
-        self._selector.register(source, selectors.EVENT_READ, action)
+        key = self._selector.register(source, selectors.EVENT_READ, action)
+        self._keys[key.fd] = key
 
     def drop(self, source: Channel | int) -> None:
-        """Stop waiting for it. An event of the same round may still be on its way, and ask for this again."""
+        """Stop waiting for it. Events of the same round that are still on their way are dropped too."""
         if source in self:
-            self._selector.unregister(source)
+            del self._keys[self._selector.unregister(source).fd]
 
     def wait(self, seconds: float) -> None:
         """Wait until something has come, or some seconds have passed, and do what is to be done."""
         for key, _ in self._selector.select(max(0.0, seconds) if seconds < _LONGEST_WAIT else None):
-            key.data()
+            # Something before it in this round may have closed it, and what was opened since have its number: reading
+            # that would take what is meant for somebody else, or wait for ever.
+            if self._keys.get(key.fd) is key:
+                key.data()
 
     def read(self, fd: int) -> bytes:
         """Return what is there; at the end of the stream, drop it."""

@@ -58,7 +58,8 @@ class Half(nn.Module):
 def test_fields_stand_in_accelerates_order(kind):
     theirs = getattr(pytest.importorskip("accelerate.utils"), kind.__name__)
     names = [field.name for field in dataclasses.fields(kind)]
-    assert names == [field.name for field in dataclasses.fields(theirs)]
+    wanted = [field.name for field in dataclasses.fields(theirs)]
+    assert names[: len(wanted)] == wanted  # what is only here comes after, so that positions mean the same
     first = next(iter(dataclasses.asdict(kind()).values()))
     assert kind(first) == kind()
 
