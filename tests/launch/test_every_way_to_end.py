@@ -382,6 +382,26 @@ def test_exit_handlers_of_users_run(run_ranks: RunRanks, tmp_path: Any) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
+def test_exit_handlers_have_their_time_also_if_a_value_could_not_be_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def registers(path: str) -> object:
+        import atexit
+        import pathlib
+
+        def ends_slowly() -> None:
+            time.sleep(0.3)
+            pathlib.Path(path, str(my_rank())).touch()
+
+        atexit.register(ends_slowly)
+        return returns_a_lock()
+
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(unwind=0.02))
+    with pytest.raises(ShippingError):
+        notebook_launcher(registers, (str(tmp_path),), num_processes=2, progress="off")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_leave_is_ended(run_ranks: RunRanks) -> None:
     def will_not_leave() -> int:
