@@ -147,8 +147,10 @@ class RecordingSlice(Slice):
             safe_serialization: write safetensors.
         """
         self.core.board.enter(Phase.SAVING)
-        saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
-        self.core.board.enter(Phase.RUNNING)
+        try:
+            saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        finally:
+            self.core.board.enter(Phase.RUNNING)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:

@@ -296,7 +296,7 @@ class Launch:
                     with loop.output.guard:  # only now: the ranks start meanwhile
                         calling.panel = self._panel(calling, attempt)
                     loop.run(calling)
-                    if calling.step is not None:  # else all have come to the end by themselves, also if one failed there
+                    if calling.step is not None:  # else each came to its end by itself
                         leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
                     loop.begin(leaving)
                     loop.run(leaving)

@@ -33,7 +33,13 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
     notice = _BUSY if timeouts.wait == NEVER else ""
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
-        Step(kind=StepKind.INTERRUPT, act=interrupt, seconds=timeouts.unwind, for_user=timeouts.interrupt),
+        Step(
+            kind=StepKind.INTERRUPT,
+            act=interrupt,
+            seconds=timeouts.unwind,
+            for_user=timeouts.interrupt,
+            save=timeouts.save,
+        ),
         Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
         Step(
             kind=StepKind.WAIT,

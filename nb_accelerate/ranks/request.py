@@ -24,7 +24,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nb_accelerate.board import Phase
 from nb_accelerate.diagnostics.stacks import STOPPED
+from nb_accelerate.display.words import label
 from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
 from nb_accelerate.ranks.input_requests import InputRequests
@@ -112,6 +114,7 @@ class Request:
     _again_at: float = NEVER
     _start_ends: float = NEVER
     _late_at: float = NEVER
+    _told_of_save: bool = False
     _given_away: set[int] = field(default_factory=set)
     _unasked: set[int] = field(default_factory=set)
     _unaided: set[int] = field(default_factory=set)
@@ -269,7 +272,7 @@ class Request:
         if self.step is None:
             return
         if now >= self._step_ends:
-            if self._lacks_a_cause(now):
+            if self._lacks_a_cause(now) or self._is_saving(now):
                 self._step_ends = now + self.step.seconds
             else:
                 self._enter(StepKind(self.step.kind + 1))
@@ -333,6 +336,18 @@ class Request:
             and all(incident.peer_lost for incident in self.incidents)
             and now < self.incidents[0].when + self.step.cause
         )
+
+    def _is_saving(self, now: float) -> bool:
+        """Whether ranks write a checkpoint, which the user who has interrupted once would lose."""
+        assert self.step is not None
+        interrupts = [one.when for one in self.incidents if one.kind is IncidentKind.INTERRUPTED]
+        if len(interrupts) != 1 or now >= interrupts[0] + self.step.save:
+            return False
+        saving = [one.rank for one in self.waiting if one.handle.board.read().phase is Phase.SAVING]
+        if saving and not self._told_of_save:
+            self._told_of_save = True
+            self.say(f"{label(saving)} {'is' if len(saving) == 1 else 'are'} saving. Interrupt once more not to wait")
+        return bool(saving)
 
     def _enter(self, kind: StepKind) -> None:
         step = self.step = next(one for one in self.steps if one.kind >= kind)

@@ -42,6 +42,7 @@ class Step:
         for_user: the same if the user has interrupted; None if that makes no difference.
         on_interrupt: where another interrupt in this step leads; None ignores it.
         answered: does something to ranks that have answered, or answer in this step.
+        save: seconds that ranks have which write a checkpoint, if the user has interrupted once.
         cause: seconds that a real cause is waited for, while all that is known is that ranks have lost another.
         notice: what to say if ranks are left, with ``{ranks}`` for their numbers.
     """
@@ -52,6 +53,7 @@ class Step:
     for_user: float | None = None
     on_interrupt: StepKind | None = None
     answered: Callable[[RankProxy], object] | None = None
+    save: float = 0.0
     cause: float = 0.0
     notice: str = ""
 
@@ -98,6 +100,7 @@ def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
             act=interrupt,
             seconds=seconds,
             for_user=user,
+            save=timeouts.save,
             on_interrupt=StepKind.KILL,
             answered=done,
         ),

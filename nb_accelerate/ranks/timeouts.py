@@ -18,6 +18,7 @@ class Timeouts:
         cause: for the end of a rank whose loss is all that the others have reported; 0 does not wait for it.
         interrupt: for users' code to react to KeyboardInterrupt, when the user interrupts.
         unwind: the same after a failure: ranks are then most often stuck in a collective and cannot react.
+        save: for checkpoints that ranks write when the user interrupts, or because of it; another interrupt ends that.
         cut: for a collective to fail after its connections were broken.
         wait: for C code to return that nothing can interrupt, before its rank is killed.
         meet: the same while ranks of a pool are set up and meet, when no code of users runs.
@@ -34,6 +35,7 @@ class Timeouts:
     cause: float = 5.0
     interrupt: float = 1.0
     unwind: float = 0.4
+    save: float = 600.0
     cut: float = 2.0
     wait: float = NEVER
     meet: float = 10.0

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.board import here
+from nb_accelerate.board.layout import Phase
 from nb_accelerate.diagnostics.report import has_plain_text, readable, report_exception, text_of
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import pack, unpack
@@ -39,6 +40,8 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             _finish_saves()
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):
+            if issubclass(type(error), KeyboardInterrupt):
+                _keep_save()
             return fail(error)
         value = None
     board.end_turn()
@@ -55,6 +58,14 @@ def _finish_saves() -> None:
     background: Any = sys.modules.get("nb_accelerate.checkpoint.background")
     if background is not None:
         background.saves.join()
+
+
+def _keep_save() -> None:
+    """Wait for the checkpoint that is written in the background: who has interrupted would lose it."""
+    background: Any = sys.modules.get("nb_accelerate.checkpoint.background")
+    if background is not None:
+        here().enter(Phase.SAVING)  # so that the notebook waits too
+        background.saves.close()
 
 
 def exits_well(error: BaseException) -> bool:

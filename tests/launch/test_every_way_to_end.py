@@ -361,6 +361,32 @@ def test_ranks_are_nudged_after_an_interrupt_and_not_interrupted_again(
     assert (tmp_path / "done").exists()
 
 
+def test_an_interrupt_leaves_a_save_in_the_background_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def saves_and_trains(path: str) -> None:
+        from nb_accelerate.checkpoint.background import saves
+
+        def write(_: object) -> None:
+            time.sleep(0.5)
+            Path(path, "saved").touch()
+
+        saves.start(Path(path), write, world_size=1)
+        Path(path, "ready").touch()
+        while True:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(interrupt=0.1, unwind=0.1, terminate=0.02))
+    handle = notebook_launcher(saves_and_trains, (str(tmp_path),), num_processes=1, block=False, progress="off")
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    handle.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+    assert (tmp_path / "saved").exists()
+    assert "rank 0 is saving. Interrupt once more not to wait" in capfd.readouterr().err
+
+
 def test_a_late_abort_after_the_answer_is_no_failure(run_ranks: RunRanks) -> None:
     def leaves_badly() -> int:
         import atexit

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from nb_accelerate.board import Page
+from nb_accelerate.board.board import Board
+from nb_accelerate.board.layout import Phase
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.pool.ending import cell_steps, wording
@@ -234,6 +236,25 @@ def test_a_rank_of_a_pool_is_killed_only_if_the_user_insists(loop: RankLoop, int
     assert hangs.verbs == ["interrupt", "cut", *verbs]
     assert "rank 0 is busy where it cannot be interrupted" in said[0]
     assert isinstance(error_of(request), KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("insists", [False, True])
+def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(loop: RankLoop, insists: bool) -> None:
+    handle = ActorRank(0, None, ends_on=["kill"])
+    saves = Board(handle.board._memory)
+    saves.begin_turn()
+    saves.enter(Phase.SAVING)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        loop.post((lambda: loop.interrupt(request)) if insists else (lambda: handle._there.send(RESULT)))
+
+    request = begin(loop, [handle], call_steps(SOON), say=say)
+    loop.interrupt(request)
+    loop.run(request)
+    assert handle.verbs == (["interrupt", "kill"] if insists else ["interrupt"])
+    assert said == ["rank 0 is saving. Interrupt once more not to wait"]
 
 
 def test_ranks_that_do_not_answer_in_time_are_named(loop: RankLoop) -> None:
