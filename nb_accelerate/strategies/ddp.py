@@ -47,6 +47,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if parameter.requires_grad or name in self.parameters_to_ignore
         ]
 
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.needs_first_sync = bool(self.static_graph)  # the reducer is a new one
+
     def averaged(self) -> Iterable[Tensor]:
         """See `AveragesGradients.averaged`."""
         return self._averaged

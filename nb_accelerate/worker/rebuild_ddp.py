@@ -24,7 +24,7 @@ def ddp_models() -> list[Any]:
     return [
         one
         for one in gc.get_objects()
-        if type(one) is parallel.DistributedDataParallel and one.__dict__.get("process_group") is group
+        if issubclass(type(one), parallel.DistributedDataParallel) and one.__dict__.get("process_group") is group
     ]
 
 

@@ -147,6 +147,20 @@ class TestExceptions:
         mean = sum(range(1, ranks + 1)) / ranks
         assert notebook.run("steps").ok().value == str([[mean] * 3] * ranks)
 
+    def test_prepared_models_go_on_working_after_a_failure_in_the_middle_of_a_step(self, notebook: Kernel, ranks: int):
+        notebook.run(
+            "%%distributed\nfrom nb_accelerate import Accelerator\ntorch.manual_seed(0)\n"
+            "accelerator = Accelerator(cpu=True)\nlinear = torch.nn.Linear(2, 1)\n"
+            "model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))\n"
+            "def step():\n    optimizer.zero_grad()\n"
+            "    accelerator.backward(model(torch.full((1, 2), rank + 1.)).sum())\n"
+            "    optimizer.step()\n    return linear.weight.grad[0, 0].item()\nstep()"
+        ).ok()
+        assert notebook.run("%%distributed\nif rank == world_size - 1: 1 / 0\nstep()").error == "ZeroDivisionError"
+        notebook.run("%%distributed --quiet --out steps\n[step() for _ in range(3)]").ok()
+        mean = sum(range(1, ranks + 1)) / ranks
+        assert notebook.run("steps").ok().value == str([[mean] * 3] * ranks)
+
     def test_an_exception_of_a_class_from_a_cell_arrives_as_it_is(self, notebook: Kernel):
         notebook.run("class Bad(Exception):\n    pass").ok()
         cell = notebook.run(
