@@ -145,11 +145,11 @@ def resolve_fsdp(
         "sync_module_states": environment.flag("FSDP_SYNC_MODULE_STATES"),
         "forward_prefetch": environment.flag("FSDP_FORWARD_PREFETCH"),
         "activation_checkpointing": environment.flag("FSDP_ACTIVATION_CHECKPOINTING"),
-        "cpu_ram_efficient_loading": environment.flag("FSDP_CPU_RAM_EFFICIENT_LOADING"),
         "transformer_cls_names_to_wrap": environment.text("FSDP_TRANSFORMER_CLS_TO_WRAP"),
-        "min_num_params": environment.whole("FSDP_MIN_NUM_PARAMS") or None,
     }
-    return replace(
-        given,
-        **{name: value for name, value in found.items() if value is not None and getattr(given, name) is None},
-    )
+    # accelerate's launcher always sets a size, and transformers reads FSDP_CPU_RAM_EFFICIENT_LOADING by itself: with it
+    # only rank 0 loads weights, and those of rank 0 are what all ranks get here.
+    if (given.auto_wrap_policy or str(found["auto_wrap_policy"])).lower() == "size_based_wrap":
+        found["min_num_params"] = environment.whole("FSDP_MIN_NUM_PARAMS") or None
+    missing = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
+    return replace(given, **missing) if missing else given

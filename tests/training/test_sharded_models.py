@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties
 
@@ -301,6 +302,37 @@ def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
 def test_options_that_this_version_has_not_are_refused_with_what_to_write(options, said):
     with pytest.raises(ConfigError, match=said):
         Plugin(**options)
+
+
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+"""What `accelerate launch --use_fsdp --fsdp_version 2` sets, whatever else it is given."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"), [(None, None), ("TRANSFORMER_BASED_WRAP", None), ("SIZE_BASED_WRAP", 100_000_000)]
+)
+def test_what_accelerates_launcher_sets_without_being_asked_is_no_error(policy, size):
+    asked = {} if policy is None else {"FSDP_AUTO_WRAP_POLICY": policy}
+    plugin = resolve_fsdp(None, Environment(LAUNCHED | asked))
+    assert plugin is not None
+    assert plugin.min_num_params == size
+
+
+def test_options_that_the_environment_adds_nothing_to_stay_the_users_object():
+    plugin = Plugin()
+    assert resolve_fsdp(plugin, Environment({})) is plugin
 
 
 def test_what_cannot_be_done_with_shards_is_refused_and_the_environment_asks_for_them(run_ranks):
