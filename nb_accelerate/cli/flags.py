@@ -168,7 +168,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ),
 )
 
-_FSDP = "Sharded models (FSDP) are not in this version. Without it, every process has the whole model"
+_FSDP = "Sharded models (FSDP) have no flags here. Write Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
 _DEEPSPEED = "DeepSpeed is not in this version. To run under it: deepspeed SCRIPT"
 _MESH = "Meshes of several kinds of parallelism are not in this version"
 

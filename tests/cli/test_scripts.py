@@ -197,7 +197,7 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["-m", "--no_python"], "-m and --no_python were both given"),
         (["--num_machines", "2", "--num_processes", "3"], "cannot be shared out equally"),
         (["--num_machines", "2", "--num_processes", "4"], "--main_process_ip ADDRESS"),
-        (["--use_fsdp"], "--use_fsdp: Sharded models"),
+        (["--use_fsdp"], "--use_fsdp: Sharded models (FSDP) have no flags"),
         (["--fsdp-offload-params", "true"], "--fsdp-offload-params: Sharded models"),
         (["--zero_stage", "3"], "--zero_stage: DeepSpeed"),
         (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
