@@ -200,7 +200,7 @@ class PreparingSlice(Slice):
                 scaler=core.precision.scaler,
                 before_first_step=partial(check_owned, models=core.shared.models),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
-                drop_gradients=core.strategy.drop_gradients(core.shared.models),
+                drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
             )
             if isinstance(optimizer, AcceleratedOptimizer):
                 prepared = optimizer

@@ -227,19 +227,28 @@ class FSDPStrategy(Strategy):
         return GradientAverage(optimizer, self.collectives, sharded)
 
     @override
-    def drop_gradients(self, models: Iterable[nn.Module]) -> Callable[[], None] | None:
+    def drop_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
         """Drop the whole gradients of an accumulation window that was left in its middle, by an interrupt say.
 
-        torch keeps gradients whole until they are exchanged, and ``zero_grad`` does not reach them.
+        torch keeps gradients whole until they are exchanged, and ``zero_grad`` does not reach them. Those of other
+        optimizers stay: their window may close after this one's.
         """
 
         def drop() -> None:
-            while self._holding:
-                for parameter in _fsdp_parameters(self._holding.pop()):
-                    parameter.unsharded_accumulated_grad = None
-                    whole = getattr(parameter, "_unsharded_param", None)
-                    if whole is not None:
-                        whole.grad = None
+            if not self._holding:
+                return
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for model in list(self._holding):
+                held = [parameter for parameter in _fsdp_parameters(model) if _holds_gradient(parameter)]
+                for parameter in held:
+                    if id(parameter.sharded_param) in own:
+                        parameter.unsharded_accumulated_grad = None
+                        if _holds_gradient(parameter):
+                            parameter._unsharded_param.grad = None  # noqa: SLF001 - torch's
+                if not any(map(_holds_gradient, held)):
+                    self._holding.discard(model)
 
         return drop
 
@@ -347,6 +356,12 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
     parts: list[Any] = [part for part in model.modules() if _is_sharded(part)]
     groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]  # noqa: SLF001
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def _holds_gradient(parameter: Any) -> bool:
+    """Return whether torch's record of a parameter has a whole gradient that was not exchanged."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 def _use_shards(optimizer: torch.optim.Optimizer) -> None:

@@ -179,15 +179,18 @@ class Strategy:
         del optimizer, models
         return None
 
-    def drop_gradients(self, models: Iterable[nn.Module]) -> Callable[[], None] | None:
+    def drop_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
         """Return what drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
 
-        The result is called after each ``zero_grad`` of a prepared optimizer.
+        The result is called after each ``zero_grad`` of the prepared optimizer, and drops those of its parameters.
 
         Args:
+            optimizer: what `prepare` returned for it.
             models: all prepared models, also those that are prepared later.
         """
-        del models
+        del optimizer, models
         return None
 
     def current_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:

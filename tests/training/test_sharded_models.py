@@ -240,6 +240,36 @@ def test_a_checkpoint_of_shards_is_that_of_a_whole_model_and_the_other_way_round
         }
 
 
+def test_two_models_accumulate_although_one_optimizer_drops_gradients_first(run_ranks):
+    def train() -> Any:
+        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, fsdp_plugin=Plugin())
+        models = [Model(0), Model(1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        prepared = accelerator.prepare(*models, *optimizers)
+        for inputs, targets in accelerator.prepare(DataLoader(make_data(), batch_size=ROWS // 2)):
+            with accelerator.accumulate(*prepared[:2]):
+                for model, optimizer in zip(prepared[:2], prepared[2:], strict=True):
+                    accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [weight.full_tensor().detach() for model in prepared[:2] for weight in model.parameters()]
+
+    expected = []
+    for seed in (0, 1):
+        model, data = Model(seed), make_data()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            inputs, targets = data[step * ROWS : (step + 1) * ROWS]
+            (nn.functional.mse_loss(model(inputs), targets) / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        expected += [weight.detach() for weight in model.parameters()]
+    for weights in run_ranks(train):
+        for value, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=1e-6)
+
+
 def test_tied_weights_train_as_one_if_they_are_in_one_block(run_ranks):
     words = torch.arange(8)
 
