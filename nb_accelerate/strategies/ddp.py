@@ -49,7 +49,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.needs_first_sync = bool(self.static_graph)  # the reducer is a new one
 
     def averaged(self) -> Iterable[Tensor]:
