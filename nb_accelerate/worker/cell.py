@@ -27,7 +27,7 @@ from nb_accelerate.worker.debugger import InputRequests
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import abort_groups, close_groups, named, reach_store
 from nb_accelerate.worker.namespace import is_hidden
-from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp
+from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp, restart_accumulation
 from nb_accelerate.worker.shell import make_shell
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class PersistentRank:
         context = named(SETUP_PROCESS)(options=InitProcessGroupKwargs(timeout=_GROUP_TIMEOUT))
         _make_group_of_one(context)
         rebuild_ddp(models)
+        restart_accumulation()
         topology = context.topology
         self._names.update(
             rank=topology.rank,

@@ -39,3 +39,14 @@ def rebuild_ddp(models: list[Any]) -> None:
         model.__setstate__(state)
         for hook, hook_state in hooks:
             model.register_comm_hook(hook_state, hook)
+
+
+def restart_accumulation() -> None:
+    """Begin new accumulation windows: ranks that failed at different batches would not exchange gradients together."""
+    accumulation: Any = sys.modules.get("nb_accelerate.optim.accumulation")
+    if accumulation is None:
+        return
+    for one in gc.get_objects():
+        if type(one) is accumulation.AccumulationState:
+            one.step = 0
+            one.window.join()

@@ -161,6 +161,20 @@ class TestExceptions:
         mean = sum(range(1, ranks + 1)) / ranks
         assert notebook.run("steps").ok().value == str([[mean] * 3] * ranks)
 
+    def test_accumulation_windows_of_all_ranks_begin_anew_after_a_failure(self, notebook: Kernel, ranks: int):
+        notebook.run(
+            "%%distributed\nfrom nb_accelerate import Accelerator\n"
+            "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)\nlinear = torch.nn.Linear(2, 1)\n"
+            "rows = torch.utils.data.DataLoader(range(4 * world_size))\n"
+            "model, rows = accelerator.prepare(linear, rows)\n"
+            "def epoch(failing):\n    closed = []\n    for _ in rows:\n        with accelerator.accumulate(model):\n"
+            "            if rank == failing: 1 / 0\n            closed.append(accelerator.sync_gradients)\n"
+            "            accelerator.backward(model(torch.ones(1, 2)).sum())\n    return closed\nepoch(-1)"
+        ).ok()
+        assert notebook.run("%%distributed\nepoch(world_size - 1)").error == "ZeroDivisionError"
+        notebook.run("%%distributed --quiet --out closed\nepoch(-1)").ok()
+        assert notebook.run("closed").ok().value == str([[False, True, False, True]] * ranks)
+
     def test_an_exception_of_a_class_from_a_cell_arrives_as_it_is(self, notebook: Kernel):
         notebook.run("class Bad(Exception):\n    pass").ok()
         cell = notebook.run(
