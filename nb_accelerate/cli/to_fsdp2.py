@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
     section = config.section("fsdp_config")
     if not section:
         raise ConfigError(f"{str(config.path)!r} has no fsdp_config, so there is nothing to convert.")
-    if int(section.get("fsdp_version", 1)) == 2:
+    if str(section.get("fsdp_version")) == "2":
         print(f"{config.path} is for version 2 already")
         return 0
     converted, left_out = convert(section)

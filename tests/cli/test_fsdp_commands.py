@@ -150,6 +150,12 @@ def test_numbers_and_words_of_the_sharding_strategy_mean_the_same(tmp_path: Path
     assert yaml.safe_load(file.read_text())["fsdp_config"]["fsdp_reshard_after_forward"] is reshards
 
 
+def test_a_file_that_names_no_version_is_of_version_1(tmp_path: Path):
+    file = _config(tmp_path, fsdp_version=None)
+    assert main(["to-fsdp2", "--config_file", str(file), "--overwrite"]) == 0
+    assert yaml.safe_load(file.read_text())["fsdp_config"]["fsdp_version"] == 2
+
+
 def test_what_accelerate_converts_is_converted_alike(tmp_path: Path):
     theirs = pytest.importorskip("accelerate.commands.to_fsdp2")
     file = _config(tmp_path, fsdp_min_num_params=100, fsdp_state_dict_type="SHARDED_STATE_DICT")
