@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 
@@ -27,9 +28,15 @@ def _is_built() -> bool:
     if torch is not None:
         return bool(torch.xpu._is_compiled())  # noqa: SLF001 - is_available() starts the driver where there is one
     try:
-        return importlib.metadata.version("torch").endswith("+xpu")
+        return _torch_version().endswith("+xpu")
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+@functools.cache
+def _torch_version() -> str:
+    """Read the metadata of torch once: that takes a millisecond, and each launch asks."""
+    return importlib.metadata.version("torch")
 
 
 XPU = DeviceKind(
