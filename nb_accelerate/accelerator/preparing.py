@@ -330,6 +330,7 @@ class PreparingSlice(Slice):
         del objects
         self.core.tracker.forget(self.core.prepared.loaders)
         self.core.prepared.clear()
+        self.core.registry.copies.clear()
         self.core.accumulation.step = 0
         gc.collect()
         self.core.process.kind.empty_cache()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator import saving
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.board import Phase
+from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.process import group
@@ -136,7 +137,10 @@ class RecordingSlice(Slice):
         for tracker in self._recording(self.trackers):
             tracker.finish()
         self.trackers.clear()
-        group.close_owned()
+        try:
+            saves.join()  # ranks tell each other through the store of the group
+        finally:
+            group.close_owned()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on others, do nothing.

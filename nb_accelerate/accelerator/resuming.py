@@ -186,8 +186,12 @@ class _Schedule:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Note a signal; a second one does at once what it did before."""
         before = self._before.get(signal.Signals(number))
-        if self._received is not None and callable(before):
-            before(number, frame)
+        if self._received is not None:
+            if callable(before):
+                before(number, frame)
+            elif before != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
         self._received = signal.Signals(number)
 
     def count_step(self) -> None:

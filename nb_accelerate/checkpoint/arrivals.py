@@ -37,6 +37,7 @@ IMPATIENCE = 2.0
 
 _SAVES_ALONE = 2
 _TELL_EVERY = 30.0  # seconds after which it is said again who is late
+_CAME_LATE = "came late"  # a key of the store: a rank has come to a save that had gone on without it
 _PAUSE = 0.005  # seconds between two looks for a key of the store: a wait for it could not be interrupted
 
 
@@ -47,14 +48,17 @@ class Arrivals:
         rank: of this process.
         world_size: how many there are.
         store: that all of them share.
-        timeout: seconds for which ranks are waited for that are known to save too.
+        timeout: see above.
+
+    Attributes:
+        timeout: seconds for which ranks are waited for that are known to save too. May be changed.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any, timeout: float) -> None:
         self._rank = rank
         self._world_size = world_size
         self._store = store
-        self._timeout = timeout
+        self.timeout = timeout
         self._next = 0  # the number of the next save, as this rank counts them
         self._missed = 0  # in a row, by all other ranks
         self._someone_came = False
@@ -84,13 +88,14 @@ class Arrivals:
         began = time.monotonic()
         tell_at = began + PATIENCE
         complete = False
+        self._someone_came |= bool(self._store.check([_CAME_LATE]))
         while not (complete := self._store.check(keys)):
             now = time.monotonic()
             missing = [rank for rank in others if not self._store.check([_key(number, rank)])]
             # One that has come once, now or before, says that this script saves on all of them.
             all_save = self._someone_came or len(missing) < len(others)
             alone = IMPATIENCE if self._missed >= _SAVES_ALONE else PATIENCE
-            if now - began >= (self._timeout if all_save else alone):
+            if now - began >= (self.timeout if all_save else alone):
                 break
             if all_save and now >= tell_at:
                 tell_at = now + _TELL_EVERY
@@ -121,6 +126,7 @@ class Arrivals:
             if self._store.get(f"{number}/closed").decode() == about:
                 if self._someone_came:
                     raise CheckpointError(_LATE.format(f"rank {self._rank}", ""))
+                self._store.set(_CAME_LATE, b"")
                 return False
         answer = f"{key}/answer"
         while not self._store.check([answer]):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import pickle
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -198,8 +199,19 @@ class BackgroundSaves:
         Raises:
             CheckpointError: it failed. That is said once.
         """
-        handle, self._handle = self._handle, None
-        return None if handle is None else handle.wait()
+        handle = self._handle
+        if handle is None:
+            return None
+        try:
+            return handle.wait()
+        finally:
+            if handle.done():  # else the wait was interrupted: the next save would overwrite what is being written
+                self._handle = None
+
+    def forget(self) -> None:
+        """Forget the save under way, in a process that was forked from the one that writes it."""
+        atexit.unregister(self.close)
+        self._handle = None
 
     def close(self) -> None:
         """Wait for the save under way at the end of the process."""
@@ -211,3 +223,5 @@ class BackgroundSaves:
 
 saves = BackgroundSaves()
 """Those of this process: any `Accelerator` of it waits for the others'."""
+
+os.register_at_fork(after_in_child=saves.forget)

@@ -14,6 +14,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
 
     from torch import Tensor
 
@@ -46,6 +48,7 @@ _UNREADABLE = (
 )  # fmt: skip
 
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_MOST_THREADS = 8  # that copy what was read
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
@@ -198,6 +201,9 @@ def read_in_memory(file: str | os.PathLike[str], *, if_trusted: str, **kwargs: A
         return read(file, "cpu", if_trusted=if_trusted, **kwargs)
     mapped = read(file, "cpu", if_trusted=if_trusted, mmap=True, **kwargs)
     copies: dict[tuple[int, int], torch.UntypedStorage] = {}
+    # Threads of torch would do it too, and spin while they wait for each other: twice the time of the processors.
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "nb-copies")
+    copying: list[Future[None]] = []
 
     def copied(leaf: Any) -> Any:
         if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
@@ -207,12 +213,18 @@ def read_in_memory(file: str | os.PathLike[str], *, if_trusted: str, **kwargs: A
         own = copies.get(key)
         if own is None:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            own = copies[key] = whole.clone().untyped_storage()
+            fresh = torch.empty_like(whole)
+            copying.append(pool.submit(np.copyto, fresh.numpy(), whole.numpy()))
+            own = copies[key] = fresh.untyped_storage()
         with torch.no_grad():
             leaf.data = torch.empty(0, dtype=leaf.dtype).set_(own, leaf.storage_offset(), leaf.shape, leaf.stride())
         return leaf
 
-    return tree_map(copied, mapped)
+    with pool:
+        found = tree_map(copied, mapped)
+    for one in copying:
+        one.result()
+    return found
 
 
 def _weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:

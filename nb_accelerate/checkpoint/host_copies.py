@@ -27,6 +27,10 @@ class HostCopies:
         """Host memory in use."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers)
 
+    def clear(self) -> None:
+        """Let go of the buffers. A checkpoint that is being written from them holds its own until it is there."""
+        self._buffers.clear()
+
     def copy(self, states: list[Any]) -> list[Any]:
         """Return copies of states (trees of dicts, lists and tuples), when all tensors have arrived.
 

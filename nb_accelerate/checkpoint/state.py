@@ -254,6 +254,8 @@ def save_state_in_background(
     except BaseException:
         writer.shared.discard()
         raise
+    # Not what was gathered from shards, which would stay in memory beside its copies until all is written.
+    writer = replace(writer, parts=(), weights=lambda _: ())
 
     def write_all(exchange: StoreExchange | None) -> None:
         try:

@@ -36,7 +36,12 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
         with gate:
             function, args, kwargs = load()
             gate.check()
-            value = function(*args, **kwargs)
+            try:
+                value = function(*args, **kwargs)
+            except SystemExit as error:
+                if not exits_well(error):
+                    raise
+                value = None
             _finish_saves()
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):

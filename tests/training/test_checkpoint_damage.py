@@ -161,6 +161,11 @@ def test_checksums_do_not_depend_on_how_a_file_was_written_and_notice_every_chan
         records = recorder.records()
     assert len({*records.values()}) == 1
     assert Verification(tmp_path, records).result() == []
+    for size in (8, 512, 4096):  # pieces that change places within 16 KiB
+        swapped = bytearray(content)
+        swapped[:size], swapped[2 * size : 3 * size] = content[2 * size : 3 * size], content[:size]
+        (tmp_path / "1").write_bytes(swapped)
+        assert Verification(tmp_path, {"1": records["1"]}).result(), size
     plain = FileRecord(len(content), (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :])), of_sums=False)
     assert Verification(tmp_path, {"0": plain}).result() == []  # as in manifests of format 2
     for place in (0, 12_345, (1 << 24) - 1, 1 << 24, len(content) - 1):
@@ -172,6 +177,24 @@ def test_checksums_do_not_depend_on_how_a_file_was_written_and_notice_every_chan
             assert "0 is not as it was saved" in told, place
         halves = [Verification(tmp_path, {"0": records["0"]}, rank=rank, num_ranks=2).result() for rank in (0, 1)]
         assert sum(map(len, halves)) == 1  # each rank looks at a part
+
+
+def test_an_error_that_the_disk_tells_before_the_end_of_a_file_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told: list[int] = []
+
+    def sync(descriptor: int) -> None:  # as Linux does: an error is told once
+        if not told:
+            told.append(descriptor)
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with Recorder(tmp_path) as recorder:
+        with recorder.open(tmp_path / "file") as file:
+            file.write(bytes(1 << 27))
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            recorder.records()
 
 
 @pytest.mark.parametrize("kind", ["cut off", "missing", "other shapes", "empty"])
@@ -387,7 +410,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_and_never_left_out(run_ranks
             # Twice all, twice the main process only, once with a rank that is late, and all again.
             known = arrivals_here()
             assert known is not None
-            known._timeout = 0.2 if number in (2, 3, 4) else 60.0
+            known.timeout = 0.2 if number in (2, 3, 4) else 60.0
             if rank == 1 and number == 4:
                 run.accelerator.wait_for_everyone()
             if rank == 0 or number not in (2, 3):

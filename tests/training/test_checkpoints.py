@@ -437,7 +437,7 @@ def test_a_save_that_a_rank_does_not_come_to_leaves_the_one_before(run_ranks: Ru
                 accelerator.core.accumulation.step = 3
                 known = arrivals_here()
                 assert known is not None
-                known._timeout = 0.2
+                known.timeout = 0.2
                 with pytest.raises(CheckpointError, match="rank 1 did not come"):
                     accelerator.save_state(where)
         accelerator.wait_for_everyone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -18,13 +19,14 @@ from torch import nn
 
 import nb_accelerate
 from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint import state
+from nb_accelerate.checkpoint import arrivals, state
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.host_copies import HostCopies
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.project import ProjectConfiguration, SaveInterval
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.process import context, group
+from nb_accelerate.strategies.parts import OptimizerPart
 
 
 @pytest.fixture(autouse=True)
@@ -346,3 +348,114 @@ def test_buffers_are_used_again_and_tied_tensors_stay_tied(caplog: pytest.LogCap
     copies.copy([torch.ones(4)])
     assert copies.num_bytes == 16
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_second_signal_ends_a_process_that_had_no_handler(tmp_path: Path):
+    program = (
+        "import os, signal, sys, torch\n"
+        "from nb_accelerate import Accelerator\n"
+        "from nb_accelerate.config.project import ProjectConfiguration\n"
+        "project = ProjectConfiguration(sys.argv[1], save_on_signal='SIGTERM')\n"
+        "accelerator = Accelerator(cpu=True, project_config=project)\n"
+        "loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0)))\n"
+        "for _, batches in accelerator.resumable(loader, 1):\n"
+        "    for _ in batches:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+
+
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch):
+    """Hold saves back until it is set."""
+    may_write = threading.Event()
+    write = state.StateWriter.write
+
+    def write_later(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(state.StateWriter, "write", write_later)
+    yield may_write
+    may_write.set()
+
+
+def test_a_save_whose_wait_was_interrupted_is_still_waited_for(tmp_path: Path, held_back: threading.Event):
+    accelerator, model, _ = _filled(1.0)
+    accelerator.save_state(tmp_path / "state", async_save=True)
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.wait_for_checkpoint()
+    interrupt.join()
+    model.weight.data.fill_(2.0)
+    held_back.set()
+    assert accelerator.wait_for_checkpoint() == tmp_path / "state"
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, torch.ones(300, 300))
+
+
+def test_a_process_that_was_forked_does_not_wait_for_the_save_of_the_other(tmp_path: Path, held_back: threading.Event):
+    accelerator, _, _ = _filled(1.0)
+    accelerator.save_state(tmp_path / "state", async_save=True)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if saves.join() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    held_back.set()
+    assert accelerator.wait_for_checkpoint() == tmp_path / "state"
+
+
+def test_only_the_copies_stay_in_memory_while_they_are_written(tmp_path: Path, held_back: threading.Event):
+    accelerator, _, _ = _filled(1.0)
+    handle = accelerator.save_state(tmp_path / "state", async_save=True)
+    assert not [one for one in gc.get_objects() if type(one) is OptimizerPart]  # which holds what it gathered
+    assert accelerator.core.registry.copies.num_bytes
+    accelerator.free_memory()
+    assert not accelerator.core.registry.copies.num_bytes
+    held_back.set()
+    handle.wait()
+    assert nb_accelerate.checkpoints(tmp_path / "state", read=True)[0].is_whole
+
+
+def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> None:
+        from training.test_checkpoints_resumed import _filled
+
+        from nb_accelerate.checkpoint import state
+
+        accelerator, _, _ = _filled(1.0)
+        state.write = lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("on purpose"))
+        accelerator.save_state(where, async_save=True)
+        sys.exit(0)
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        run_ranks(save, str(tmp_path / "state"))
+
+
+def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> bool:
+        from training.test_checkpoints_resumed import _filled
+
+        accelerator, _, _ = _filled(1.0)
+        handle = accelerator.save_state(where, async_save=True)
+        accelerator.end_training()
+        return handle.done()
+
+    assert run_ranks(save, str(tmp_path / "state")) == [True, True]
+
+
+def test_a_rank_that_came_late_is_waited_for_next_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.1)
+    store = torch.distributed.HashStore()
+    main, late = (arrivals.Arrivals(rank, 2, store, 0.3) for rank in (0, 1))
+    assert not main.are_complete("first", [])
+    assert not late.are_complete("first", [])
+    with pytest.raises(CheckpointError, match="rank 1 did not come"):
+        main.are_complete("second", [])

@@ -174,6 +174,7 @@ def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.may_leave("threads")  # of tqdm
 def test_models_of_transformers_are_saved_and_loaded_both_ways(tmp_path: Path):
     from transformers import BertConfig, BertForMaskedLM
 
