@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from enum import EnumType
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
+    from enum import Enum
 
     from torch import Tensor
 
@@ -132,7 +134,16 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle members of enums
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it would load {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+
+def _member(cls: object, name: str) -> Enum:
+    if not isinstance(cls, EnumType):
+        raise pickle.UnpicklingError(f"it would read {name} of {cls!r}, which no checkpoint needs")
+    member: Enum = cls[name]
+    return member

@@ -86,6 +86,16 @@ def test_code_in_a_checkpoint_is_not_run(distributed: Path, tmp_path: Path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_attributes_of_what_is_no_enum_are_not_read(distributed: Path, tmp_path: Path):
+    class Bad:
+        def __reduce__(self):
+            return getattr, (torch.float32, "itemsize")
+
+    (distributed / ".metadata").write_bytes(pickle.dumps(Bad()))
+    with pytest.raises(CheckpointError, match=r"it would read itemsize of torch.float32"):
+        merge_weights(distributed, tmp_path)
+
+
 def test_files_outside_of_the_folder_are_not_read(distributed: Path, tmp_path: Path):
     metadata = pickle.loads((distributed / ".metadata").read_bytes())
     for info in metadata.storage_data.values():

@@ -20,7 +20,9 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     home = tmp_path_factory.mktemp("without-torch")
     venv.create(home, symlinks=True)
     (packages,) = home.glob("lib/python*/site-packages")
-    for folder in map(Path, site.getsitepackages()):
+    for folder in filter(
+        Path.is_dir, map(Path, site.getsitepackages())
+    ):  # Debian's Python names some that are not there
         for entry in folder.iterdir():
             if not entry.name.startswith(_TORCH) and not (packages / entry.name).exists():
                 (packages / entry.name).symlink_to(entry)

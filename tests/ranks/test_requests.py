@@ -157,11 +157,18 @@ def loop() -> Iterator[RankLoop]:
     one.close()
 
 
-def begin(loop: RankLoop, handles: Sequence[RankHandle], steps: Any, **options: Any) -> Request:
+def begin(
+    loop: RankLoop, handles: Sequence[RankHandle], steps: Any, *, has_thread: bool = False, **options: Any
+) -> Request:
     ranks = [RankProxy(handle, loop) for handle in handles]
     for rank in ranks:
         loop.add(rank)
-        rank.is_ready = True  # as that of a pool is before it is asked; its message may come a moment later
+    set_up = Request(
+        ranks=ranks, send=lambda _: None, steps=steps, wording=Wording(what="the set-up"), awaits=Awaits.READY
+    )
+    if not has_thread:  # else the ranks may have said already that they are ready
+        loop.begin(set_up)
+        loop.run(set_up)
     request = Request(
         ranks=ranks,
         send=lambda rank: rank.handle.ask(Call(parcel=Parcel())),
@@ -280,7 +287,7 @@ def test_a_request_ends_with_the_loop_that_carries_it(how: str) -> None:
     loop = RankLoop()
     loop.start()
     handle = ActorRank(0, None)
-    request = begin(loop, [handle], call_steps(SOON))
+    request = begin(loop, [handle], call_steps(SOON), has_thread=True)
 
     def fail() -> None:
         raise MemoryError(how)
