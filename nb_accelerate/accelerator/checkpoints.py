@@ -167,7 +167,7 @@ class CheckpointSlice(Slice):
 
         Every process calls it, since each has random numbers of its own. Who comes late is waited for, as long as the
         process group waits, and named. Where only the main process ever calls it, as in some scripts, it goes on alone
-        after a while, and says so. Numbered folders need all processes.
+        after a while, and says so. Numbered folders, and runs on several machines, need all processes.
 
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
@@ -384,7 +384,14 @@ class CheckpointSlice(Slice):
         None if the main process has done so without this one.
         """
         core = self.core
-        known = arrivals_here() if core.collectives.world_size > 1 and core.strategy.is_replicated else None
+        topology = core.process.topology
+        # Of a rank that dies on another machine, nobody tells those that wait here; its connections break.
+        on_one_machine = topology.local_world_size == topology.world_size
+        known = (
+            arrivals_here()
+            if on_one_machine and core.collectives.world_size > 1 and core.strategy.is_replicated
+            else None
+        )
         if known is None:
             return core.collectives
         whereabouts = [list(loader.whereabouts) for loader in core.prepared.loaders]
