@@ -24,24 +24,41 @@ class Values(list[Any]):
 
 
 def unpack_values(request: Request) -> Values:
-    """Unpack what every rank answered, in rank order. Raises whatever unpickling one of the values raises."""
-    return Values(
-        unpack(answer.parcel, request.take(rank)[1])
-        for rank, (answer, _) in sorted(request.answers.items())
-        if isinstance(answer, Result)
-    )
+    """Unpack what every rank returned, in rank order.
+
+    Raises:
+        Exception: whatever unpickling one of the values raises, with the other values as ``error.results``.
+    """
+    results, errors = _unpack_each(request)
+    if errors:
+        _attach(errors[0], results)
+        raise errors[0]
+    return Values(results.values())
 
 
 def keep_values(error: BaseException, request: Request) -> None:
     """Put what other ranks returned on the exception of a launch, as ``error.results``, by rank."""
-    results = {}
-    for rank, (answer, _) in request.answers.items():
-        if not isinstance(answer, Result):
-            continue
-        try:
-            results[rank] = unpack(answer.parcel, request.take(rank)[1])
-        except Exception:  # noqa: S112 - the exception that is being raised says more than this one
-            continue
+    _attach(error, _unpack_each(request)[0])
+
+
+def _unpack_each(request: Request) -> tuple[dict[int, Any], list[Exception]]:
+    """Unpack each value once, since that closes its descriptors.
+
+    Returns:
+        The values by rank, in rank order, and what was raised for those that are not among them.
+    """
+    results: dict[int, Any] = {}
+    errors: list[Exception] = []
+    for rank, (answer, _) in sorted(request.answers.items()):
+        if isinstance(answer, Result):
+            try:
+                results[rank] = unpack(answer.parcel, request.take(rank)[1])
+            except Exception as error:
+                errors.append(error)
+    return results, errors
+
+
+def _attach(error: BaseException, results: dict[int, Any]) -> None:
     try:
         error.results = results  # type: ignore[attr-defined]
     except AttributeError:  # a type with slots

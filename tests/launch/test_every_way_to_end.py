@@ -437,3 +437,28 @@ def test_a_rank_that_does_not_leave_is_ended(run_ranks: RunRanks) -> None:
         return my_rank()
 
     assert run_ranks(will_not_leave) == [0, 1]
+
+
+def _only_in_ranks(rank: int) -> int:
+    if "RANK" not in os.environ:
+        raise LookupError(f"the value of rank {rank} is for ranks only")
+    return rank
+
+
+class _Homesick:
+    """A value that can be pickled in a rank, and not be unpickled anywhere else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _only_in_ranks, (int(os.environ["RANK"]),)
+
+
+def _returns_what_only_rank_1_can_read() -> Any:
+    return _Homesick() if os.environ["RANK"] == "1" else [0, 1, 2]
+
+
+def test_values_that_can_be_unpickled_are_kept_beside_one_that_cannot() -> None:
+    with pytest.raises(LookupError, match="the value of rank 1") as caught:
+        notebook_launcher(_returns_what_only_rank_1_can_read, (), 3, progress="off")
+    results = caught.value.results  # type: ignore[attr-defined]
+    assert [*results] == [0, 2]
+    assert results[2] == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import site
 import venv
 from collections.abc import Iterator
@@ -20,18 +21,17 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     home = tmp_path_factory.mktemp("without-torch")
     venv.create(home, symlinks=True)
     (packages,) = home.glob("lib/python*/site-packages")
-    for folder in filter(
-        Path.is_dir, map(Path, site.getsitepackages())
-    ):  # Debian's Python names some that are not there
+    folders = map(Path, site.getsitepackages())  # Debian's Python names some that are not there
+    for folder in filter(Path.is_dir, folders):
         for entry in folder.iterdir():
             if not entry.name.startswith(_TORCH) and not (packages / entry.name).exists():
                 (packages / entry.name).symlink_to(entry)
     if not (packages / "nb_accelerate").exists():
         (packages / "nb_accelerate").symlink_to(Path(nb_accelerate.__file__).parent)
     one = Kernel(home / "bin" / "python")
-    assert one.run("import torch").error == "ModuleNotFoundError"
-    yield one
-    one.close()
+    with contextlib.closing(one):
+        assert one.run("import torch").error == "ModuleNotFoundError"
+        yield one
 
 
 def test_the_extension_loads_and_its_help_works(without_torch: Kernel):
