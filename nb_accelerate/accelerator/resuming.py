@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from nb_accelerate.data import DataLoaderShard
 
 _ASK_EVERY = 0.25
-"""Seconds between two questions of ranks to each other, about: a question takes a fraction of a millisecond."""
+"""Seconds between two questions of ranks to each other. A question takes a fraction of a millisecond."""
 
 _MOST_STEPS = 1000
-"""Steps between two questions at most, where a step takes no time."""
+"""Upper limit of the steps between two questions, for steps that take almost no time."""
 
 
 class ResumingSlice(CheckpointSlice):
@@ -144,7 +144,7 @@ class ResumingSlice(CheckpointSlice):
 
 
 class _Schedule:
-    """Knows when the next checkpoint is due, the same on all ranks.
+    """Decide when the next checkpoint is due, the same on all ranks.
 
     Args:
         core: of the `Accelerator`.
@@ -195,12 +195,12 @@ class _Schedule:
         self._received = signal.Signals(number)
 
     def count_step(self) -> None:
-        """A batch is over."""
+        """Count a batch."""
         self._core.registry.progress.global_step = self._step + 1
         self._steps_since += 1
 
     def end_step(self) -> None:
-        """A batch is over that is not the last of its epoch."""
+        """Count a batch that is not the last of its epoch, and decide whether a checkpoint is due."""
         self.count_step()
         interval = self._interval
         if interval is not None and interval.unit == "steps":
@@ -212,7 +212,7 @@ class _Schedule:
             self._ask()
 
     def end_epoch(self, epoch: int, *, is_last: bool) -> None:
-        """An epoch is over, and what the user does after it."""
+        """Decide whether a checkpoint is due when an epoch, and what the user does after it, is over."""
         interval = self._interval
         has_news = self._step > self._saved_at_step
         if interval is not None:
@@ -227,7 +227,7 @@ class _Schedule:
             self._look()
 
     def saved(self) -> None:
-        """A checkpoint was saved.
+        """Note that a checkpoint was saved, and end training if a signal has asked for that.
 
         Raises:
             KeyboardInterrupt: a signal had asked for it, and the handler before says so.

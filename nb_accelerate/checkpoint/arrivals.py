@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-PATIENCE = 15.0
+ALONE_TIMEOUT = 15.0
 """Seconds that the main process waits for others if none has ever come to a save: then it saves alone, and says so."""
 
-IMPATIENCE = 2.0
+REPEATED_ALONE_TIMEOUT = 2.0
 """The same, in seconds, once it has saved alone `_SAVES_ALONE` times: this script saves on the main process only."""
 
 _SAVES_ALONE = 2
@@ -48,7 +48,7 @@ class Arrivals:
         rank: of this process.
         world_size: how many there are.
         store: that all of them share.
-        timeout: see above.
+        timeout: in seconds, see the attribute.
 
     Attributes:
         timeout: seconds for which ranks are waited for that are known to save too. May be changed.
@@ -86,7 +86,7 @@ class Arrivals:
         number, self._next = self._next, self._next + 1
         keys = [_key(number, rank) for rank in others]
         began = time.monotonic()
-        tell_at = began + PATIENCE
+        tell_at = began + ALONE_TIMEOUT
         complete = False
         self._someone_came |= bool(self._store.check([_CAME_LATE]))
         while not (complete := self._store.check(keys)):
@@ -94,7 +94,7 @@ class Arrivals:
             missing = [rank for rank in others if not self._store.check([_key(number, rank)])]
             # One that has come once, now or before, says that this script saves on all of them.
             all_save = self._someone_came or len(missing) < len(others)
-            alone = IMPATIENCE if self._missed >= _SAVES_ALONE else PATIENCE
+            alone = REPEATED_ALONE_TIMEOUT if self._missed >= _SAVES_ALONE else ALONE_TIMEOUT
             if now - began >= (self.timeout if all_save else alone):
                 break
             if all_save and now >= tell_at:

@@ -17,11 +17,11 @@ ends this one; the checkpoint that was there before stays.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
-import pickle
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 logger = logging.getLogger("nb_accelerate")
-
-T = TypeVar("T")
 
 
 class StoreExchange:
@@ -54,14 +52,18 @@ class StoreExchange:
         self._prefix = f"{number}"
         self._rounds = 0
 
-    def gather(self, action: Callable[[], T]) -> list[T]:
+    def gather(self, action: Callable[[], object]) -> list[Any]:
         """Return what ``action`` returns on each rank, in rank order. All ranks call it.
+
+        Args:
+            action: returns what JSON can hold. Whoever reaches the port of a store may write to it, so nothing in it is
+                unpickled.
 
         Raises:
             CheckpointError: it failed on one of them, on all ranks; or a rank did not come.
         """
         error: Exception | None = None
-        result: T | None = None
+        result: object = None
         try:
             result = action()
         except Exception as caught:
@@ -86,14 +88,15 @@ class StoreExchange:
 
     def _tell(self, value: Any) -> list[Any]:
         prefix, self._rounds = f"{self._prefix}/{self._rounds}", self._rounds + 1
-        # As in all_gather_object: who is in the process group may run code here anyway.
-        self._store.set(f"{prefix}/{self._rank}", pickle.dumps(value))
+        self._store.set(f"{prefix}/{self._rank}", json.dumps(value))
         told = []
         for rank in range(self._world_size):
             try:
-                told.append(pickle.loads(self._store.get(f"{prefix}/{rank}")))
+                told.append(json.loads(self._store.get(f"{prefix}/{rank}")))
             except dist.DistError as error:
                 raise CheckpointError(f"rank {rank} did not finish its part of a checkpoint: {error}") from error
+            except ValueError as error:
+                raise CheckpointError(f"what rank {rank} said of a checkpoint cannot be read: {error}") from error
         return told
 
 

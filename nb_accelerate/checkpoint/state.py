@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.background import saves
-from nb_accelerate.checkpoint.checksums import Recorder
+from nb_accelerate.checkpoint.checksums import FileRecord, Recorder
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of, rows_per_step
 from nb_accelerate.checkpoint.manifest import Manifest
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nb_accelerate.checkpoint.background import CheckpointHandle, StoreExchange
-    from nb_accelerate.checkpoint.checksums import FileRecord
     from nb_accelerate.checkpoint.host_copies import HostCopies
     from nb_accelerate.checkpoint.registry import Progress
     from nb_accelerate.checkpoint.sharing import RankIdentity, SharedStaging
@@ -262,13 +261,28 @@ def save_state_in_background(
             if exchange is None:
                 writer.publish(content, dict([writer.write(content)]))
             else:
-                written = dict(exchange.gather(lambda: writer.write(content)))
+                told = exchange.gather(lambda: _as_json(*writer.write(content)))
+                written = dict(map(_from_json, told))
                 exchange.gather(lambda: writer.publish(content, written))
         except BaseException:
             writer.shared.discard()
             raise
 
     return saves.start(folder, write_all, world_size=collectives.world_size)
+
+
+def _as_json(rank: int, files: Mapping[str, FileRecord]) -> tuple[int, dict[str, Any]]:
+    """Turn what a rank has written into what JSON can hold."""
+    return rank, {name: asdict(record) for name, record in files.items()}
+
+
+def _from_json(told: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, FileRecord]]:
+    """Undo `_as_json`."""
+    rank, files = told
+    return rank, {
+        name: FileRecord(size=file["size"], crc32=tuple(file["crc32"]), of_sums=file["of_sums"])
+        for name, file in files.items()
+    }
 
 
 def position_of(loader: Any) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 import nb_accelerate
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.checkpoint import arrivals, state
-from nb_accelerate.checkpoint.background import saves
+from nb_accelerate.checkpoint.background import StoreExchange, saves
 from nb_accelerate.checkpoint.host_copies import HostCopies
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.project import ProjectConfiguration, SaveInterval
@@ -452,10 +453,32 @@ def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_pa
 
 
 def test_a_rank_that_came_late_is_waited_for_next_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arrivals, "PATIENCE", 0.1)
+    monkeypatch.setattr(arrivals, "ALONE_TIMEOUT", 0.1)
     store = torch.distributed.HashStore()
     main, late = (arrivals.Arrivals(rank, 2, store, 0.3) for rank in (0, 1))
     assert not main.are_complete("first", [])
     assert not late.are_complete("first", [])
     with pytest.raises(CheckpointError, match="rank 1 did not come"):
         main.are_complete("second", [])
+
+
+def test_what_is_planted_in_the_store_is_refused_and_never_run(tmp_path: Path):
+    ran = tmp_path / "ran"
+    store = torch.distributed.HashStore()
+    store.set("0/0/1", pickle.dumps(_Planted(ran)))
+
+    exchange = StoreExchange(store, rank=0, world_size=2, number=0)
+    with pytest.raises(CheckpointError, match="rank 1 said"):
+        exchange.gather(lambda: "written")
+
+    assert not ran.exists()
+
+
+class _Planted:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
