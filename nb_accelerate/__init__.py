@@ -19,7 +19,7 @@ by an import::
      4     precision  comm                                                                            protocol
      3     process  pytree
      2                                                                          topology  lazy
-     1                                                                          config  board  records
+     1                                                                          config  records  progress_page
      0                                                                          errors  version  devices  start_methods
 
 A module imports from lower levels or from its own package, nothing from the other half, and torch at import in

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch.utils.hooks import RemovableHandle
 
 from nb_accelerate.accelerator.core import Slice
-from nb_accelerate.board import Phase
 from nb_accelerate.checkpoint import loading, state
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
@@ -24,6 +23,7 @@ from nb_accelerate.checkpoint.sharing import RankIdentity, share
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_choice, check_flag
 from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.progress_page import Phase
 from nb_accelerate.strategies.parts import OptimizerPart
 
 if TYPE_CHECKING:
@@ -361,11 +361,11 @@ class CheckpointSlice(Slice):
 
     @contextlib.contextmanager
     def _shown_as_saving(self) -> Iterator[None]:
-        self.core.board.enter(Phase.SAVING)
+        self.core.page.enter(Phase.SAVING)
         try:
             yield
         finally:
-            self.core.board.enter(Phase.RUNNING)
+            self.core.page.enter(Phase.RUNNING)
 
     def _identity(self) -> RankIdentity:
         topology = self.core.process.topology
@@ -394,8 +394,8 @@ class CheckpointSlice(Slice):
         )
         if known is None:
             return core.collectives
-        whereabouts = [list(loader.whereabouts) for loader in core.prepared.loaders]
-        if known.are_complete(str(folder), whereabouts):
+        positions = [list(loader.epoch_and_batch) for loader in core.prepared.loaders]
+        if known.are_complete(str(folder), positions):
             return core.collectives
         is_main = core.process.topology.is_main
         logger.warning(

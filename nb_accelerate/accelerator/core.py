@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.losses import LossReport
-from nb_accelerate.board import here
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
 from nb_accelerate.config.accumulation import resolve_accumulation
@@ -28,6 +27,7 @@ from nb_accelerate.optim import AccumulationState
 from nb_accelerate.precision import select_precision
 from nb_accelerate.process.rng import resolve_rng_types
 from nb_accelerate.process.setup import setup_process
+from nb_accelerate.progress_page import here
 from nb_accelerate.state.choices import Choices, inherited, remember
 from nb_accelerate.state.shared import shared_training
 from nb_accelerate.strategies import select_strategy
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from nb_accelerate.board import Board
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from nb_accelerate.precision import Precision
     from nb_accelerate.process.context import ProcessContext
     from nb_accelerate.process.rng import RNGType
+    from nb_accelerate.progress_page import ProgressPage
     from nb_accelerate.state.shared import SharedTraining
     from nb_accelerate.strategies import Strategy
 
@@ -97,7 +97,7 @@ class Core:
         trigger: whether this rank called `set_trigger`.
         recording: trackers, directories, profiles.
         registry: objects and hooks that users add to checkpoints.
-        board: where this process says how far it is.
+        page: where this process says how far it is.
         losses: puts losses there, now and then.
         prepared: objects that went through ``prepare``.
     """
@@ -119,7 +119,7 @@ class Core:
     trigger: Trigger = field(default_factory=Trigger)
     recording: Recording = field(default_factory=Recording)
     registry: Registry = field(default_factory=Registry)
-    board: Board
+    page: ProgressPage
     losses: LossReport
     prepared: Prepared = field(default_factory=Prepared)
 
@@ -229,7 +229,7 @@ def build_core(
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         scheduler_steps_per_process=scheduler_steps_per_process,
         recording=recording,
-        board=here(),
+        page=here(),
         losses=LossReport(here(), process.kind),
         dynamo=dynamo,
         engines=engines,

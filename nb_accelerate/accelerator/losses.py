@@ -1,4 +1,4 @@
-"""The loss on the board, and how a device is used, without making it wait."""
+"""The loss on the progress page, and how a device is used, without making it wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from nb_accelerate.board import Board
     from nb_accelerate.devices import DeviceKind
+    from nb_accelerate.progress_page import ProgressPage
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,18 @@ _UTILISATION_SECONDS = 1.0
 
 
 class LossReport:
-    """Puts the loss of some steps on the board, and with it the memory and the utilisation of the device.
+    """Puts the loss of some steps on the page, and with it the memory and the utilisation of the device.
 
     A loss on a device is copied without waiting, into memory that stays; what is read there is the newest one that
     has arrived, usually that of the look before.
 
     Args:
-        board: of this process.
+        page: of this process.
         kind: of its device.
     """
 
-    def __init__(self, board: Board, kind: DeviceKind) -> None:
-        self._board = board
+    def __init__(self, page: ProgressPage, kind: DeviceKind) -> None:
+        self._page = page
         self._kind = kind
         self._due = 0.0
         self._arrived: Tensor | None = None
@@ -57,8 +57,8 @@ class LossReport:
                 self._arrived.copy_(loss.detach().reshape(()))  # the first one may wait
             else:
                 self._arrived.copy_(loss.detach().reshape(()), non_blocking=True)
-            self._board.loss(self._arrived.item())
-        self._board.memory(self._kind.memory_allocated())
+            self._page.loss(self._arrived.item())
+        self._page.memory(self._kind.memory_allocated())
         if self._utilisation is not None and now >= self._ask_at:
             self._ask_at = now + _UTILISATION_SECONDS
             self._ask(self._utilisation)
@@ -71,4 +71,4 @@ class LossReport:
             logger.debug("The utilisation of %s is not known: %s", self._kind.name, error)
             self._utilisation = None
         else:
-            self._board.utilisation(percent)
+            self._page.utilisation(percent)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator import saving
 from nb_accelerate.accelerator.core import Slice
-from nb_accelerate.board import Phase
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.process import group
+from nb_accelerate.progress_page import Phase
 from nb_accelerate.tracking import BlankTracker, make_trackers
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class RecordingSlice(Slice):
             step: at which step.
             log_kwargs: arguments for the library of a tracker, by its name.
         """
-        self.core.board.log(values)
+        self.core.page.log(values)
         self.core.registry.progress.note(values)
         for tracker in self._recording(self.trackers):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
@@ -150,11 +150,11 @@ class RecordingSlice(Slice):
             f: the file.
             safe_serialization: write safetensors.
         """
-        self.core.board.enter(Phase.SAVING)
+        self.core.page.enter(Phase.SAVING)
         try:
             saving.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
         finally:
-            self.core.board.enter(Phase.RUNNING)
+            self.core.page.enter(Phase.RUNNING)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:

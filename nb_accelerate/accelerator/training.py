@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import foreign_accelerator, forgotten_model
-from nb_accelerate.board import Phase
 from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.errors import NotPreparedError
 from nb_accelerate.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_value
+from nb_accelerate.progress_page import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -142,9 +142,9 @@ class TrainingSlice(Slice):
         if core.collectives.world_size > 1 and not core.shared.models and not core.shared.optimizers:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)
         steps = core.accumulation.num_steps
-        enter = core.board.enter
+        enter = core.page.enter
         enter(Phase.BACKWARD)
-        core.board.trains()
+        core.page.trains()
         core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
         enter(Phase.RUNNING)
         core.losses.report(loss)

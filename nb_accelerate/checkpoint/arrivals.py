@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from nb_accelerate.board import Collective, here
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.progress_page import Collective, here
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,23 +63,23 @@ class Arrivals:
         self._missed = 0  # in a row, by all other ranks
         self._someone_came = False
 
-    def are_complete(self, folder: str, whereabouts: Sequence[Any]) -> bool:
+    def are_complete(self, folder: str, positions: Sequence[Any]) -> bool:
         """Return whether all ranks save to this folder now. Else only the main process is to save.
 
         Args:
             folder: which.
-            whereabouts: of the loaders, which tell this save from others to the same folder.
+            positions: of the loaders, which tell this save from others to the same folder.
 
         Raises:
             CheckpointError: ranks that are known to save too did not come in time. The others raise it as well.
         """
-        board = here()
-        before = board.wait_in(Collective.barrier)
-        about = json.dumps([folder, list(whereabouts)])
+        page = here()
+        before = page.wait_in(Collective.barrier)
+        about = json.dumps([folder, list(positions)])
         try:
             return self._wait_for_others(about) if self._rank == 0 else self._wait_for_main_process(about)
         finally:
-            board.enter(before)
+            page.enter(before)
 
     def _wait_for_others(self, about: str) -> bool:
         others = range(1, self._world_size)

@@ -287,7 +287,7 @@ def _from_json(told: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, FileRec
 
 def position_of(loader: Any) -> tuple[int, int]:
     """Return the epoch that a loader is in, from 0, and the batches of it that this rank had."""
-    epoch, position = loader.whereabouts
+    epoch, position = loader.epoch_and_batch
     return int(epoch), int(position)
 
 

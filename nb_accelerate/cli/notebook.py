@@ -45,7 +45,7 @@ _OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # what a terminal no longer sho
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailedCell:
     """The cell and the error that ended a notebook early.
 
     Attributes:
@@ -81,7 +81,7 @@ class NotebookRun:
     notebook: NotebookNode
     seconds: float
     values: Mapping[str, Any] = field(default_factory=dict)
-    failure: Failure | None = None
+    failure: FailedCell | None = None
     interrupted: bool = False
 
 
@@ -184,18 +184,18 @@ class _Session:
             interrupted=interrupted,
         )
 
-    async def _start(self) -> Failure | None:
+    async def _start(self) -> FailedCell | None:
         try:
             await self._client.async_start_new_kernel(**self._start_options)
             await self._client.async_start_new_kernel_client()
             reply = await self._client.async_wait_for_reply(self._client.kernel.kernel_info())
         except RuntimeError as error:  # what they raise for a kernel that dies while it starts
-            return Failure(number=None, title="the kernel did not start", traceback=str(error))
+            return FailedCell(number=None, title="the kernel did not start", traceback=str(error))
         if reply is not None:
             self._notebook.metadata["language_info"] = reply["content"]["language_info"]
         return None
 
-    async def _cells(self) -> Failure | None:
+    async def _cells(self) -> FailedCell | None:
         cells = [
             (index, cell)
             for index, cell in enumerate(self._notebook.cells)
@@ -209,16 +209,16 @@ class _Session:
                 try:
                     await self._client.async_execute_cell(cell, index)
                 except CellExecutionError as error:
-                    return Failure(number=number, title=title, traceback=_traceback(cell, error))
+                    return FailedCell(number=number, title=title, traceback=_traceback(cell, error))
                 except DeadKernelError:
                     text = "The kernel's process ended while this cell was running."
-                    return Failure(number=number, title=title, traceback=text)
+                    return FailedCell(number=number, title=title, traceback=text)
                 finally:
                     self._stop.cell_ended()
                     _forget_overwritten(cell)
         return None
 
-    async def _evaluate(self, expressions: Mapping[str, str]) -> tuple[dict[str, Any], Failure | None]:
+    async def _evaluate(self, expressions: Mapping[str, str]) -> tuple[dict[str, Any], FailedCell | None]:
         # As JSON within a string literal: the kernel's pretty printer rounds and cuts everything else.
         asked = {name: f"__import__('json').dumps({expression})" for name, expression in expressions.items()}
         message = self._client.kernel.execute("", silent=True, store_history=False, user_expressions=asked)
@@ -230,7 +230,7 @@ class _Session:
             if answer.get("status") != "ok":
                 reason = f"{answer.get('ename', 'no answer')}: {answer.get('evalue', '')}"
                 title = f"after the last cell, {expression} has no value"
-                return values, Failure(number=None, title=title, traceback=reason)
+                return values, FailedCell(number=None, title=title, traceback=reason)
             values[name] = json.loads(ast.literal_eval(answer["data"]["text/plain"]))
         return values, None
 

@@ -24,7 +24,7 @@ from nb_accelerate.launch.machine import VisibleDevices, look
 from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
-from nb_accelerate.launch.rendezvous import Meeting
+from nb_accelerate.launch.rendezvous import Rendezvous
 from nb_accelerate.ranks.failures import RankTraceback
 from nb_accelerate.ranks.sinks import StreamSink
 from nb_accelerate.worker.script import run_module, run_program, run_script
@@ -155,7 +155,7 @@ def _with_gpus(facts: MachineFacts, options: LaunchOptions) -> MachineFacts:
 def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) -> list[tuple[str, str]]:
     """Variables of a rank that is started by hand: then rank 0 serves the store by itself, and others look for it."""
     several = plan.num_nodes > 1
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         address=options.master_addr,
         port=int(options.use_port or (29500 if several else 0)),
         node_rank=options.node_rank,
@@ -165,8 +165,8 @@ def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) 
         file=0,
         keeps_interface=several,
     )
-    environ = rank_environ(plan, meeting, local_rank, base=os.environ, extra=options.env)
-    if not meeting.port:
+    environ = rank_environ(plan, rendezvous, local_rank, base=os.environ, extra=options.env)
+    if not rendezvous.port:
         environ["MASTER_PORT"] = "FREE_PORT"
     return sorted((name, value) for name, value in environ.items() if os.environ.get(name) != value)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import ParamSpec, override
 
-from nb_accelerate.board import Collective, here
 from nb_accelerate.comm.collectives import Collectives
+from nb_accelerate.progress_page import Collective, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +35,10 @@ def _shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
         def reported(*args: P.args, **kwargs: P.kwargs) -> T:
-            board = here()
-            before = board.wait_in(collective)
+            page = here()
+            before = page.wait_in(collective)
             value = method(*args, **kwargs)
-            board.enter(before)
+            page.enter(before)
             return value
 
         return reported

@@ -131,7 +131,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.epochs.epoch = epoch
 
     @property
-    def whereabouts(self) -> tuple[int, int]:
+    def epoch_and_batch(self) -> tuple[int, int]:
         """The epoch it is in, from 0, and the batches of that so far; between epochs the next one, and 0.
 
         A loader that `skipping` returned moves the one that it was made of along.
@@ -196,7 +196,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Change ``dl_state_dict`` before `state_dict` returns it: for subclasses that read ahead. It is exact here."""
 
     def _state(self) -> dict[str, Any]:
-        epoch, position = self.whereabouts
+        epoch, position = self.epoch_and_batch
         if self._loaded is not None:
             return self._reader.source.saved(
                 replace(self._loaded, epoch=epoch, position=position), self._reader.per_batch

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from nb_accelerate.board import Phase, here
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.errors import CollectiveMismatchError, ConfigError
 from nb_accelerate.process.rng import RNGType
+from nb_accelerate.progress_page import Phase, here
 from nb_accelerate.pytree import map_tensors, send_to_device, tensors_in
 
 if TYPE_CHECKING:
@@ -163,11 +163,11 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             self._on_start()
         self.epochs.announce()
         self.begin()
-        board = here()
-        enter, step = board.enter, board.step
+        page = here()
+        enter, step = page.enter, page.step
         evaluates = not torch.is_grad_enabled()
         reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
-        loop = board.begin_loop(
+        loop = page.begin_loop(
             total=self._total_steps(),
             rows=self._total_batch_size,
             epoch=self.iteration + 1,
@@ -210,7 +210,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             current = self._note_last(progress.reader.last(current))
             yield current if late is None else late(current)
         finally:
-            board.end_loop(loop)
+            page.end_loop(loop)
             self.end()
 
     def _note_last(self, last: LastBatch) -> Any:

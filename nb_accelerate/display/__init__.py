@@ -2,10 +2,10 @@
 
 ::
 
-    boards of the ranks --> state.py: what it means, as a `View` --> html.py --> a widget while it runs, then static
+    pages of the ranks --> state.py: what it means, as a `View` --> html.py --> a widget while it runs, then static
                                                                 --> text.py --> lines in a log, a block in a terminal
 
-State is data, and has no process, kernel or browser in it. `panel.py` reads the boards now and then, and draws.
+State is data, and has no process, kernel or browser in it. `panel.py` reads the pages now and then, and draws.
 """
 
 from nb_accelerate.display.frontend import choose_front_end

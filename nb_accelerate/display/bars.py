@@ -11,7 +11,7 @@ from nb_accelerate.display.view import Row
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nb_accelerate.board import Bar, Sample
+    from nb_accelerate.progress_page import Bar, Sample
 
 _ALIKE = 0.02
 """Difference, as a part of the whole, up to which bars of several ranks are one row."""

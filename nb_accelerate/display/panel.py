@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nb_accelerate.display.state import Seen
-    from nb_accelerate.display.view import Facts, Failure, State, View
+    from nb_accelerate.display.view import Facts, FailureSummary, PanelStatus, View
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Panel:
         with self._apart_from_the_run():
             self._refresh(time.monotonic())
 
-    def finish(self, state: State, failure: Failure | None = None) -> None:
+    def finish(self, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Draw the end of the run, and stop watching it."""
         self.due = float("inf")
         if self._has_failed:
@@ -164,7 +164,7 @@ class Panel:
             self._drawing.draw(self._view(now))
             self._was_drawn = True
 
-    def _finish(self, now: float, state: State, failure: Failure | None) -> None:
+    def _finish(self, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
         self._observe(now)
         self._state.end(now, state, failure)
         view = self._view(now)

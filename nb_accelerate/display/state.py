@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nb_accelerate.board import Phase, Sample
 from nb_accelerate.diagnostics.stacks import innermost
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
@@ -16,12 +15,13 @@ from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.stragglers import slowest_of_all, stragglers
 from nb_accelerate.display.track import WORDS, LossHistory, Track, loss_of
 from nb_accelerate.display.view import Dot, Row, View
+from nb_accelerate.progress_page import Phase, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nb_accelerate.display.stragglers import Straggler
-    from nb_accelerate.display.view import Facts, Failure, Kind, State
+    from nb_accelerate.display.view import Facts, FailureSummary, Kind, PanelStatus
 
 STALL = 5.0
 """Seconds without a change after which a rank that had been moving counts as stalled."""
@@ -42,7 +42,7 @@ class Seen:
 
     Attributes:
         rank: its number.
-        sample: what its board says.
+        sample: what its page says.
         state: ``starting``, ``running``, ``stopped`` (SIGSTOP), ``returned``, ``failed`` or ``ended``.
         memory: bytes of its process.
         cpu: percent of one core that its process used lately; None if that is not known.
@@ -70,8 +70,8 @@ class PanelState:
         self._facts = facts
         self._began = now
         self._ended: float | None = None
-        self._state: State = "starting"
-        self._failure: Failure | None = None
+        self._state: PanelStatus = "starting"
+        self._failure: FailureSummary | None = None
         self._tracks = {rank: Track(now) for rank in ranks}
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
         self._losses = LossHistory()
@@ -111,7 +111,7 @@ class PanelState:
         """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
         self._stacks = {rank: dump for rank, dump in stacks.items() if dump}
 
-    def end(self, now: float, state: State, failure: Failure | None = None) -> None:
+    def end(self, now: float, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Note how the launch or cell ended, and why if it failed."""
         self._ended, self._state, self._failure = now, state, failure
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nb_accelerate.board import Phase
 from nb_accelerate.display.track import WORDS
+from nb_accelerate.progress_page import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,8 +8,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.board import Phase, Sample
 from nb_accelerate.display import words
+from nb_accelerate.progress_page import Phase, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -268,7 +268,7 @@ def _own(shares: Mapping[Phase, float]) -> float | None:
 
 def _progress(sample: Sample) -> tuple[object, ...]:
     return (
-        sample.turn,
+        sample.request,
         sample.loop,
         sample.step,
         sample.phase,

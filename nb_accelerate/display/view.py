@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from nb_accelerate.records import Curve
 
-State = Literal["starting", "running", "done", "failed", "interrupted"]
+PanelStatus = Literal["starting", "running", "done", "failed", "interrupted"]
 Kind = Literal["", "late", "bad", "done"]
 
 FIGURES = (
@@ -86,7 +86,7 @@ class Dot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailureSummary:
     """Why it ended.
 
     Attributes:
@@ -135,7 +135,7 @@ class View:
         failure: why it ended, if it failed.
     """
 
-    state: State
+    state: PanelStatus
     facts: Facts
     elapsed: str
     outlook: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class View:
     curve: tuple[tuple[float, float], ...] = ()
     charts: tuple[Chart, ...] = ()
     warnings: tuple[str, ...] = ()
-    failure: Failure | None = None
+    failure: FailureSummary | None = None
 
     @property
     def has_steps(self) -> bool:

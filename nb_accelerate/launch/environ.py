@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.rendezvous import Meeting
+    from nb_accelerate.launch.rendezvous import Rendezvous
 
 _KERNELS_OWN = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT", "PYTEST_CURRENT_TEST")
 """Variables that describe the kernel's process, and are not true of a rank."""
@@ -20,7 +20,7 @@ _KERNELS_OWN = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT", "PY
 
 def rank_environ(
     plan: LaunchPlan,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     local_rank: int,
     *,
     base: Mapping[str, str],
@@ -32,7 +32,7 @@ def rank_environ(
 
     Args:
         plan: the launch.
-        meeting: where its ranks meet.
+        rendezvous: where its ranks meet.
         local_rank: number of the rank on this machine.
         base: the kernel's environment as it is now.
         extra: the user's variables; they override all others but those that select among devices.
@@ -42,20 +42,20 @@ def rank_environ(
     environ = {key: value for key, value in base.items() if key not in _KERNELS_OWN}
     environ.setdefault("OMP_NUM_THREADS", str(plan.num_threads))
     environ |= {
-        **plan.topology_of(local_rank, node_rank=meeting.node_rank).as_variables(),
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
-        "TORCHELASTIC_RUN_ID": meeting.run_id,
+        **plan.topology_of(local_rank, node_rank=rendezvous.node_rank).as_variables(),
+        "MASTER_ADDR": rendezvous.address,
+        "MASTER_PORT": str(rendezvous.port),
+        "TORCHELASTIC_RUN_ID": rendezvous.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
     }
-    if meeting.file < 0:  # every rank is a client of the store; rank 0 serves it on a socket that was bound for it
+    if rendezvous.file < 0:  # every rank is a client of the store; rank 0 serves it on a socket that was bound for it
         environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     else:
         environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if not (meeting.keeps_interface and variable in environ):
-            environ[variable] = meeting.interface
+        if not (rendezvous.keeps_interface and variable in environ):
+            environ[variable] = rendezvous.interface
     if plan.kind.is_host:
         environ["ACCELERATE_USE_CPU"] = "true"
     elif "ACCELERATE_USE_CPU" in environ:  # and devices were asked for, by number or by name

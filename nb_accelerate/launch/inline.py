@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.environ import rank_environ
-from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.launch.rendezvous import open_rendezvous
 from nb_accelerate.launch.values import Values
 from nb_accelerate.ranks.guard import OutputGuard
 from nb_accelerate.worker.groups import close_groups, has_group
@@ -31,11 +31,11 @@ def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object
     with OutputGuard(sink):
         sink.close()
     before = dict(os.environ)
-    with meet(options, plan) as meeting:
-        os.environ.update(rank_environ(plan, meeting, 0, base=before, extra=options.env))
+    with open_rendezvous(options, plan) as rendezvous:
+        os.environ.update(rank_environ(plan, rendezvous, 0, base=before, extra=options.env))
         # A group that is opened in this process makes a store by itself.
-        if meeting.listener is not None:
-            meeting.listener.close()
+        if rendezvous.listener is not None:
+            rendezvous.listener.close()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         had_group = has_group()
         try:

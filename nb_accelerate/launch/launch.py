@@ -13,7 +13,7 @@ from nb_accelerate.errors import ShippingError, StartError
 from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of
-from nb_accelerate.launch.rendezvous import meet, rendezvous_kind
+from nb_accelerate.launch.rendezvous import open_rendezvous, rendezvous_kind
 from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import make_setup, notebook_sources
 from nb_accelerate.launch.starters import open_server
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nb_accelerate.display import Panel
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.rendezvous import Meeting
+    from nb_accelerate.launch.rendezvous import Rendezvous
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.values import Values
     from nb_accelerate.protocol.messages import StoreSpec
@@ -250,8 +250,8 @@ class Launch:
                 births = stack.enter_context(contextlib.ExitStack())
                 if rendezvous_kind(options).is_local:
                     births.enter_context(one_at_a_time())
-                meeting = stack.enter_context(meet(options, plan))
-                handles, stores = stack.enter_context(self._started(server, meeting, births))
+                rendezvous = stack.enter_context(open_rendezvous(options, plan))
+                handles, stores = stack.enter_context(self._started(server, rendezvous, births))
                 with interrupts_later():  # and not before: ranks may be forked with all that is open here
                     loop = RankLoop(
                         monitor_interval=options.monitor_interval,
@@ -263,7 +263,7 @@ class Launch:
                 ranks = [RankProxy(handle, loop) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
-            send = self._sender(meeting, stores, sources, call, attempt)
+            send = self._sender(rendezvous, stores, sources, call, attempt)
             size = plan.world_size
             calling = Request(
                 ranks=ranks,
@@ -339,7 +339,7 @@ class Launch:
 
     @contextlib.contextmanager
     def _started(
-        self, server: RankServer, meeting: Meeting, births: contextlib.ExitStack
+        self, server: RankServer, rendezvous: Rendezvous, births: contextlib.ExitStack
     ) -> Iterator[tuple[list[LocalRank], list[StoreSpec]]]:
         """Ranks that are forked, or about to be, and wait for their `Setup`; and the store of each."""
         stores: list[StoreSpec] = []
@@ -350,14 +350,14 @@ class Launch:
 
             def new_handles() -> Iterator[LocalRank]:
                 for local_rank in range(self._plan.num_processes):
-                    rank = self._plan.topology_of(local_rank, node_rank=meeting.node_rank).rank
+                    rank = self._plan.topology_of(local_rank, node_rank=rendezvous.node_rank).rank
                     with interrupts_later():  # or what was just opened would have nobody who closes it
-                        store, store_fd = meeting.store_for(local_rank)
+                        store, store_fd = rendezvous.store_for(local_rank)
                         stores.append(store)
                         handle = LocalRank(rank, local_rank=local_rank, store_fd=store_fd)
                         stack.callback(handle.close)
                         stack.callback(handle.kill)  # if nobody watches over it when this is left
-                    handle.board.want_rows(self._front_end != "off")
+                    handle.page.want_rows(self._front_end != "off")
                     handles.append(handle)
                     yield handle
 
@@ -366,14 +366,16 @@ class Launch:
             yield handles, stores
 
     def _sender(
-        self, meeting: Meeting, stores: Sequence[StoreSpec], sources: Packed, call: Packed | None, attempt: int
+        self, rendezvous: Rendezvous, stores: Sequence[StoreSpec], sources: Packed, call: Packed | None, attempt: int
     ) -> Callable[[RankProxy], None]:
         """Gives what tells a rank what it is, and what to run."""
 
         def send(rank: RankProxy) -> None:
             handle = rank.handle
             store = stores[handle.local_rank]
-            setup = make_setup(handle, self._options, self._plan, meeting, sources.parcel, store=store, attempt=attempt)
+            setup = make_setup(
+                handle, self._options, self._plan, rendezvous, sources.parcel, store=store, attempt=attempt
+            )
             with contextlib.suppress(OSError):  # it has ended already, which its status tells
                 handle.channel.send(setup, sources.fds)
                 handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())

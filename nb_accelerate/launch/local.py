@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import psutil
 from typing_extensions import override
 
-from nb_accelerate.board import Page
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.launch.owner import open_process, send_signal
+from nb_accelerate.progress_page import PageReader
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.output import new_mark
@@ -79,8 +79,8 @@ class LocalRank(RankHandle):
         with contextlib.ExitStack() as undo:
             if store_fd >= 0:
                 undo.callback(os.close, store_fd)
-            self.board = Page()
-            undo.callback(self.board.close)
+            self.page = PageReader()
+            undo.callback(self.page.close)
             self.channel, there = Channel.pair()
             undo.callback(self.channel.close)
             undo.callback(there.close)
@@ -91,7 +91,7 @@ class LocalRank(RankHandle):
             interrupt, self._interrupt = _pipe(undo)
             for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
                 os.set_blocking(fd, False)
-            board = os.dup(self.board.fd)
+            page = os.dup(self.page.fd)
             undo.pop_all()
         self._ends = RankEnds(
             control=there.detach(),
@@ -99,7 +99,7 @@ class LocalRank(RankHandle):
             stderr=stderr,
             interrupt=interrupt,
             stacks=stacks,
-            board=board,
+            page=page,
             store=store_fd,
         )
         _open.add(self)
@@ -232,7 +232,7 @@ class LocalRank(RankHandle):
             return
         self.closed = True
         _open.discard(self)
-        self.board.close()
+        self.page.close()
         self.channel.close()
         if self._process >= 0:
             os.close(self._process)

@@ -61,7 +61,7 @@ def close_keepers() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one launch meet, and which of the machines this is.
 
     Attributes:
@@ -104,7 +104,7 @@ class Meeting:
         return spec, fd
 
 
-def meet(options: LaunchOptions, plan: LaunchPlan) -> contextlib.AbstractContextManager[Meeting]:
+def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> contextlib.AbstractContextManager[Rendezvous]:
     """Return a context manager that agrees on a place; the listener is open while inside.
 
     Raises on entry:
@@ -115,7 +115,7 @@ def meet(options: LaunchOptions, plan: LaunchPlan) -> contextlib.AbstractContext
 
 
 @contextlib.contextmanager
-def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
     with contextlib.ExitStack() as stack:
         listener = None
         with interrupts_later():  # or nobody would close it
@@ -127,7 +127,7 @@ def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
         else:
             listener = stack.enter_context(_listen(_LOOPBACK, int(options.use_port or 0)))
             port = listener.getsockname()[1]
-        yield Meeting(
+        yield Rendezvous(
             address=_LOOPBACK,
             port=port,
             node_rank=0,
@@ -188,13 +188,13 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
 
 
 @contextlib.contextmanager
-def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
     address, port = options.master_addr, int(options.use_port or _DEFAULT_PORT)
     if options.rdzv_endpoint:
         address, port = _split(options.rdzv_endpoint, port)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(address, port)) if options.node_rank == 0 else None
-        yield Meeting(
+        yield Rendezvous(
             address=address,
             port=port,
             node_rank=options.node_rank,
@@ -207,7 +207,7 @@ def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
 
 
 @contextlib.contextmanager
-def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
+def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
     """Let torch elastic decide which machine is number 0; that one then says where its socket is."""
     host, _ = _split(options.rdzv_endpoint, _DEFAULT_ELASTIC_PORT)
     own = _own_address_towards(host)
@@ -219,7 +219,7 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Meeting]:
             listener = stack.enter_context(_listen(own, 0))
             info.store.set("nb_accelerate/master", f"{own}:{listener.getsockname()[1]}")
         address, port = _split(info.store.get("nb_accelerate/master").decode(), 0)
-        yield Meeting(
+        yield Rendezvous(
             address=address,
             port=port,
             node_rank=info.rank,
@@ -241,7 +241,7 @@ class RendezvousKind:
         holds_sockets: sockets are open while ranks are started that a server forked from this process would keep.
     """
 
-    open: Callable[[LaunchOptions, LaunchPlan], contextlib.AbstractContextManager[Meeting]]
+    open: Callable[[LaunchOptions, LaunchPlan], contextlib.AbstractContextManager[Rendezvous]]
     is_local: bool = False
     holds_sockets: bool = False
 

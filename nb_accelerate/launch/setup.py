@@ -13,7 +13,7 @@ from nb_accelerate.protocol.messages import Setup
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.rendezvous import Meeting
+    from nb_accelerate.launch.rendezvous import Rendezvous
     from nb_accelerate.protocol.messages import Parcel, StoreSpec
     from nb_accelerate.ranks.handle import RankHandle
 
@@ -22,7 +22,7 @@ def make_setup(
     handle: RankHandle,
     options: LaunchOptions,
     plan: LaunchPlan,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     sources: Parcel,
     *,
     store: StoreSpec | None = None,
@@ -34,14 +34,14 @@ def make_setup(
         handle: the rank.
         options: of the launch.
         plan: how many ranks on what.
-        meeting: where they meet.
+        rendezvous: where they meet.
         sources: `notebook_sources`, packed.
         store: through which they meet; None if a `Join` will tell.
         attempt: how often the launch was started before.
     """
     environ = rank_environ(
         plan,
-        meeting,
+        rendezvous,
         handle.local_rank,
         base=dict(os.environ),
         extra=options.env,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nb_accelerate.board import Phase, here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim.accumulation import newest_accumulation
 from nb_accelerate.precision import GivenScalerStep, OptimizerStep
+from nb_accelerate.progress_page import Phase, here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,9 +110,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if self._before_first_step is not None:
                 self._before_first_step(self.optimizer)
                 self._before_first_step = None
-            board = here()
-            board.trains()
-            enter = board.enter
+            page = here()
+            page.trains()
+            enter = page.enter
             enter(Phase.STEP)
             if self._complete_gradients is not None:
                 if closure is None:

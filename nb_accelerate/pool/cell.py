@@ -157,7 +157,7 @@ def _panel(
 ) -> Panel | None:
     numbers = [rank.rank for rank in request.ranks]
     for rank in request.ranks:
-        rank.handle.board.want_rows(front_end != "off")
+        rank.handle.page.want_rows(front_end != "off")
     name = (cell_name(filename) or "cell").replace("Cell In[", "cell ").rstrip("]")
     facts = facts_of(name, plan)
     if len(numbers) < plan.num_processes:

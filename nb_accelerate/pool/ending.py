@@ -53,8 +53,8 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
     )
 
 
-def meeting_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
-    """How the start, and a meeting, of ranks ends. New ones have nothing to lose, and no code of users runs.
+def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
+    """How the start, and a rendezvous, of ranks ends. New ones have nothing to lose, and no code of users runs.
 
     Args:
         timeouts: of the steps.
@@ -64,7 +64,7 @@ def meeting_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
         Step(kind=StepKind.INTERRUPT, act=_interrupt_or_kill, seconds=timeouts.unwind, for_user=timeouts.interrupt),
         Step(kind=StepKind.CUT, act=cut, seconds=timeouts.cut),
-        Step(kind=StepKind.WAIT, act=leave_alone, seconds=timeouts.meet, on_interrupt=StepKind.KILL),
+        Step(kind=StepKind.WAIT, act=leave_alone, seconds=timeouts.rendezvous, on_interrupt=StepKind.KILL),
         Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
         Step(kind=StepKind.GIVE_UP, act=give_up),
     )
@@ -86,19 +86,19 @@ def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
     return Step(kind=StepKind.WAIT, act=leave_alone, seconds=seconds, on_interrupt=StepKind.KILL), *by_signal
 
 
-def cut_from(ranks: Sequence[RankProxy], meeting: int) -> Callable[[RankProxy], None]:
+def cut_from(ranks: Sequence[RankProxy], rendezvous: int) -> Callable[[RankProxy], None]:
     """Gives what takes one rank out of a collective by breaking its connections to others.
 
     Args:
         ranks: all that there are.
-        meeting: number of the meeting in which they made the connections, or are about to.
+        rendezvous: number of the rendezvous in which they made the connections, or are about to.
     """
     pids = [one.handle.pid for one in ranks if one.handle.pid and not one.is_gone]
 
     def cut(rank: RankProxy) -> None:
         assert isinstance(rank, PoolRank)
         others = tuple(pid for pid in pids if pid != rank.handle.pid)
-        rank.cut_off(CutOff(meeting=meeting, fellows=others))
+        rank.cut_off(CutOff(rendezvous=rendezvous, peers=others))
 
     return cut
 

@@ -7,7 +7,7 @@
                           +-- meet again <--+--> a rank is lost --> a new one in its place --> Setup --> Join, all
 
 New ranks have nothing to lose: one that does not come is killed. Those that have variables are taken out of the
-meeting, and killed only if that does not work: nothing that happens while ranks meet is waited for without a deadline.
+rendezvous, and killed only if that does not work: every wait while ranks meet has a deadline.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
-from nb_accelerate.launch.rendezvous import meet
+from nb_accelerate.launch.rendezvous import open_rendezvous
 from nb_accelerate.launch.starters import open_server
-from nb_accelerate.pool.ending import cell_steps, cut_from, meeting_steps, stop_steps, wording
+from nb_accelerate.pool.ending import cell_steps, cut_from, rendezvous_steps, stop_steps, wording
 from nb_accelerate.pool.rank import PoolRank
 from nb_accelerate.pool.starting import send_join, send_setup, start_rank
 from nb_accelerate.protocol.messages import Result
@@ -77,7 +77,7 @@ class RankGroup:
         self._options = options
         self._timeouts = timeouts
         self._tell = on_loss
-        self._meetings = 0
+        self._rendezvous_count = 0
         self._resources = contextlib.ExitStack()
         self._server = self._resources.enter_context(open_server(plan.method, options))
         try:
@@ -150,7 +150,7 @@ class RankGroup:
         say: Callable[[str], object] = lambda _: None,
     ) -> Request:
         """Make a request that runs code of users; see `Request`."""
-        steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._meetings))
+        steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
         return self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
 
     def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
@@ -183,20 +183,20 @@ class RankGroup:
         self.is_apart = True
         new: list[PoolRank] = []
         try:
-            with meet(self._options, self.plan) as meeting:
+            with open_rendezvous(self._options, self.plan) as rendezvous:
                 new.extend(self._add(self._start(number)) for number in numbers)
 
                 def set_up(rank: PoolRank) -> None:
-                    send_setup(rank, self._options, self.plan, meeting)
+                    send_setup(rank, self._options, self.plan, rendezvous)
 
                 self._have_done("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda one: one.rank)
-                self._meetings += 1
+                self._rendezvous_count += 1
 
                 def join(rank: PoolRank) -> None:
-                    send_join(rank, meeting, self._meetings)
+                    send_join(rank, rendezvous, self._rendezvous_count)
 
-                devices = self._have_done("the meeting of the ranks", everybody, join, interrupts)
+                devices = self._have_done("the rendezvous of the ranks", everybody, join, interrupts)
         except BaseException:
             self._end(new, seconds=0.0, interrupts=interrupts)
             raise
@@ -236,7 +236,7 @@ class RankGroup:
         *,
         awaits: Awaits = Awaits.ANSWER,
     ) -> list[Any]:
-        steps = meeting_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._meetings))
+        steps = rendezvous_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
         timeout = self._timeouts().start
         request = self._request(ranks, send, steps=steps, wording=wording(what), timeout=timeout, awaits=awaits)
         return self.ask(request, interrupts)

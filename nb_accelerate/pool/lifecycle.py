@@ -17,7 +17,7 @@ import enum
 from nb_accelerate.errors import PoolError
 
 
-class State(enum.Enum):
+class PoolState(enum.Enum):
     """What a pool is doing."""
 
     STOPPED = "stopped"
@@ -31,19 +31,19 @@ class State(enum.Enum):
 
 
 _POSSIBLE = {
-    "start": {State.STOPPED},
-    "run": {State.IDLE, State.APART, State.BROKEN},
-    "repair": {State.IDLE, State.APART, State.BROKEN},
+    "start": {PoolState.STOPPED},
+    "run": {PoolState.IDLE, PoolState.APART, PoolState.BROKEN},
+    "repair": {PoolState.IDLE, PoolState.APART, PoolState.BROKEN},
 }
 
 _WHY_NOT = {
-    State.STOPPED: "no ranks are running. Start some: %distributed start",
-    State.STARTING: "the ranks are being started",
-    State.RUNNING: "the ranks are running a cell. Wait for it, or interrupt it: %distributed interrupt",
+    PoolState.STOPPED: "no ranks are running. Start some: %distributed start",
+    PoolState.STARTING: "the ranks are being started",
+    PoolState.RUNNING: "the ranks are running a cell. Wait for it, or interrupt it: %distributed interrupt",
 }
 
 
-def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_apart: bool) -> State:
+def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_apart: bool) -> PoolState:
     """The state of a pool.
 
     Args:
@@ -54,17 +54,17 @@ def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_ap
         is_apart: they have no process group.
     """
     if not exists:
-        return State.STOPPED
+        return PoolState.STOPPED
     if starts:
-        return State.STARTING
+        return PoolState.STARTING
     if runs:
-        return State.RUNNING
+        return PoolState.RUNNING
     if lacks_ranks:
-        return State.BROKEN
-    return State.APART if is_apart else State.IDLE
+        return PoolState.BROKEN
+    return PoolState.APART if is_apart else PoolState.IDLE
 
 
-def check(state: State, action: str) -> None:
+def check(state: PoolState, action: str) -> None:
     """Check that something can be done now.
 
     Args:

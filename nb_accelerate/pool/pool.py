@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.pool.cell import Cell
 from nb_accelerate.pool.group import RankGroup, came_apart, result_of
-from nb_accelerate.pool.lifecycle import State, check, state_of
+from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.namespace_sync import GIVEN, SHELLS, NamespaceSync
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.shipping import pack_to_push
@@ -22,7 +22,7 @@ from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.guard import GuardedOutput
 from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.sinks import sink_here
-from nb_accelerate.ranks.status import RankStatus, look_at, whereabouts
+from nb_accelerate.ranks.status import RankStatus, locate_ranks, look_at
 from nb_accelerate.ranks.steps import StepKind
 from nb_accelerate.ranks.timeouts import Timeouts
 from nb_accelerate.ranks.waiting import Interrupts, interrupts_call, wait_for
@@ -62,7 +62,7 @@ class Pool:
     # What it is.
 
     @property
-    def state(self) -> State:
+    def state(self) -> PoolState:
         """What it is doing."""
         group = self._group
         return state_of(
@@ -86,7 +86,7 @@ class Pool:
     @property
     def is_idle(self) -> bool:
         """Ranks would answer at once."""
-        return self.state in (State.IDLE, State.APART, State.BROKEN)
+        return self.state in (PoolState.IDLE, PoolState.APART, PoolState.BROKEN)
 
     @property
     def world_size(self) -> int:
@@ -268,7 +268,7 @@ class Pool:
             hold=self.timeouts.fold,
         )
         output = GuardedOutput(shown, sink)
-        if self.state is State.APART:
+        if self.state is PoolState.APART:
             self._meet_again(output)
         cell = Cell(source, options, group, self._syncs, variables, output, sink, in_background=tell)
         cell.request.take_note = functools.partial(self._take_note, group, cell)
@@ -378,7 +378,7 @@ class Pool:
 
     def where(self) -> dict[int, str]:
         """Where every rank is, also while it runs a cell: in a few words, by rank."""
-        return whereabouts(self._the_group().ranks, self._busy_ranks(), self.timeouts.stacks)
+        return locate_ranks(self._the_group().ranks, self._busy_ranks(), self.timeouts.stacks)
 
     def _busy_ranks(self) -> set[int]:
         busy = self._running
@@ -404,7 +404,7 @@ class Pool:
         if error is not None:
             raise error
         if self._group is None:
-            check(State.STOPPED, "run")
+            check(PoolState.STOPPED, "run")
             raise AssertionError
         return self._group
 

@@ -19,7 +19,7 @@ from nb_accelerate.protocol.shipping import pack
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.rendezvous import Meeting
+    from nb_accelerate.launch.rendezvous import Rendezvous
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.pool.options import PoolOptions
     from nb_accelerate.pool.rank import PoolRank
@@ -74,24 +74,24 @@ def start_rank(server: RankServer, rank: int) -> LocalRank:
     return handle
 
 
-def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, meeting: Meeting) -> None:
+def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, rendezvous: Rendezvous) -> None:
     """Tell a new rank what it is."""
     with pack(notebook_sources()) as sources:
-        setup = make_setup(rank.handle, options, plan, meeting, sources.parcel)
+        setup = make_setup(rank.handle, options, plan, rendezvous, sources.parcel)
         with contextlib.suppress(OSError):  # it has ended already, which its status tells
             rank.handle.channel.send(setup, sources.fds)
 
 
-def send_join(rank: PoolRank, meeting: Meeting, number: int) -> None:
+def send_join(rank: PoolRank, rendezvous: Rendezvous, number: int) -> None:
     """Tell a rank where the others are."""
     alarm = rank.take_alarm()
-    store, store_fd = meeting.store_for(rank.rank)
+    store, store_fd = rendezvous.store_for(rank.rank)
     message = Join(
-        meeting=number,
+        rendezvous=number,
         environ={
-            "MASTER_ADDR": meeting.address,
-            "MASTER_PORT": str(meeting.port),
-            "TORCHELASTIC_RUN_ID": meeting.run_id,
+            "MASTER_ADDR": rendezvous.address,
+            "MASTER_PORT": str(rendezvous.port),
+            "TORCHELASTIC_RUN_ID": rendezvous.run_id,
         },
         has_alarm=alarm is not None,
         store=store,

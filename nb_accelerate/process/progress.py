@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm.std import tqdm
 
-from nb_accelerate.board import here
 from nb_accelerate.process import context
+from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

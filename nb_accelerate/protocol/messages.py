@@ -178,13 +178,13 @@ class Join:
     """Leave all process groups, and join the other ranks of the pool in a new one. Answered like a `Call`.
 
     Attributes:
-        meeting: number of the rendezvous, counted by the pool.
+        rendezvous: number of the rendezvous, counted by the pool.
         environ: variables to set, such as ``MASTER_ADDR``.
         has_alarm: the first descriptor is the rank's end of its alarm channel, to be kept.
         store: through which the ranks meet; its descriptor comes along.
     """
 
-    meeting: int
+    rendezvous: int
     environ: Mapping[str, str]
     has_alarm: bool
     store: StoreSpec
@@ -195,12 +195,12 @@ class CutOff:
     """Break off the collective that this rank is in. Sent over the alarm channel.
 
     Attributes:
-        meeting: number of the rendezvous that made the group of the collective.
-        fellows: process ids of the other ranks; connections to them are broken off.
+        rendezvous: number of the rendezvous that made the group of the collective.
+        peers: process ids of the other ranks; connections to them are broken off.
     """
 
-    meeting: int
-    fellows: tuple[int, ...]
+    rendezvous: int
+    peers: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,11 +261,11 @@ class CellEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class InputRequest:
     """Ask the user for a line, on behalf of a debugger in a cell.
 
     Attributes:
-        number: of the request; the `Answer` has it too.
+        number: of the request; the `InputReply` has it too.
         prompt: what to show.
     """
 
@@ -274,16 +274,16 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GoesOn:
+class DebuggerResumed:
     """The debugger lets the cell go on. It may ask again at the next line, or never."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class InputReply:
     """The line that was asked for, without its end; None if nobody can be asked.
 
     Attributes:
-        number: of the `Ask`.
+        number: of the `InputRequest`.
         text: the line.
     """
 
@@ -291,5 +291,5 @@ class Answer:
     text: str | None
 
 
-ToRank = Setup | Call | Join | RunCell | Answer | Quit
-FromRank = Ready | Result | Failure | Display | Ask | GoesOn | CellEnd
+ToRank = Setup | Call | Join | RunCell | InputReply | Quit
+FromRank = Ready | Result | Failure | Display | InputRequest | DebuggerResumed | CellEnd

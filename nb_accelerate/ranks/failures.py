@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import ANSI, render_report
 from nb_accelerate.diagnostics.stacks import where
-from nb_accelerate.display.view import Failure as PanelFailure
+from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.protocol.shipping import unpack
@@ -27,7 +27,7 @@ from nb_accelerate.protocol.shipping import unpack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from nb_accelerate.display.view import State
+    from nb_accelerate.display.view import PanelStatus
     from nb_accelerate.protocol.messages import ErrorReport, Failure
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.request import Request
@@ -165,7 +165,7 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
         return interrupted(f"{wording.what} was {cause.how}")
     number = cause.rank.rank if cause.rank is not None else None
     stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
-    footer = whereabouts(stacks)
+    footer = describe_stacks(stacks)
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
@@ -277,7 +277,7 @@ def interrupted(text: str) -> KeyboardInterrupt:
     return error
 
 
-def whereabouts(stacks: Mapping[int, str]) -> str:
+def describe_stacks(stacks: Mapping[int, str]) -> str:
     """``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``; equal places said once."""
     places: dict[str, list[int]] = {}
     for rank, dump in sorted(stacks.items()):
@@ -322,10 +322,10 @@ def _lines(report: ErrorReport, title: str, footer: str) -> list[str]:
     return render_report(report, title=title, footer=footer, style=ANSI).split("\n")
 
 
-def ended_as(request: Request) -> tuple[State, PanelFailure | None]:
+def ended_as(request: Request) -> tuple[PanelStatus, FailureSummary | None]:
     """Say how a request has ended, for its panel. Runs no code of users."""
     if request.failure is not None:
-        return "failed", PanelFailure(title=_sentence(summary(request.failure)))
+        return "failed", FailureSummary(title=_sentence(summary(request.failure)))
     if not request.incidents:
         return "done", None
     cause = first_cause(request.incidents)
@@ -337,8 +337,8 @@ def ended_as(request: Request) -> tuple[State, PanelFailure | None]:
         said = _one_line(f"{report.type_name}: {report.message}")
         details = render_report(report, title=f"rank {rank} of {request.world_size}")
         title = f"Rank {rank} failed: {said}"
-        return "failed", PanelFailure(title=title, rank=rank, label=f"traceback of rank {rank}", details=details)
-    return "failed", PanelFailure(title=_sentence(said_of(cause, request)), rank=rank)
+        return "failed", FailureSummary(title=title, rank=rank, label=f"traceback of rank {rank}", details=details)
+    return "failed", FailureSummary(title=_sentence(said_of(cause, request)), rank=rank)
 
 
 def said_of(cause: Incident, request: Request) -> str:

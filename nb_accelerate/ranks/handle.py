@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.board import Page
+    from nb_accelerate.progress_page import PageReader
     from nb_accelerate.protocol.channel import Channel
     from nb_accelerate.protocol.messages import Call, Join, RunCell
 
@@ -25,7 +25,7 @@ class RankHandle(ABC):
         local_rank: its number among those of its machine.
         mark: mark of its output frames.
         channel: messages to and from it.
-        board: the progress page on which it says how far it is.
+        page: the progress page on which it says how far it is.
         stdout: descriptor with what Python prints and C code writes to descriptor 1.
         stderr: descriptor with what C code writes to descriptor 2.
         stacks: descriptor with the stacks of its threads, after `dump_stacks`.
@@ -39,7 +39,7 @@ class RankHandle(ABC):
     local_rank: int
     mark: bytes
     channel: Channel
-    board: Page
+    page: PageReader
     stdout: int
     stderr: int
     stacks: int

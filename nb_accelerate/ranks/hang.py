@@ -69,7 +69,7 @@ class HangWatch:
         return before != self._progress
 
     def _read_progress(self) -> tuple[object, ...]:
-        samples = (rank.handle.board.read() for rank in self._request.ranks)
+        samples = (rank.handle.page.read() for rank in self._request.ranks)
         return tuple((one.loop, one.step, one.collectives, one.bars) for one in samples)
 
     def _look(self) -> None:

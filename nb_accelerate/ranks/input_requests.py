@@ -7,12 +7,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nb_accelerate.protocol.messages import Answer
+from nb_accelerate.protocol.messages import InputReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nb_accelerate.protocol.messages import Ask
+    from nb_accelerate.protocol.messages import InputRequest
     from nb_accelerate.ranks.proxy import RankProxy
 
 _NEXT_LINE = 0.5
@@ -23,21 +23,21 @@ _LONGEST_WAIT = 0.25
 
 
 @dataclass(frozen=True)
-class InputRequest:
-    """A rank waits for a line."""
+class PendingInput:
+    """An `InputRequest` and the rank that sent it."""
 
     rank: RankProxy
-    ask: Ask
+    request: InputRequest
 
     @property
     def prompt(self) -> str:
         """What to show, with the rank that asks."""
-        return f"rank {self.rank.rank} {self.ask.prompt}"
+        return f"rank {self.rank.rank} {self.request.prompt}"
 
     def answer(self, text: str | None) -> None:
         """Send a line; None says that there will be none."""
         with contextlib.suppress(OSError):  # it has just ended
-            self.rank.handle.channel.send(Answer(number=self.ask.number, text=text))
+            self.rank.handle.channel.send(InputReply(number=self.request.number, text=text))
 
 
 class InputRequests:
@@ -48,12 +48,12 @@ class InputRequests:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: list[InputRequest] = []
+        self._waiting: list[PendingInput] = []
         self._rank = -1
         self._talks = False
         self._closed = False
 
-    def put(self, request: InputRequest) -> None:
+    def put(self, request: PendingInput) -> None:
         """Add one."""
         with self._changed:
             self._waiting.append(request)
@@ -79,7 +79,7 @@ class InputRequests:
             self._closed = True
             self._changed.notify_all()
 
-    def get(self) -> InputRequest | None:
+    def get(self) -> PendingInput | None:
         """Wait for the next one; None if there will be none. For one thread, which may be the main one."""
         with self._changed:
             self._wait_for(self._has_news)

@@ -2,7 +2,7 @@
 
 ::
 
-    channel  --> Ready, Result, Display, Ask ... --+
+    channel  --> Ready, Result, Display, InputRequest ... --+
     stdout, stderr --> the cell's output           |
     stacks   --> where a rank is                   +--> one selector, in one thread --> requests --> done
     status   --> a rank has ended                  |
@@ -31,11 +31,11 @@ import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.protocol.messages import Ask, Display, GoesOn, Ready
+from nb_accelerate.protocol.messages import DebuggerResumed, Display, InputRequest, Ready
 from nb_accelerate.ranks.failures import oom_kills
 from nb_accelerate.ranks.guard import OutputGuard
 from nb_accelerate.ranks.hang import HangWatch
-from nb_accelerate.ranks.input_requests import InputRequest
+from nb_accelerate.ranks.input_requests import PendingInput
 from nb_accelerate.ranks.posted import Posted
 from nb_accelerate.ranks.process_watch import ProcessWatch
 from nb_accelerate.ranks.request import Awaits
@@ -406,9 +406,9 @@ class RankLoop:
                 rank.handle.pid = message.pid
                 if request is not None:
                     request.ready(rank)
-            elif isinstance(message, Ask):
-                self._on_input_request(InputRequest(rank, message), request)
-            elif isinstance(message, GoesOn):
+            elif isinstance(message, InputRequest):
+                self._on_input_request(PendingInput(rank, message), request)
+            elif isinstance(message, DebuggerResumed):
                 if request is not None:
                     request.input_requests.goes_on(rank.rank)
             elif request is not None:
@@ -421,7 +421,7 @@ class RankLoop:
         """The request that a message of this rank is about."""
         return next((one for one in self.requests if one.awaits is not Awaits.END and rank in one.waiting), None)
 
-    def _on_input_request(self, asked: InputRequest, request: Request | None) -> None:
+    def _on_input_request(self, asked: PendingInput, request: Request | None) -> None:
         """A debugger wants a line. What was printed before is to be seen first."""
         if self.output is not None:
             self.output.finish()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from nb_accelerate.board import Sample
 from nb_accelerate.diagnostics.stacks import listed
 from nb_accelerate.display import Panel, Seen
 from nb_accelerate.display.block import Block, can_redraw
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.relay import Relay
 from nb_accelerate.display.widget import Widget
+from nb_accelerate.progress_page import Sample
 from nb_accelerate.ranks.sinks import CellSink, StreamSink
 from nb_accelerate.ranks.status import state_of
 from nb_accelerate.ranks.steps import ask_for_stacks
@@ -40,7 +40,7 @@ class RequestView:
         self._actions = actions
         for rank in request.ranks:
             rank.output.logged.clear()
-        self._turns_before = {rank.rank: rank.handle.board.read().turn for rank in request.ranks if rank.is_ready}
+        self._requests_before = {rank.rank: rank.handle.page.read().request for rank in request.ranks if rank.is_ready}
 
     def look(self) -> list[Seen]:
         """The ranks as they are now."""
@@ -72,8 +72,8 @@ class RequestView:
         return self._actions
 
     def _sample(self, rank: RankProxy) -> Sample:
-        sample = rank.handle.board.read()
-        return sample if sample.turn > self._turns_before.get(rank.rank, -1) else Sample()
+        sample = rank.handle.page.read()
+        return sample if sample.request > self._requests_before.get(rank.rank, -1) else Sample()
 
 
 def make_panel(

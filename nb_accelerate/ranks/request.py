@@ -24,9 +24,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nb_accelerate.board import Phase
 from nb_accelerate.diagnostics.stacks import STOPPED
 from nb_accelerate.display.words import label
+from nb_accelerate.progress_page import Phase
 from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
 from nb_accelerate.ranks.input_requests import InputRequests
@@ -343,7 +343,7 @@ class Request:
         interrupts = [one.when for one in self.incidents if one.kind is IncidentKind.INTERRUPTED]
         if len(interrupts) != 1 or now >= interrupts[0] + self.step.save:
             return False
-        saving = [one.rank for one in self.waiting if one.handle.board.read().phase is Phase.SAVING]
+        saving = [one.rank for one in self.waiting if one.handle.page.read().phase is Phase.SAVING]
         if saving and not self._told_of_save:
             self._told_of_save = True
             self.say(f"{label(saving)} {'is' if len(saving) == 1 else 'are'} saving. Interrupt once more not to wait")

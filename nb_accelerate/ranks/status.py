@@ -72,7 +72,7 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state)
 
 
-def whereabouts(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float) -> dict[int, str]:
+def locate_ranks(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float) -> dict[int, str]:
     """Where ranks are in their code, in a few words.
 
     Args:

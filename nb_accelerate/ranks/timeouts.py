@@ -21,7 +21,7 @@ class Timeouts:
         save: for checkpoints that ranks write when the user interrupts, or because of it; another interrupt ends that.
         cut: for a collective to fail after its connections were broken.
         wait: for C code to return that nothing can interrupt, before its rank is killed.
-        meet: the same while ranks of a pool are set up and meet, when no code of users runs.
+        rendezvous: the same while ranks of a pool are set up and meet, when no code of users runs.
         terminate: from SIGTERM to SIGKILL.
         kill: for a killed process to end; then it counts as lost.
         quit: from `Quit` until a rank has ended: exit handlers of users and libraries run in it.
@@ -38,7 +38,7 @@ class Timeouts:
     save: float = 600.0
     cut: float = 2.0
     wait: float = NEVER
-    meet: float = 10.0
+    rendezvous: float = 10.0
     terminate: float = 0.4
     kill: float = 5.0
     quit: float = 10.0

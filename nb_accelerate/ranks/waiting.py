@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nb_accelerate.ranks.input_requests import InputRequest
+    from nb_accelerate.ranks.input_requests import PendingInput
     from nb_accelerate.ranks.loop import RankLoop
     from nb_accelerate.ranks.request import Request
 
@@ -26,7 +26,7 @@ def wait_for(loop: RankLoop, request: Request) -> None:
         request.done.wait()
 
 
-def _put_to_user(loop: RankLoop, request: Request, asked: InputRequest) -> None:
+def _put_to_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
     try:
         with _handler(signal.default_int_handler):  # while the user types, SIGINT ends that
             text = input(asked.prompt)

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from nb_accelerate.board import MAX_RECORD, here
+from nb_accelerate.progress_page import MAX_RECORD, here
 from nb_accelerate.records import RunRecord
 from nb_accelerate.tracking.tracker import GeneralTracker, is_number, on_main_process, plain_values
 

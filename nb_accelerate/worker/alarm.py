@@ -42,18 +42,18 @@ class Alarm:
         """Answer alarms from now on, also while the main thread is blocked."""
         threading.Thread(target=self._listen, args=(channel,), name="nb_accelerate-alarm", daemon=True).start()
 
-    def meet(self, meeting: int) -> None:
+    def begin_rendezvous(self, rendezvous: int) -> None:
         """Begin a rendezvous: alarms about those before it have no effect from now on.
 
         Args:
-            meeting: its number.
+            rendezvous: its number.
 
         Raises:
             ConnectionAbortedError: the other ranks gave it up before this rank came to it.
         """
         with self._lock:
-            self._meeting = meeting
-            if self._given_up == meeting:
+            self._meeting = rendezvous
+            if self._given_up == rendezvous:
                 raise ConnectionAbortedError("the other ranks have given up to meet this one")
 
     def is_given_up(self) -> bool:
@@ -68,12 +68,12 @@ class Alarm:
     def answer(self, message: CutOff) -> bool:
         """Break the connections of a rendezvous if it is the current one, and return whether it is."""
         with self._lock:
-            self._given_up = message.meeting
-            if message.meeting != self._meeting:
+            self._given_up = message.rendezvous
+            if message.rendezvous != self._meeting:
                 return False
             abort_groups()
             self._stop_waiting()
-            cut_connections(message.fellows)
+            cut_connections(message.peers)
             return True
 
     def _listen(self, channel: Channel) -> None:
@@ -84,17 +84,17 @@ class Alarm:
                     self.answer(message)
 
 
-def cut_connections(fellows: tuple[int, ...]) -> int:
+def cut_connections(peers: tuple[int, ...]) -> int:
     """Break every TCP connection between this process and others.
 
     Args:
-        fellows: process ids of the others.
+        peers: process ids of the others.
 
     Returns:
         How many were broken.
     """
     theirs = set()
-    for pid in fellows:
+    for pid in peers:
         with contextlib.suppress(psutil.Error):
             theirs |= {connection.laddr for connection in psutil.Process(pid).net_connections("tcp")}
     cut = 0

@@ -1,4 +1,4 @@
-"""Progress bars of a rank as rows of a panel: tqdm's drawing goes to the board when somebody shows it.
+"""Progress bars of a rank as rows of a panel: tqdm's drawing goes to the page when somebody shows it.
 
 Every bar that draws in a terminal derives from `tqdm.std.tqdm`: `trange`, `tqdm.auto` outside of a kernel, those of
 datasets and transformers. Their counting and throttling stay as they are; only where they draw is changed. Bars of
@@ -13,7 +13,7 @@ import time
 import types
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.board import here
+from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ _DRAWING = ("__init__", "__iter__", "update", "display", "close", "clear", "rese
 
 
 def bars_as_rows() -> None:
-    """Make tqdm draw on the board whenever `Board.wants_rows`. Without tqdm there is nothing to do."""
+    """Make tqdm draw on the page whenever `ProgressPage.wants_rows`. Without tqdm there is nothing to do."""
     if "tqdm" not in sys.modules and importlib.util.find_spec("tqdm") is None:
         return
     from tqdm.std import tqdm, trange
@@ -88,23 +88,23 @@ def _is_row(bar: Any) -> bool:
 
 
 def _place(bar: Any) -> int | None:
-    """Return the index of a bar on the board, or None.
+    """Return the index of a bar on the page, or None.
 
     A bar that a cell left open has lost its place when the next cell begins.
     """
-    turn, place = getattr(bar, _PLACE) or (None, None)
-    return place if turn == here().turn else None
+    request, place = getattr(bar, _PLACE) or (None, None)
+    return place if request == here().request else None
 
 
 def _write(bar: Any, *, ended: bool) -> None:
-    board = here()
+    page = here()
     place = _place(bar)
     if place is None:
-        place = board.new_bar()
+        place = page.new_bar()
         if place is None:
             return
-        setattr(bar, _PLACE, (board.turn, place))
-    board.bar(
+        setattr(bar, _PLACE, (page.request, place))
+    page.bar(
         place,
         label=(bar.desc or "").rstrip(": "),
         count=bar.n,

@@ -7,9 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.board import here
-from nb_accelerate.board.layout import Phase
 from nb_accelerate.diagnostics.report import has_plain_text, readable, report_exception, text_of
+from nb_accelerate.progress_page import here
+from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import pack, unpack
 
@@ -30,8 +30,8 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     Returns:
         The message, and the packed value or exception whose descriptors are sent with it.
     """
-    board = here()
-    board.begin_turn()
+    page = here()
+    page.begin_request()
     try:
         with gate:
             function, args, kwargs = load()
@@ -49,7 +49,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
                 _keep_save()
             return fail(error)
         value = None
-    board.end_turn()
+    page.end_request()
     try:
         packed = pack(value, name="the returned value")
     except BaseException as error:  # users' code takes part: it may also exit

@@ -15,9 +15,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.board import here
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.devices import CPU
+from nb_accelerate.progress_page import here
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
@@ -77,7 +77,7 @@ class PersistentRank:
         waiting = list(fds)
         if message.has_alarm:
             self._alarm.listen(Channel.from_fd(waiting.pop(0)))
-        self._alarm.meet(message.meeting)
+        self._alarm.begin_rendezvous(message.rendezvous)
         models = ddp_models()
         abort_groups()
         close_groups()
@@ -100,8 +100,8 @@ class PersistentRank:
         return str(context.device)
 
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
-        board = here()
-        board.begin_turn()
+        page = here()
+        page.begin_request()
         before = dict(self._names)
         has_names = cell.names is None
         outcome: Result | Failure
@@ -119,7 +119,7 @@ class PersistentRank:
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
             error = caught
         if error is None or exits_well(error):
-            board.end_turn()
+            page.end_request()
             outcome, packed = self._value(result.result if cell.wants_value else None)
         else:
             outcome, packed = _cell_failed(error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.debugger import Pdb
 from typing_extensions import override
 
-from nb_accelerate.protocol.messages import Answer, Ask, GoesOn
+from nb_accelerate.protocol.messages import DebuggerResumed, InputReply, InputRequest
 
 if TYPE_CHECKING:
     from nb_accelerate.protocol.channel import Channel
@@ -45,14 +45,14 @@ class InputRequests:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._asked += 1
-        self._channel.send(Ask(number=self._asked, prompt=prompt))
+        self._channel.send(InputRequest(number=self._asked, prompt=prompt))
         while True:
             try:
                 message, _ = self._channel.recv()
             except EOFError:
                 os._exit(1)  # the kernel is gone; nobody is left to tell
             # An answer to what was asked before an interrupt may still have been on its way.
-            if isinstance(message, Answer) and message.number == self._asked:
+            if isinstance(message, InputReply) and message.number == self._asked:
                 if message.text is None:
                     raise EOFError("nobody is there to answer")
                 return message.text
@@ -60,7 +60,7 @@ class InputRequests:
     def leave(self) -> None:
         """Report that the debugger let the code go on: the next line it asks for belongs to another stop."""
         if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
-            self._channel.send(GoesOn())
+            self._channel.send(DebuggerResumed())
 
 
 class RankDebugger(Pdb):

@@ -23,7 +23,7 @@ class RankEnds:
         stderr: write end of the pipe for what C code writes to descriptor 2.
         interrupt: read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for.
         stacks: write end of the pipe into which the stacks of all threads are dumped on request.
-        board: the page on which it says how far it is.
+        page: the page on which it says how far it is.
         store: the file that is the store through which ranks meet, or a listening socket to serve it on; or -1.
     """
 
@@ -32,7 +32,7 @@ class RankEnds:
     stderr: int
     interrupt: int
     stacks: int
-    board: int
+    page: int
     store: int = -1
 
     def as_tuple(self) -> tuple[int, ...]:

@@ -23,11 +23,11 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nb_accelerate.board import install
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.errors import StartError
+from nb_accelerate.progress_page import install
 from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.protocol.messages import Answer, Call, CellEnd, Failure, Quit, Ready
+from nb_accelerate.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
@@ -71,7 +71,7 @@ def run_rank(
         own_path: what this package imports comes from here; None is `sys.path`, as it is before the kernel's is set.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
-    install(ends.board, functools.partial(send_record, mark))
+    install(ends.page, functools.partial(send_record, mark))
     gate = InterruptGate(ends.interrupt)
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
@@ -100,7 +100,7 @@ def run_rank(
             message, fds = channel.recv()
             if isinstance(message, Quit):
                 break
-            if isinstance(message, Answer):  # to a debugger that an interrupt has ended meanwhile
+            if isinstance(message, InputReply):  # to a debugger that an interrupt has ended meanwhile
                 continue
             if isinstance(message, Call):
                 if not is_usable:  # which has been answered; this was on its way

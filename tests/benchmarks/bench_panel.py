@@ -1,4 +1,4 @@
-"""What the panel costs: a write on the board, a training loop that is watched, and the kernel that watches."""
+"""What the panel costs: a write on the page, a training loop that is watched, and the kernel that watches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from turns import pin, ratio_of_sums
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.board import Board, Page, Phase
 from nb_accelerate.display import Action, Facts, Panel, Seen
 from nb_accelerate.display.widget import Widget
+from nb_accelerate.progress_page import PageReader, Phase, ProgressPage
 
 RANKS = 64
 STEPS = 20
@@ -45,9 +45,9 @@ def _nanoseconds(action: Any, number: int = 100_000) -> float:
     return 1e9 * best
 
 
-def _a_step(board: Board) -> Any:
+def _a_step(page: ProgressPage) -> Any:
     """What the loader, `backward` and the optimizer write in one step."""
-    enter, step, trains = board.enter, board.step, board.trains
+    enter, step, trains = page.enter, page.step, page.trains
 
     def write() -> None:
         enter(Phase.DATA)
@@ -64,14 +64,14 @@ def _a_step(board: Board) -> Any:
 
 
 def _writing() -> list[str]:
-    board = Board(mmap.mmap(-1, 4096))
-    board.begin_turn()
+    page = ProgressPage(mmap.mmap(-1, 4096))
+    page.begin_request()
     empty = _nanoseconds(lambda: None)
-    one = _nanoseconds(lambda: board.step(7)) - empty
-    whole = _nanoseconds(_a_step(board)) - empty
-    logged = _nanoseconds(lambda: board.log({"loss": 0.5}), 10_000) - empty
+    one = _nanoseconds(lambda: page.step(7)) - empty
+    whole = _nanoseconds(_a_step(page)) - empty
+    logged = _nanoseconds(lambda: page.log({"loss": 0.5}), 10_000) - empty
     return [
-        f"a write on the board           {one:6.0f} ns",
+        f"a write on the page           {one:6.0f} ns",
         f"all nine writes of a step      {whole:6.0f} ns  (target: under 1000)",
         f"a logged value                 {logged:6.0f} ns",
     ]
@@ -89,7 +89,7 @@ def _watched(width: int, batch_size: int) -> dict[str, list[float]]:
     loss is looked at ten times a second only.
     """
     from nb_accelerate import Accelerator
-    from nb_accelerate.board import board as boards
+    from nb_accelerate.progress_page import page as pages
 
     torch.set_num_threads(1)
     pin()
@@ -111,12 +111,12 @@ def _watched(width: int, batch_size: int) -> dict[str, list[float]]:
         return time.thread_time() - began, time.process_time() - whole
 
     core = accelerator.core
-    reported = core.board, core.losses.report
+    reported = core.page, core.losses.report
     silent = _Silent(), _nothing
 
-    def use(board: Board, report: Any) -> None:
-        boards._board = board
-        object.__setattr__(core, "board", board)
+    def use(page: ProgressPage, report: Any) -> None:
+        pages._page = page
+        object.__setattr__(core, "page", page)
         core.losses.report = report  # type: ignore[method-assign]
 
     taken: dict[str, list[float]] = {"reported": [], "silent": [], "whole": []}
@@ -138,8 +138,8 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-class _Silent(Board):
-    """A board that takes everything and does nothing."""
+class _Silent(ProgressPage):
+    """A page that takes everything and does nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,21 +173,21 @@ def _training() -> list[str]:
 
 WRITER = """
 import sys, time
-from nb_accelerate.board import Board, Phase
+from nb_accelerate.progress_page import ProgressPage, Phase
 import mmap
-boards = [Board(mmap.mmap(int(fd), 4096)) for fd in sys.argv[1:]]
-for board in boards:
-    board.begin_turn()
-    board.begin_loop(total=100_000, rows=2048, epoch=1, evaluates=False)
-    board.trains()
+pages = [ProgressPage(mmap.mmap(int(fd), 4096)) for fd in sys.argv[1:]]
+for page in pages:
+    page.begin_request()
+    page.begin_loop(total=100_000, rows=2048, epoch=1, evaluates=False)
+    page.trains()
 step = 0
 while True:
     step += 1
-    for rank, board in enumerate(boards):
-        board.step(step)
-        board.enter((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)[(step + rank) % 4])
-        board.loss(2.0 + 1.0 / step)
-        board.log({"loss": 2.0 + 1.0 / step, "lr": 0.1})
+    for rank, page in enumerate(pages):
+        page.step(step)
+        page.enter((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)[(step + rank) % 4])
+        page.loss(2.0 + 1.0 / step)
+        page.log({"loss": 2.0 + 1.0 / step, "lr": 0.1})
     if step == 1:
         print("ready", flush=True)
     time.sleep(0.05)
@@ -195,13 +195,13 @@ while True:
 
 
 class _Ranks:
-    """64 ranks that are pages another process writes on; their processes are this one's writer, 64 times."""
+    """64 ranks that are readers another process writes on; their processes are this one's writer, 64 times."""
 
-    def __init__(self, pages: list[Page], pid: int) -> None:
-        self._pages, self._pid = pages, pid
+    def __init__(self, readers: list[PageReader], pid: int) -> None:
+        self._pages, self._pid = readers, pid
 
     def look(self) -> list[Seen]:
-        return [Seen(rank=rank, sample=page.read(), pid=self._pid) for rank, page in enumerate(self._pages)]
+        return [Seen(rank=rank, sample=reader.read(), pid=self._pid) for rank, reader in enumerate(self._pages)]
 
     def ask(self) -> None:
         raise AssertionError("nobody is stalled")
@@ -258,10 +258,10 @@ def _widgets_on(wire: _Wire) -> Iterator[None]:
 def _watching() -> list[str]:
     wire = _Wire()
     with ExitStack() as stack:
-        pages = [Page() for _ in range(RANKS)]
-        for page in pages:
-            stack.callback(page.close)
-        fds = [page.fd for page in pages]
+        readers = [PageReader() for _ in range(RANKS)]
+        for reader in readers:
+            stack.callback(reader.close)
+        fds = [reader.fd for reader in readers]
         writer = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-c", WRITER, *map(str, fds)], pass_fds=fds, stdout=subprocess.PIPE, text=True
@@ -271,7 +271,7 @@ def _watching() -> list[str]:
         assert writer.stdout is not None
         writer.stdout.readline()
         stack.enter_context(_widgets_on(wire))
-        watched = _Ranks(pages, writer.pid)
+        watched = _Ranks(readers, writer.pid)
         drawing = Widget(wire, None, range(RANKS), watched, str)
         panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, watched)
         _refresh_for(panel, 3.0)  # until it is drawn, and the widgets are made

@@ -22,7 +22,7 @@ from nb_accelerate.launch import starters
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, look
 from nb_accelerate.launch.plan import LaunchPlan, make_plan
-from nb_accelerate.launch.rendezvous import Meeting
+from nb_accelerate.launch.rendezvous import Rendezvous
 from nb_accelerate.launch.servers import RankServer
 from nb_accelerate.pool.options import PoolOptions
 from nb_accelerate.precision import select_precision
@@ -53,8 +53,8 @@ def chip() -> Iterator[DeviceKind]:
 
 
 def environ(plan: LaunchPlan, local_rank: int, **base: str) -> dict[str, str]:
-    meeting = Meeting(address="127.0.0.1", port=1, node_rank=0, interface="lo", run_id="", listener=None)
-    return rank_environ(plan, meeting, local_rank, base=base, extra={})
+    rendezvous = Rendezvous(address="127.0.0.1", port=1, node_rank=0, interface="lo", run_id="", listener=None)
+    return rank_environ(plan, rendezvous, local_rank, base=base, extra={})
 
 
 def plan_for(facts: MachineFacts, **options: Any) -> LaunchPlan:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nb_accelerate.board import MAX_RECORD, here
 from nb_accelerate.display import runs as kept
 from nb_accelerate.display.runs import charts_of
+from nb_accelerate.progress_page import MAX_RECORD, here
 from nb_accelerate.tracking import NotebookTracker
 
 if TYPE_CHECKING:

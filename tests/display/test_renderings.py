@@ -10,11 +10,11 @@ import pytest
 from fixtures.panels import Run
 from hypothesis import given, settings, strategies as st
 
-from nb_accelerate.board import Bar, Phase
 from nb_accelerate.display import html, text, words
 from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.track import LossHistory
-from nb_accelerate.display.view import Failure, View
+from nb_accelerate.display.view import FailureSummary, View
+from nb_accelerate.progress_page import Bar, Phase
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -83,7 +83,7 @@ def views() -> dict[str, View]:
     failed = running()
     failed.put([1], state="failed")
     failed.look()
-    failure = Failure(title="Rank 1 failed: ValueError: no", rank=1, label="traceback of rank 1", details="a\nb")
+    failure = FailureSummary(title="Rank 1 failed: ValueError: no", rank=1, label="traceback of rank 1", details="a\nb")
     stalled = running(3)
     stalled.put([1], phase=Phase.RUNNING)
     stalled.put([0, 2], phase=Phase.BACKWARD)
@@ -162,7 +162,7 @@ def test_names_and_messages_and_tracebacks_are_text_whatever_is_in_them():
     run.put(bars=(Bar(label=HOSTILE, count=1, total=2, seconds=1.0),))
     run.put([0], scalars={HOSTILE: 1.0})
     run.look()
-    failure = Failure(title=f"Rank 0 failed: {HOSTILE}", rank=0, label=HOSTILE, details=HOSTILE)
+    failure = FailureSummary(title=f"Rank 0 failed: {HOSTILE}", rank=0, label=HOSTILE, details=HOSTILE)
     for view in (run.view, run.end("failed", failure)):
         page = Strict(html.render(view))
         assert "script" not in page.tags
@@ -179,7 +179,7 @@ def test_no_text_breaks_out_of_its_place(name: str, label: str, details: str):
     run.look()
     plain = Strict(html.render(Run(2).view)).tags
     assert Strict(html.render(Run(2, name=name).view)).tags == plain
-    Strict(html.render(run.end("failed", Failure(title=label, rank=0, label=name, details=details))))
+    Strict(html.render(run.end("failed", FailureSummary(title=label, rank=0, label=name, details=details))))
 
 
 # Text.

@@ -10,10 +10,10 @@ import pytest
 from fixtures.panels import ALL_REDUCE, EVEN, LOOK, SLEEPS, Run
 from hypothesis import Phase as HypothesisPhase, given, settings, strategies as st
 
-from nb_accelerate.board import Bar, Collective, Phase, Sample, layout
-from nb_accelerate.board.sample import read
 from nb_accelerate.display import html, text
-from nb_accelerate.display.view import Failure, View
+from nb_accelerate.display.view import FailureSummary, View
+from nb_accelerate.progress_page import Bar, Collective, Phase, Sample, layout
+from nb_accelerate.progress_page.sample import read
 
 # Its life.
 
@@ -58,20 +58,20 @@ def test_a_failure_is_shown_where_it_happened():
     run.put([0, 2], phase=Phase.BACKWARD)
     run.look()
     assert [row.kind for row in run.view.rows] == ["", "bad", ""]
-    failure = Failure(title="Rank 1 failed: ValueError", rank=1, label="traceback of rank 1", details="line")
+    failure = FailureSummary(title="Rank 1 failed: ValueError", rank=1, label="traceback of rank 1", details="line")
     view = run.end("failed", failure)
     assert (view.state, view.failure) == ("failed", failure)
     assert [row.kind for row in view.rows] == ["", "bad", ""]
     assert [row.now for row in view.rows] == ["stopped", "failed", "stopped"]
 
 
-def test_a_rank_that_was_killed_has_failed_although_its_board_says_forward():
+def test_a_rank_that_was_killed_has_failed_although_its_page_says_forward():
     run = Run(2)
     run.begin_loop()
     run.train(1.0, shares={Phase.FORWARD: 1.0})
     run.put([1], state="ended")
     run.look()
-    view = run.end("failed", Failure(title="Rank 1 was killed by SIGKILL", rank=1))
+    view = run.end("failed", FailureSummary(title="Rank 1 was killed by SIGKILL", rank=1))
     assert (view.rows[1].kind, view.rows[1].now) == ("bad", "failed")
 
 
@@ -290,7 +290,7 @@ def test_ranks_that_wait_for_one_that_has_returned_are_told_so():
 
 def test_a_rank_that_never_had_a_loop_is_not_stalled():
     run = Run(2)
-    run.put(turn=1, phase=Phase.RUNNING)
+    run.put(request=1, phase=Phase.RUNNING)
     run.wait(60.0)
     assert run.state.stalled(run.now) == []
 
@@ -633,7 +633,7 @@ def bar(count: float, total: float | None = 100, **more: object) -> Bar:
 
 def test_bars_of_ranks_that_are_alike_are_one_row():
     run = Run(4)
-    run.put(turn=1, phase=Phase.RUNNING)
+    run.put(request=1, phase=Phase.RUNNING)
     for rank in range(4):
         run.put([rank], bars=(bar(50 + rank % 2),))
     run.look()
@@ -653,7 +653,7 @@ def test_bars_that_differ_have_a_row_each():
 
 def test_a_bar_that_stands_still_is_a_stall():
     run = Run(2)
-    run.put(bars=(bar(5),), turn=1, phase=Phase.RUNNING)
+    run.put(bars=(bar(5),), request=1, phase=Phase.RUNNING)
     run.look()
     run.wait(6.0)
     assert run.state.stalled(run.now) == [0, 1]
@@ -671,7 +671,7 @@ def test_a_bar_that_stands_still_is_a_stall():
     ended=st.sampled_from(["running", "done", "failed", "interrupted"]),
 )
 @settings(deadline=None, max_examples=60)
-def test_no_board_however_damaged_breaks_a_panel(pages: list[bytes], states: list[str], ended: str):
+def test_no_page_however_damaged_breaks_a_panel(pages: list[bytes], states: list[str], ended: str):
     run = Run(len(pages))
     for rank, page in enumerate(pages):
         sample = read((b"\1" + page).ljust(layout.SIZE, b"\0")[: layout.SIZE])
@@ -699,7 +699,7 @@ BARS = st.builds(
 WORDS = st.integers(0, 2**63 - 1) | st.integers(0, 20)
 SAMPLES = st.builds(
     Sample,
-    turn=st.just(1),
+    request=st.just(1),
     phase=st.sampled_from(Phase),
     trains=st.booleans(),
     step=WORDS,

@@ -11,9 +11,9 @@ import torch
 
 from nb_accelerate.accelerator import losses
 from nb_accelerate.accelerator.losses import LossReport
-from nb_accelerate.board import Board, layout
-from nb_accelerate.board.sample import read
 from nb_accelerate.process.devices import CPU, device_kind
+from nb_accelerate.progress_page import ProgressPage, layout
+from nb_accelerate.progress_page.sample import read
 
 
 class Clock:
@@ -35,15 +35,15 @@ def memory() -> bytearray:
     return bytearray(layout.SIZE)
 
 
-def board_on(memory: bytearray) -> Board:
-    board = Board(memory)
-    board.begin_turn()
-    return board
+def page_on(memory: bytearray) -> ProgressPage:
+    page = ProgressPage(memory)
+    page.begin_request()
+    return page
 
 
 def steps(memory: bytearray, utilisation: Callable[[], int] | None, clock: Clock, seconds: float) -> list[int | None]:
-    """What the board says after each of many steps with a device that answers like this."""
-    report = LossReport(board_on(memory), replace(CPU, utilisation=utilisation))
+    """What the page says after each of many steps with a device that answers like this."""
+    report = LossReport(page_on(memory), replace(CPU, utilisation=utilisation))
     said, end = [], clock.now + seconds
     while clock.now < end:
         report.report(torch.tensor(1.0))
@@ -52,7 +52,7 @@ def steps(memory: bytearray, utilisation: Callable[[], int] | None, clock: Clock
     return said
 
 
-def test_a_device_is_asked_once_a_second_and_what_it_says_stays_on_the_board(clock: Clock, memory: bytearray) -> None:
+def test_a_device_is_asked_once_a_second_and_what_it_says_stays_on_the_page(clock: Clock, memory: bytearray) -> None:
     answers = iter(range(90, 100))
     said = steps(memory, lambda: next(answers), clock, 4.5)
     assert sorted(set(said)) == [90, 91, 92, 93, 94]
@@ -87,7 +87,7 @@ def test_where_torch_has_no_gpu_to_ask_its_error_ends_no_step(clock: Clock, memo
 
 @pytest.mark.gpu
 def test_a_gpu_that_computes_says_so_if_its_library_is_installed(memory: bytearray) -> None:
-    report = LossReport(board_on(memory), device_kind("cuda"))
+    report = LossReport(page_on(memory), device_kind("cuda"))
     has_library = torch.version.hip is None and importlib.util.find_spec("pynvml") is not None
     x = torch.randn(4096, 4096, device="cuda")
     said = set()

@@ -19,7 +19,7 @@ from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, interface_of, look
 from nb_accelerate.launch.neighbours import warnings_from
 from nb_accelerate.launch.plan import LaunchPlan, make_plan
-from nb_accelerate.launch.rendezvous import Meeting, meet
+from nb_accelerate.launch.rendezvous import Rendezvous, open_rendezvous
 from nb_accelerate.ranks.failures import oom_kills
 
 
@@ -128,15 +128,17 @@ def test_little_shared_memory_is_said_before_a_loader_dies_of_it() -> None:
     assert "--shm-size" in warning
 
 
-def meeting(node_rank: int = 0) -> Meeting:
-    return Meeting(address="10.0.0.1", port=29500, node_rank=node_rank, interface="eth0", run_id="run", listener=None)
+def rendezvous(node_rank: int = 0) -> Rendezvous:
+    return Rendezvous(
+        address="10.0.0.1", port=29500, node_rank=node_rank, interface="eth0", run_id="run", listener=None
+    )
 
 
 def test_a_ranks_environment_is_torchruns() -> None:
     chosen = plan(T4, num_nodes=2, master_addr="10.0.0.1", node_rank=1, mixed_precision="fp16", devices=[1, 0])
     environ = rank_environ(
         chosen,
-        meeting(1),
+        rendezvous(1),
         1,
         base={"HOME": "somewhere", "JPY_PARENT_PID": "7", "RANK": "left over"},
         extra={"MINE": "too", "OMP_NUM_THREADS": "5"},
@@ -172,9 +174,9 @@ def test_devices_are_numbers_among_those_that_are_visible() -> None:
     chosen = plan(facts, devices=[0, 2])
     assert chosen.device_names == ("4", "GPU-8932f937")
     given = {"base": {"CUDA_VISIBLE_DEVICES": "0,1"}, "extra": {"CUDA_VISIBLE_DEVICES": "4,5,GPU-8932f937,7"}}
-    assert rank_environ(chosen, meeting(), 0, **given)["CUDA_VISIBLE_DEVICES"] == "4,GPU-8932f937"
+    assert rank_environ(chosen, rendezvous(), 0, **given)["CUDA_VISIBLE_DEVICES"] == "4,GPU-8932f937"
     assert plan(facts, num_processes=2).device_names == ("4", "5")
-    assert rank_environ(plan(facts), meeting(), 0, base={}, extra={}).get("CUDA_VISIBLE_DEVICES") is None
+    assert rank_environ(plan(facts), rendezvous(), 0, base={}, extra={}).get("CUDA_VISIBLE_DEVICES") is None
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_a_variable_that_asks_for_the_cpu_is_heard_unless_gpus_are_asked_for_by_
     assert plan(T4 | {"prefers_cpu": True}).device == "cpu"
     chosen = plan(T4 | {"prefers_cpu": True}, devices=[1])
     assert chosen.device == "cuda"
-    environ = rank_environ(chosen, meeting(), 0, base={"ACCELERATE_USE_CPU": "true"}, extra={})
+    environ = rank_environ(chosen, rendezvous(), 0, base={"ACCELERATE_USE_CPU": "true"}, extra={})
     assert environ["ACCELERATE_USE_CPU"] == "false"
     assert look({"ACCELERATE_USE_CPU": "1"}).prefers_cpu
     assert not look({"ACCELERATE_USE_CPU": "0"}).prefers_cpu
@@ -204,17 +206,17 @@ def test_a_variable_that_asks_for_the_cpu_is_heard_unless_gpus_are_asked_for_by_
 
 def test_a_clusters_network_interface_is_kept_and_one_machine_stays_on_loopback() -> None:
     base = {"NCCL_SOCKET_IFNAME": "ib0"}
-    cluster = replace(meeting(), keeps_interface=True)
+    cluster = replace(rendezvous(), keeps_interface=True)
     several = rank_environ(plan(num_nodes=2, master_addr="10.0.0.1"), cluster, 0, base=base, extra={})
     assert (several["NCCL_SOCKET_IFNAME"], several["GLOO_SOCKET_IFNAME"]) == ("ib0", "eth0")
-    alone = rank_environ(plan(), meeting(), 0, base=base, extra={})
+    alone = rank_environ(plan(), rendezvous(), 0, base=base, extra={})
     assert (alone["NCCL_SOCKET_IFNAME"], alone["GLOO_SOCKET_IFNAME"]) == ("eth0", "eth0")
 
 
 def test_torch_itself_reads_that_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
-    environ = rank_environ(plan(num_processes=1), meeting(), 0, base={}, extra={})
+    environ = rank_environ(plan(num_processes=1), rendezvous(), 0, base={}, extra={})
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
     assert dist.is_torchelastic_launched()
@@ -243,7 +245,7 @@ print(is_loaded("libtorch_cpu.so"), is_loaded("libcuda.so.0"))
 
 
 def test_ranks_of_one_machine_meet_in_a_file_that_only_they_have_and_nothing_listens() -> None:
-    with meet(options(), plan()) as place:
+    with open_rendezvous(options(), plan()) as place:
         assert place.listener is None
         store, fd = place.store_for(1)
         try:
@@ -257,7 +259,7 @@ def test_ranks_of_one_machine_meet_in_a_file_that_only_they_have_and_nothing_lis
 
 
 def test_the_port_of_a_launch_is_nobody_elses_and_ranks_can_listen_on_it() -> None:
-    with meet(options(), plan()) as place:
+    with open_rendezvous(options(), plan()) as place:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", place.port))
         with socket.create_server(("127.0.0.1", place.port)) as server:  # with SO_REUSEADDR, as torch's does
@@ -271,7 +273,7 @@ def test_where_files_without_names_cannot_be_made_the_store_listens_on_loopback(
         raise OSError("no such thing here")
 
     monkeypatch.setattr(os, "memfd_create", cannot)
-    with meet(options(), plan()) as place:
+    with open_rendezvous(options(), plan()) as place:
         assert place.listener is not None
         assert place.listener.getsockname() == ("127.0.0.1", place.port)
         assert place.store_for(1)[0].kind == "client"
@@ -284,20 +286,20 @@ def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"use_port={port} is taken by .*\(pid \d+\)"):
-            meet(options(use_port=port), plan()).__enter__()
+            open_rendezvous(options(use_port=port), plan()).__enter__()
 
 
 def test_a_port_that_is_free_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    with meet(options(use_port=str(port)), plan()) as place:
+    with open_rendezvous(options(use_port=str(port)), plan()) as place:
         assert place.port == port
 
 
 def test_an_address_of_another_machine_is_refused_on_machine_0() -> None:
     chosen = options(num_nodes=2, master_addr="192.0.2.1")
     with pytest.raises(ConfigError, match=r"'192\.0\.2\.1' is not an address of this machine"):
-        meet(chosen, plan(num_nodes=2, master_addr="192.0.2.1")).__enter__()
+        open_rendezvous(chosen, plan(num_nodes=2, master_addr="192.0.2.1")).__enter__()
 
 
 def test_who_holds_gpu_memory_is_named() -> None:

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from nb_accelerate.board import here
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch import notebook_launcher
 from nb_accelerate.launch.local import LocalRank
+from nb_accelerate.progress_page import here
 from nb_accelerate.ranks.panel import make_panel
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow), "inline"]

@@ -1,4 +1,4 @@
-"""Alarms break the connections of the meeting they are about, and of no other."""
+"""Alarms break the connections of the rendezvous they are about, and of no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FELLOW = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys
 
 
 @pytest.fixture
-def fellow() -> Iterator[tuple[int, socket.socket]]:
+def peer() -> Iterator[tuple[int, socket.socket]]:
     """Another process, and a connection to it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         process = subprocess.Popen([sys.executable, "-c", FELLOW, str(server.getsockname()[1])])
@@ -33,20 +33,20 @@ def fellow() -> Iterator[tuple[int, socket.socket]]:
     process.wait(20)
 
 
-def test_an_alarm_breaks_connections_of_its_meeting(fellow: tuple[int, socket.socket]):
-    pid, connection = fellow
+def test_an_alarm_breaks_connections_of_its_meeting(peer: tuple[int, socket.socket]):
+    pid, connection = peer
     alarm = Alarm()
-    alarm.meet(3)
-    assert alarm.answer(CutOff(meeting=3, fellows=(pid,)))
+    alarm.begin_rendezvous(3)
+    assert alarm.answer(CutOff(rendezvous=3, peers=(pid,)))
     assert connection.recv(1) == b""
 
 
-def test_an_alarm_that_comes_late_leaves_the_next_meeting_alone(fellow: tuple[int, socket.socket]):
-    pid, connection = fellow
+def test_an_alarm_that_comes_late_leaves_the_next_meeting_alone(peer: tuple[int, socket.socket]):
+    pid, connection = peer
     alarm = Alarm()
-    alarm.meet(3)
-    alarm.meet(4)
-    assert not alarm.answer(CutOff(meeting=3, fellows=(pid,)))
+    alarm.begin_rendezvous(3)
+    alarm.begin_rendezvous(4)
+    assert not alarm.answer(CutOff(rendezvous=3, peers=(pid,)))
     connection.settimeout(0.0)
     with pytest.raises(BlockingIOError):  # nothing has come, and nobody has closed it
         connection.recv(1)
@@ -62,23 +62,23 @@ def test_ranks_meet_again_only_when_an_alarm_has_been_answered(monkeypatch: pyte
 
     monkeypatch.setattr(module, "cut_connections", cut)
     alarm, met = Alarm(), threading.Event()
-    alarm.meet(1)
-    answering = threading.Thread(target=alarm.answer, args=(CutOff(meeting=1, fellows=()),))
-    meeting = threading.Thread(target=lambda: (alarm.meet(2), met.set()))
+    alarm.begin_rendezvous(1)
+    answering = threading.Thread(target=alarm.answer, args=(CutOff(rendezvous=1, peers=()),))
+    rendezvous = threading.Thread(target=lambda: (alarm.begin_rendezvous(2), met.set()))
     answering.start()
     assert began.wait(20)
-    meeting.start()
+    rendezvous.start()
     assert not met.is_set()
     may_end.set()
-    for thread in (answering, meeting):
+    for thread in (answering, rendezvous):
         thread.join(20)
     assert met.is_set()
 
 
 def test_a_meeting_that_was_given_up_is_not_waited_for():
     alarm = Alarm()
-    alarm.meet(1)
-    assert not alarm.answer(CutOff(meeting=2, fellows=()))
+    alarm.begin_rendezvous(1)
+    assert not alarm.answer(CutOff(rendezvous=2, peers=()))
     with pytest.raises(ConnectionAbortedError, match="given up"):
-        alarm.meet(2)
-    alarm.meet(3)
+        alarm.begin_rendezvous(2)
+    alarm.begin_rendezvous(3)

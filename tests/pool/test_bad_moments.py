@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fixtures.kernels import Kernel
 
-from nb_accelerate.ranks.status import whereabouts
+from nb_accelerate.ranks.status import locate_ranks
 
 SUM = "%%distributed\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(int(total.item()))"
 
@@ -168,4 +168,4 @@ class TestDumps:
         rank: Any = SimpleNamespace(
             rank=0, handle=SimpleNamespace(ended=False), stacks=Stacks(), ask_for_stacks=lambda: None
         )
-        assert whereabouts({0: rank}, {0}, 20.0) == {0: "in load, /home-of/train.py:7"}
+        assert locate_ranks({0: rank}, {0}, 20.0) == {0: "in load, /home-of/train.py:7"}

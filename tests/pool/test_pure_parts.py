@@ -14,7 +14,7 @@ from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
 from nb_accelerate.pool.group import came_apart
-from nb_accelerate.pool.lifecycle import State, check, state_of
+from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.names import free_names, names_in
 from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict, is_plain
 from nb_accelerate.pool.source import read_cell
@@ -28,20 +28,20 @@ class TestLifeCycle:
     @pytest.mark.parametrize(
         ("facts", "state"),
         [
-            ({"exists": False}, State.STOPPED),
-            ({"starts": True, "lacks_ranks": True, "is_apart": True}, State.STARTING),
-            ({"runs": True, "lacks_ranks": True}, State.RUNNING),
-            ({"lacks_ranks": True, "is_apart": True}, State.BROKEN),
-            ({"is_apart": True}, State.APART),
-            ({}, State.IDLE),
+            ({"exists": False}, PoolState.STOPPED),
+            ({"starts": True, "lacks_ranks": True, "is_apart": True}, PoolState.STARTING),
+            ({"runs": True, "lacks_ranks": True}, PoolState.RUNNING),
+            ({"lacks_ranks": True, "is_apart": True}, PoolState.BROKEN),
+            ({"is_apart": True}, PoolState.APART),
+            ({}, PoolState.IDLE),
         ],
     )
-    def test_what_a_pool_does_follows_from_what_there_is(self, facts: dict[str, bool], state: State):
+    def test_what_a_pool_does_follows_from_what_there_is(self, facts: dict[str, bool], state: PoolState):
         nothing = {"exists": True, "starts": False, "runs": False, "lacks_ranks": False, "is_apart": False}
         assert state_of(**{**nothing, **facts}) is state
 
-    @pytest.mark.parametrize("state", [State.IDLE, State.APART, State.BROKEN])
-    def test_ranks_that_do_nothing_run_cells_and_can_be_replaced(self, state: State):
+    @pytest.mark.parametrize("state", [PoolState.IDLE, PoolState.APART, PoolState.BROKEN])
+    def test_ranks_that_do_nothing_run_cells_and_can_be_replaced(self, state: PoolState):
         check(state, "run")
         check(state, "repair")
         with pytest.raises(PoolError, match="%distributed stop"):
@@ -49,9 +49,9 @@ class TestLifeCycle:
 
     @pytest.mark.parametrize(
         ("state", "action", "advice"),
-        [(State.STOPPED, "run", "%distributed start"), (State.RUNNING, "repair", "%distributed interrupt")],
+        [(PoolState.STOPPED, "run", "%distributed start"), (PoolState.RUNNING, "repair", "%distributed interrupt")],
     )
-    def test_what_cannot_be_done_now_says_what_to_do(self, state: State, action: str, advice: str):
+    def test_what_cannot_be_done_now_says_what_to_do(self, state: PoolState, action: str, advice: str):
         with pytest.raises(PoolError, match=advice):
             check(state, action)
 

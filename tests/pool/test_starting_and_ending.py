@@ -15,7 +15,7 @@ from nb_accelerate.errors import ConfigError, DeadlineError, PoolError, RankDied
 from nb_accelerate.launch import servers, setup
 from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.pool import CellHandle, CellOptions, Pool, PoolOptions, group as groups, read_cell
-from nb_accelerate.pool.lifecycle import State
+from nb_accelerate.pool.lifecycle import PoolState
 from nb_accelerate.ranks.loop import RankLoop
 
 LEAVES_SLOWLY = "import atexit, time\natexit.register(time.sleep, 600)"
@@ -58,7 +58,7 @@ class TestInterrupts:
         monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, quit=50.0))
         with pytest.raises(KeyboardInterrupt):
             pool.stop()
-        assert (pool.state, pool.is_running) == (State.STOPPED, False)
+        assert (pool.state, pool.is_running) == (PoolState.STOPPED, False)
         pool.stop()
 
     def test_restarting_ends_the_ranks_and_can_be_repeated_as_a_start(
@@ -80,7 +80,7 @@ class TestInterrupts:
         before(monkeypatch, place, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.start(PoolOptions(num_processes=2))
-        assert pool.state is State.STOPPED
+        assert pool.state is PoolState.STOPPED
 
     def test_a_start_whose_server_was_stopped_does_not_wait_for_it(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
         def stop_server() -> None:
@@ -88,12 +88,12 @@ class TestInterrupts:
 
         pool.start(PoolOptions(num_processes=1))
         pool.stop()
-        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=50.0, meet=50.0, kill=50.0))
+        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=50.0, rendezvous=50.0, kill=50.0))
         before(monkeypatch, LocalRank, "born", stop_server)
         before(monkeypatch, RankLoop, "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.start(PoolOptions(num_processes=2))
-        assert pool.state is State.STOPPED
+        assert pool.state is PoolState.STOPPED
         pool.start(PoolOptions(num_processes=2))
         assert run(pool, "rank") == [0, 1]
 
@@ -127,8 +127,8 @@ def fail_to_set_up(patch: pytest.MonkeyPatch, rank: int) -> None:
     """One rank raises when it makes itself a process of the group."""
     original = setup.rank_environ
 
-    def broken(plan: Any, meeting: Any, local_rank: int, **given: Any) -> dict[str, str]:
-        environ = original(plan, meeting, local_rank, **given)
+    def broken(plan: Any, rendezvous: Any, local_rank: int, **given: Any) -> dict[str, str]:
+        environ = original(plan, rendezvous, local_rank, **given)
         return {**environ, "WORLD_SIZE": "device is broken"} if local_rank == rank else environ
 
     patch.setattr(setup, "rank_environ", broken)
@@ -159,17 +159,17 @@ class TestRanksThatMeet:
             fail_to_set_up(patch, rank)
             with pytest.raises(ConfigError, match="device is broken"):
                 pool.start(PoolOptions(num_processes=3))
-        assert pool.state is State.STOPPED
+        assert pool.state is PoolState.STOPPED
         with monkeypatch.context() as patch:
             when_asked_to_join(patch, rank, kill)
             with pytest.raises(RankDiedError, match=f"rank {rank} was ended by SIGKILL .* while it was being started"):
                 pool.start(PoolOptions(num_processes=3))
-        assert pool.state is State.STOPPED
+        assert pool.state is PoolState.STOPPED
         pool.start(PoolOptions(num_processes=3))
         assert run(pool, "rank") == [0, 1, 2]
 
     def test_a_new_rank_that_fails_is_told_of_and_can_be_replaced(self, pool: Pool, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=0.1, meet=0.1))
+        monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=0.1, rendezvous=0.1))
         pool.start(PoolOptions(num_processes=2))
         with monkeypatch.context() as patch:
             fail_to_set_up(patch, 1)
@@ -192,10 +192,10 @@ class TestRanksThatMeet:
 
         when_asked_to_join(monkeypatch, 1, stop)
         with pytest.raises(
-            DeadlineError, match=r"the meeting of the ranks took longer than .* rank.*1 had not finished"
+            DeadlineError, match=r"the rendezvous of the ranks took longer than .* rank.*1 had not finished"
         ):
             pool.start(PoolOptions(num_processes=2))
-        assert pool.state is State.STOPPED
+        assert pool.state is PoolState.STOPPED
 
 
 FAILED_MEETING = """
@@ -247,4 +247,4 @@ def test_a_pool_is_idle_when_its_cell_in_the_background_has_ended(pool: Pool):
     pool.start(PoolOptions(num_processes=1))
     handle = CellHandle(pool, pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}))
     assert handle.wait(30)
-    assert (pool.state, pool.is_idle) == (State.IDLE, True)
+    assert (pool.state, pool.is_idle) == (PoolState.IDLE, True)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from nb_accelerate.board import Page
-from nb_accelerate.board.board import Board
-from nb_accelerate.board.layout import Phase
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.pool.ending import cell_steps, wording
 from nb_accelerate.pool.rank import PoolRank
+from nb_accelerate.progress_page import PageReader
+from nb_accelerate.progress_page.layout import Phase
+from nb_accelerate.progress_page.page import ProgressPage
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Call, ErrorReport, Failure, Parcel, Quit, Ready, Result
 from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death, error_of, first_cause
@@ -50,7 +50,7 @@ class ActorRank(RankHandle):
     def __init__(self, rank: int, answer: Result | Failure | None, *, ends_on: Sequence[str] = ()) -> None:
         self.rank = self.local_rank = rank
         self.mark = b"a mark of 16 b.."
-        self.board = Page()
+        self.page = PageReader()
         self.channel, there = Channel.pair()
         self.verbs: list[str] = []
         self._there = Channel(there)
@@ -134,7 +134,7 @@ class ActorRank(RankHandle):
         self.channel.close()
         self._thread.join()
         self._there.close()
-        self.board.close()
+        self.page.close()
         for fd in (self.stdout, self.stderr, self.stacks, self.status):
             os.close(fd)
 
@@ -248,8 +248,8 @@ def test_a_rank_of_a_pool_is_killed_only_if_the_user_insists(loop: RankLoop, int
 @pytest.mark.parametrize("insists", [False, True])
 def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(loop: RankLoop, insists: bool) -> None:
     handle = ActorRank(0, None, ends_on=["kill"])
-    saves = Board(handle.board._memory)
-    saves.begin_turn()
+    saves = ProgressPage(handle.page._memory)
+    saves.begin_request()
     saves.enter(Phase.SAVING)
     said: list[str] = []
 

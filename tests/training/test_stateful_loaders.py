@@ -253,7 +253,7 @@ def test_a_dataset_with_a_state_gets_it_back():
     first = next(iter(again))
     assert first.tolist() == whole[3]
     assert data.at == 20  # and one batch further, but nothing was read again from its beginning
-    assert again.whereabouts == (1, 4)
+    assert again.epoch_and_batch == (1, 4)
 
 
 def test_of_two_positions_the_last_that_was_loaded_counts():
@@ -296,7 +296,7 @@ def test_a_loader_that_leaves_out_the_beginning_saves_the_position_in_the_whole_
     later = skip_first_batches(prepared(make), 2)
     later.load_state_dict(state)
     twice = state_after(later, 1)
-    assert later.whereabouts == (0, 6)
+    assert later.epoch_and_batch == (0, 6)
     again = prepared(make)
     again.load_state_dict(twice)
     assert lists(again) == whole[6:]

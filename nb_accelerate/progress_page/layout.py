@@ -9,7 +9,7 @@ SIZE = 4096
 """Bytes: one page of memory."""
 
 # Words of 8 bytes, by number. Whole numbers, but for LOSS.
-TURN = 0  # calls or cells begun
+REQUEST = 0  # calls or cells begun
 ROWS_WANTED = 1  # set by the notebook: progress bars are rows of a panel, and not text
 PHASE = 2
 STEP = 3  # batches of the current loop that were handed out

@@ -9,22 +9,22 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.board import layout
-from nb_accelerate.board.layout import Phase
+from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.layout import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from typing_extensions import Buffer
 
-    from nb_accelerate.board.layout import Collective
+    from nb_accelerate.progress_page.layout import Collective
 
 
 MAX_RECORD = 4000
 """Bytes. It fits into one write to a pipe, which is never mixed with another."""
 
 
-class Board:
+class ProgressPage:
     """The progress page of a process, for writing. Only the main thread writes.
 
     Args:
@@ -50,14 +50,14 @@ class Board:
         self._reals[layout.LOSS] = layout.NO_LOSS
 
     @property
-    def turn(self) -> int:
+    def request(self) -> int:
         """Number of the call or cell."""
-        return self._words[layout.TURN]
+        return self._words[layout.REQUEST]
 
-    def begin_turn(self) -> None:
+    def begin_request(self) -> None:
         """Begin a call or a cell, and clear what the page says about the one before."""
         words = self._words
-        turn = words[layout.TURN] + 1
+        request = words[layout.REQUEST] + 1
         for index in range(layout.PHASE, layout.NUM_WORDS):
             words[index] = 0
         self._memory[layout.SCALARS_AT :] = bytes(layout.SIZE - layout.SCALARS_AT)
@@ -67,9 +67,9 @@ class Board:
         words[layout.TOTAL] = -1
         words[layout.UTILISATION] = -1
         words[layout.PHASE] = Phase.RUNNING
-        words[layout.TURN] = turn
+        words[layout.REQUEST] = request
 
-    def end_turn(self) -> None:
+    def end_request(self) -> None:
         """End the call or cell."""
         self._words[layout.PHASE] = Phase.ENDED
 
@@ -190,7 +190,7 @@ class Board:
     def bar(
         self, index: int, *, label: str, count: float, total: float | None, began: float, level: int, ended: bool
     ) -> None:
-        """Note how far a progress bar is; see `nb_accelerate.board.Bar`. `began` is a `time.monotonic`."""
+        """Note how far a progress bar is; see `nb_accelerate.progress_page.Bar`. `began` is a `time.monotonic`."""
         state = 2 if ended else 1
         place = layout.BARS_AT + index * layout.BAR.size
         whole = -1.0 if total is None else float(total)
@@ -215,7 +215,7 @@ class Loop:
     """A loop that has begun.
 
     Attributes:
-        words: what stood on the board about it, those of `_LOOP_WORDS`, when another began inside it.
+        words: what stood on the page about it, those of `_LOOP_WORDS`, when another began inside it.
     """
 
     __slots__ = ("words",)
@@ -245,28 +245,28 @@ def _cut(text: str, size: int) -> bytes:
     return text.encode(errors="replace")[: size - 1]
 
 
-_board = Board()
+_page = ProgressPage()
 
 
-def here() -> Board:
+def here() -> ProgressPage:
     """Return the progress page of this process; nobody reads it unless a notebook or a launcher started the process."""
-    return _board
+    return _page
 
 
-def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> Board:
+def install(fd: int, outlet: Callable[[bytes], object] = _nobody) -> ProgressPage:
     """Write to the page behind a descriptor from now on, and take the descriptor over."""
-    global _board  # noqa: PLW0603 - the process has one
+    global _page  # noqa: PLW0603 - the process has one
     memory = mmap.mmap(fd, layout.SIZE)
     os.close(fd)
-    _board = Board(memory)
-    _board.outlet = outlet
-    return _board
+    _page = ProgressPage(memory)
+    _page.outlet = outlet
+    return _page
 
 
 def _forget() -> None:
     """Let go of the page in a forked process, for example a loader's worker: the page is its parent's."""
-    global _board  # noqa: PLW0603 - as above
-    _board = Board()
+    global _page  # noqa: PLW0603 - as above
+    _page = ProgressPage()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from nb_accelerate.board import layout
-from nb_accelerate.board.layout import Collective, Phase
+from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.layout import Collective, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Sample:
     """How far a rank is.
 
     Attributes:
-        turn: number of the call or cell.
+        request: number of the call or cell.
         phase: what it does.
         step: batches of the current loop so far.
         total: batches of the current loop; None if not known.
@@ -63,7 +63,7 @@ class Sample:
         bars: progress bars, outermost first.
     """
 
-    turn: int = 0
+    request: int = 0
     phase: Phase = Phase.NOTHING
     step: int = 0
     total: int | None = None
@@ -103,13 +103,13 @@ _ENDLESS = 1e18
 def read(memory: Buffer) -> Sample:
     """Read a progress page. Leaves out values that make no sense, and never fails, whatever was written."""
     words = layout.HEADER.unpack_from(memory, 0)
-    if not words[layout.TURN]:
+    if not words[layout.REQUEST]:
         return Sample()
     loss = words[layout.LOSS]
     trains = bool(words[layout.TRAINS])
     phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(
-        turn=words[layout.TURN],
+        request=words[layout.REQUEST],
         phase=phase,
         step=max(0, words[layout.STEP]),
         total=words[layout.TOTAL] if words[layout.TOTAL] >= 0 and words[layout.LOOP] else None,

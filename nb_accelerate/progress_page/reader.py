@@ -8,14 +8,14 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from nb_accelerate.board import layout
-from nb_accelerate.board.sample import read
+from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.sample import read
 
 if TYPE_CHECKING:
-    from nb_accelerate.board.sample import Sample
+    from nb_accelerate.progress_page.sample import Sample
 
 
-class Page:
+class PageReader:
     """The memory of a progress page, for reading. `close` it.
 
     It has no name: it is gone when the last process that holds it is.
@@ -36,7 +36,7 @@ class Page:
         return read(self._memory)
 
     def want_rows(self, wanted: bool) -> None:
-        """Ask for progress bars as rows, or as text; see `nb_accelerate.board.Board.wants_rows`."""
+        """Ask for progress bars as rows, or as text; see `nb_accelerate.progress_page.ProgressPage.wants_rows`."""
         start = 8 * layout.ROWS_WANTED
         self._memory[start : start + 8] = int(wanted).to_bytes(8, sys.byteorder)
 
@@ -48,6 +48,6 @@ class Page:
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("nb_accelerate-board", os.MFD_CLOEXEC)
+        return os.memfd_create("nb_accelerate-page", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:  # macOS
         return os.dup(file.fileno())
