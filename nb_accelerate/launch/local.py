@@ -14,13 +14,13 @@ import psutil
 from typing_extensions import override
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
-from nb_accelerate.launch.owner import open_process, send_signal
 from nb_accelerate.progress_page import PageReader
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.output import new_mark
 from nb_accelerate.ranks.handle import RankHandle
 from nb_accelerate.worker.ends import NUDGE, NUMBER, RankEnds
+from nb_accelerate.worker.process_tree import open_process, send_signal
 from nb_accelerate.worker.server import EXIT_STATUS
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class LocalRank(RankHandle):
             self._killed_at = min(self._killed_at, time.monotonic())
         if self._process < 0:
             self._signal(signum)
-        elif not send_signal(self._process, -1, signum):
+        elif self._pid is not None and not send_signal(self._pid, signum, process=self._process):
             self._is_foreign = True
 
     @override

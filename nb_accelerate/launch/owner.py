@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nb_accelerate.worker.process_tree import is_tracker
+from nb_accelerate.worker.process_tree import is_tracker, open_process, send_signal
 from nb_accelerate.worker.server import Serves
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Owner:
         descendants: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             descendants = psutil.Process(self.pid).children(recursive=True)
-        send_signal(self._process, self.pid, signal.SIGKILL)
+        send_signal(self.pid, signal.SIGKILL, process=self._process)
         ending = set()
         for process in descendants:
             if not is_tracker(process.pid):
@@ -114,37 +114,6 @@ class Owner:
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
-
-
-def open_process(pid: int) -> int:
-    """Return a descriptor of a process, readable when it has ended; -1 where the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not on macOS, not on old or emulated kernels; or it has ended
-        return -1
-
-
-def send_signal(process: int, pid: int, signum: int) -> bool:
-    """Send a signal to a process.
-
-    Args:
-        process: its descriptor; -1 to go by its id, which the system may have given to another process meanwhile.
-        pid: its process id.
-        signum: the signal.
-
-    Returns:
-        False if this process may not signal it.
-    """
-    try:
-        if process >= 0:
-            signal.pidfd_send_signal(process, signum)
-        else:
-            os.kill(pid, signum)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return True
 
 
 class Watch:

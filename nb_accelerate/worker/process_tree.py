@@ -44,10 +44,7 @@ def ending_with(parent: int) -> Iterator[None]:
     A thread watches. It has ended when the block is left, so that what is forked then inherits nothing of it. Does
     nothing where the system has no process descriptors.
     """
-    try:
-        process = os.pidfd_open(parent)
-    except (AttributeError, OSError):  # not on macOS, not on old or emulated kernels; or it has ended
-        process = -1
+    process = open_process(parent)
     if os.getppid() != parent:
         os._exit(1)
     if process < 0:
@@ -107,10 +104,31 @@ def is_tracker(pid: int) -> bool:
     return b"multiprocessing.resource_tracker" in (_read(f"/proc/{pid}/cmdline") or b"")
 
 
-def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
-    """Send a signal. Return False if the process belongs to another user, as one that was started with sudo does."""
+def open_process(pid: int) -> int:
+    """Return a descriptor of a process, readable when it has ended; -1 where the system has none."""
     try:
-        os.kill(pid, signum)
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not on macOS, not on old or emulated kernels; or it has ended
+        return -1
+
+
+def send_signal(pid: int, signum: int, *, process: int = -1) -> bool:
+    """Send a signal to a process; do nothing if it has ended.
+
+    Args:
+        pid: its process id.
+        signum: the signal.
+        process: its descriptor, which is used instead of `pid` unless it is -1: the system may have given the id to
+            another process meanwhile.
+
+    Returns:
+        False if it belongs to another user, as one that was started with sudo does.
+    """
+    try:
+        if process >= 0:
+            signal.pidfd_send_signal(process, signum)
+        else:
+            os.kill(pid, signum)
     except ProcessLookupError:
         return True
     except PermissionError:

@@ -44,7 +44,7 @@ from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.call import fail
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.limits import why_no_room
-from nb_accelerate.worker.process_tree import adopt_orphans, children, is_tracker, kill, leave_group
+from nb_accelerate.worker.process_tree import adopt_orphans, children, is_tracker, leave_group, send_signal
 from nb_accelerate.worker.scratch import remove_abandoned
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Server:
             if isinstance(message, SignalRank):
                 for pid, rank in self._ranks.items():
                     if rank.key == message.key:
-                        kill(pid, message.signum)
+                        send_signal(pid, message.signum)
             else:
                 self._take(message, fds)
         return is_open
@@ -232,7 +232,7 @@ class Server:
         while self._adopts and time.monotonic() < deadline:
             orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._spare()]
             # At once and the newest first, or one that forks for ever has done so by then, and ended.
-            ending = [pid for pid in reversed(orphans) if (pid in asked or not is_tracker(pid)) and kill(pid)]
+            ending = [pid for pid in reversed(orphans) if (pid in asked or not is_tracker(pid)) and _kill(pid)]
             ended = [pid for pid in ending if os.waitpid(pid, os.WNOHANG)[0]]  # their own children come to us next
             if not ending:
                 return
@@ -242,7 +242,7 @@ class Server:
 
     def _end(self) -> NoReturn:
         # Those of another user are left to them.
-        for pid in [pid for pid in (*self._ranks, *self._spare()) if kill(pid)]:
+        for pid in [pid for pid in (*self._ranks, *self._spare()) if _kill(pid)]:
             os.waitpid(pid, 0)
         for rank in self._ranks.values():
             self._scratch.remove(str(rank.key))
@@ -252,3 +252,8 @@ class Server:
             self._control.send(Quit())
         remove_abandoned()
         os._exit(0)
+
+
+def _kill(pid: int) -> bool:
+    """Kill a process. Return False if it belongs to another user."""
+    return send_signal(pid, signal.SIGKILL)
