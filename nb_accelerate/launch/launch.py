@@ -21,7 +21,7 @@ from nb_accelerate.launch.values import keep_values, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.shipping import pack
-from nb_accelerate.ranks.failures import Wording, add_note, error_of, summary
+from nb_accelerate.ranks.failures import Wording, add_note, ended_as, error_of, summary
 from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.panel import RequestView, make_panel
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.display import Panel
     from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.display.view import FailureSummary, PanelStatus
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Rendezvous
     from nb_accelerate.launch.servers import RankServer
@@ -275,6 +276,7 @@ class Launch:
                 timeout=options.timeout,
                 say=loop.output.say,
                 attended=False,
+                keeps_panel=True,
             )
             leaving = Request(
                 ranks=ranks,
@@ -283,11 +285,13 @@ class Launch:
                 wording=_WORDING,
                 awaits=Awaits.END,
                 world_size=size,
+                keeps_panel=True,
             )
             with self._lock:
                 self._loop, self._requests = loop, (calling, leaving)
                 was_stopped = self._stopping
             stack.callback(calling.close)
+            end: tuple[PanelStatus, FailureSummary | None] = ("done", None)
             try:
                 with interrupts_call(self._interrupt_requests):
                     loop.begin(calling, hangs=timeouts)
@@ -298,6 +302,7 @@ class Launch:
                     loop.run(calling)
                     if calling.step is not None:  # else each came to its end by itself
                         leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
+                    leaving.panel = calling.panel
                     loop.begin(leaving)
                     loop.run(leaving)
                     loop.output.finish()
@@ -307,10 +312,13 @@ class Launch:
                 add_note(error, watch.note())
                 keep_values(error, calling)
                 raise error
+            except BaseException as error:
+                end = ended_as(calling, leaving, error=error)
+                raise
             finally:
-                if not calling.done.is_set() and calling.panel is not None:
+                if calling.panel is not None:
                     with loop.output.guard:
-                        calling.panel.finish("failed")
+                        calling.panel.finish(*end)
 
     def _interrupt_requests(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
         if self._loop is not None and not self._done.is_set():
@@ -328,9 +336,11 @@ class Launch:
 
     def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]
-        if options.fold_output:
-            return RequestOutput(numbers, self._sink, has_bars=False, hold=self.timeouts.fold)
         prefix = _line_prefix(options.log_line_prefix_template, {one.rank: one.local_rank for one in handles})
+        if options.fold_output:
+            # What several ranks print alike has a prefix that names them all.
+            own = prefix if len(numbers) == 1 else None
+            return RequestOutput(numbers, self._sink, has_bars=False, hold=self.timeouts.fold, prefix=own)
         return RequestOutput(numbers, self._sink, style="raw", has_bars=False, prefix=prefix)
 
     def _say(self, line: str) -> None:

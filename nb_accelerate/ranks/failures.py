@@ -213,7 +213,9 @@ def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: b
     number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
     said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
     if rank.why_lost:
-        return wording.unusable(f"rank {number} is lost: {rank.why_lost}{after}.{said}")
+        error = wording.unusable(f"rank {number} is lost: {rank.why_lost}{after}.{said}")
+        error.__cause__ = rank.lost_by
+        return error
     if exitcode is None:
         return wording.unseen(f"rank {number} is lost: {rank.handle.lost}{after}.{said}")
     how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
@@ -322,13 +324,26 @@ def _lines(report: ErrorReport, title: str, footer: str) -> list[str]:
     return render_report(report, title=title, footer=footer, style=ANSI).split("\n")
 
 
-def ended_as(request: Request) -> tuple[PanelStatus, FailureSummary | None]:
-    """Say how a request has ended, for its panel. Runs no code of users."""
-    if request.failure is not None:
-        return "failed", FailureSummary(title=_sentence(summary(request.failure)))
-    if not request.incidents:
-        return "done", None
-    cause = first_cause(request.incidents)
+def ended_as(
+    request: Request, *others: Request, error: BaseException | None = None
+) -> tuple[PanelStatus, FailureSummary | None]:
+    """Return how a request has ended, for its panel. Runs no code of users.
+
+    Args:
+        request: what the ranks were asked.
+        others: requests to the same ranks that followed it.
+        error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
+    """
+    failure = next((one.failure for one in (request, *others) if one.failure is not None), None)
+    incidents = [incident for one in (request, *others) for incident in one.incidents]
+    if failure is not None or not incidents:
+        error = failure or error
+        if error is None:
+            return "done", None
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted", None
+        return "failed", FailureSummary(title=_sentence(summary(error)))
+    cause = first_cause(incidents)
     if cause.kind is IncidentKind.INTERRUPTED:
         return "interrupted", None
     rank = cause.rank.rank if cause.rank is not None else None

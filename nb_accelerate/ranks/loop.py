@@ -457,7 +457,7 @@ class RankLoop:
             self.output.redrawing(rank.rank, rank.output.unfinished("stdout"))
 
     def _on_stacks(self, rank: RankProxy) -> None:
-        rank.stacks += self._read(rank.handle.stacks)
+        rank.take_stacks(self._read(rank.handle.stacks))
 
     def _read(self, fd: int) -> bytes:
         try:
@@ -481,6 +481,7 @@ class RankLoop:
 
     def _lose(self, rank: RankProxy) -> None:
         """A rank has ended, or is of no use any more."""
+        rank.has_answered.set()
         self._show(self._on_loss, rank)
         for request in self.requests:
             if rank in request.ranks:
@@ -490,6 +491,7 @@ class RankLoop:
         logger.warning("A message of rank %s cannot be read; it is killed.", rank.rank, exc_info=error)
         said = " ".join(f"{type(error).__name__}: {error}".split())
         rank.why_lost = f"what it sent to the notebook cannot be read ({said}), so it was killed"
+        rank.lost_by = error
         self._sources.drop(rank.handle.channel)
         self._kill(rank)
         self._lose(rank)
@@ -520,7 +522,10 @@ class RankLoop:
         for fd, take in (
             (handle.stdout, functools.partial(self._show, rank.output.feed)),
             (handle.stderr, functools.partial(self._take_stderr, rank)),
-            (handle.stacks, rank.stacks.extend),
+            (handle.stacks, rank.take_stacks),
         ):
-            while fd in self._sources and (data := self._read(fd)):
+            # What was there when this began, and no more: a rank may print faster than is read here.
+            left = self._sources.num_waiting(fd)
+            while left > 0 and (data := self._read(fd)):
                 take(data)
+                left -= len(data)

@@ -52,14 +52,20 @@ class ProcessWatch:
         lost = []
         for rank in ranks:
             if not is_ending and not rank.is_gone:
-                _look_whether_stopped(rank, say)
+                look_whether_stopped(rank, say)
             if not rank.is_gone and rank.handle.is_lost():
                 rank.handle.give_up()
                 lost.append(rank)
         return lost
 
 
-def _look_whether_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
+def look_whether_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
+    """Note whether a rank is suspended, and report it if that has changed.
+
+    Args:
+        rank: to look at.
+        say: takes the line.
+    """
     pid = rank.handle.pid
     if pid is None:
         return

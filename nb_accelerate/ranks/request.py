@@ -30,6 +30,7 @@ from nb_accelerate.progress_page import Phase
 from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
 from nb_accelerate.ranks.input_requests import InputRequests
+from nb_accelerate.ranks.process_watch import look_whether_stopped
 from nb_accelerate.ranks.steps import StepKind, ask_for_stacks
 from nb_accelerate.ranks.timeouts import NEVER
 
@@ -72,6 +73,7 @@ class Request:
         timeout: seconds from when all are ready; None is no limit.
         say: takes a line for the user.
         panel: shows how far the ranks are.
+        keeps_panel: the panel outlives the request, and whoever made it has it show the end.
         attended: somebody waits for it, and can be asked for input.
         answers: by rank.
         ends: of cells, by rank.
@@ -97,6 +99,7 @@ class Request:
     timeout: float | None = None
     say: Callable[[str], object] = lambda _: None
     panel: Panel | None = None
+    keeps_panel: bool = False
     attended: bool = True
     take_note: Callable[[], object] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -289,8 +292,8 @@ class Request:
     # How it is done with.
 
     def finish_panel(self) -> None:
-        """Have its panel show how it ended."""
-        if self.panel is not None:
+        """Have its panel show how it ended, unless the panel outlives it."""
+        if self.panel is not None and not self.keeps_panel:
             self.panel.finish(*ended_as(self))
 
     def finish(self) -> None:
@@ -325,8 +328,12 @@ class Request:
         self.incidents.append(incident)
         if self.step is None and not goes_on:
             for rank in self.waiting:
-                rank.is_stopped = rank.is_ready and rank.handle.is_stopped()
+                look_whether_stopped(rank, self._say_without_panel)
             self._enter(self.steps[0].kind)
+
+    def _say_without_panel(self, line: str) -> None:
+        if self.panel is None:  # which shows by itself that a rank is stopped
+            self.say(line)
 
     def _lacks_a_cause(self, now: float) -> bool:
         """All that is known is that ranks have lost another one, and that one has not been heard of yet."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import selectors
+import termios
 import threading
 from typing import TYPE_CHECKING
 
@@ -64,6 +67,14 @@ class Sources:
             # that would take what is meant for somebody else, or wait for ever.
             if self._keys.get(key.fd) is key:
                 key.data()
+
+    def num_waiting(self, fd: int) -> int:
+        """Return how many bytes can be read from a pipe now; 0 for one that was dropped."""
+        if fd not in self:
+            return 0
+        number = array.array("i", [0])
+        fcntl.ioctl(fd, termios.FIONREAD, number)
+        return number[0]
 
     def read(self, fd: int) -> bytes:
         """Return what is there; at the end of the stream, drop it."""

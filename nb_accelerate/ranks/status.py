@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nb_accelerate.diagnostics.stacks import is_whole, where
+from nb_accelerate.diagnostics.stacks import where
 from nb_accelerate.protocol.messages import Result
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def locate_ranks(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float)
     for rank in asked:
         rank.ask_for_stacks()
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not all(is_whole(rank.stacks) for rank in asked):
-        time.sleep(0.01)  # the loop's thread reads, and knows no end of a dump
+    for rank in asked:
+        rank.has_answered.wait(max(0.0, deadline - time.monotonic()))
     found = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
     found.update((rank.rank, where(bytes(rank.stacks).decode(errors="replace"))) for rank in asked)
     return found

@@ -150,6 +150,11 @@ def test_lines_get_the_prefix_that_was_asked_for(notebook: Kernel) -> None:
     ]
 
 
+def test_one_rank_gets_its_prefix_also_if_equal_lines_are_folded(notebook: Kernel) -> None:
+    cell = notebook.run("launch(counts, (1,), 1, log_line_prefix_template='[${rank}] ', fold_output=True)").ok()
+    assert cell.stdout == "[0] rank 0 line 0\n"
+
+
 def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel) -> None:
     notebook.set_timeouts("nb_accelerate.launch.Launch", fold=600.0)  # a line may be this late and is still equal
     notebook.run("def mostly_equal():\n    print('same'); print('differs by', rank()); print('same again')").ok()

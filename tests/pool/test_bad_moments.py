@@ -7,13 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fixtures.kernels import Kernel
-
-from nb_accelerate.ranks.status import locate_ranks
 
 SUM = "%%distributed\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(int(total.item()))"
 
@@ -144,28 +140,3 @@ def test_a_rank_that_ends_while_a_value_is_packed_for_it_is_missed(notebook: Ker
     assert (cell.error, "rank 1 was ended by SIGKILL" in cell.message) == ("RankDiedError", True)
     notebook.run("%distributed restart 1\ndel ends_it").ok()
     notebook.run("%%rank 1\nimport time, torch, torch.distributed as dist").ok()
-
-
-class TestDumps:
-    """Stacks are written piece by piece."""
-
-    THREAD = b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n'
-    MAIN = (
-        b"Current thread 0x00007e (most recent call first):\n"
-        b'  File "/home-of/train.py", line 7 in load\n  File "<string>", line 1 in <module>\n'
-    )
-
-    def test_half_a_dump_is_not_taken_for_a_whole_one(self):
-        pieces = [self.THREAD, self.MAIN]
-
-        class Stacks(bytearray):
-            def endswith(self, *given: Any) -> bool:
-                looked = super().endswith(*given)
-                if pieces:
-                    self.extend(pieces.pop(0))
-                return looked
-
-        rank: Any = SimpleNamespace(
-            rank=0, handle=SimpleNamespace(ended=False), stacks=Stacks(), ask_for_stacks=lambda: None
-        )
-        assert locate_ranks({0: rank}, {0}, 20.0) == {0: "in load, /home-of/train.py:7"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from nb_accelerate.ranks.proxy import RankProxy
 from nb_accelerate.ranks.request import Awaits, Request
 from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.sinks import Sink
+from nb_accelerate.ranks.status import locate_ranks
 from nb_accelerate.ranks.steps import call_steps, quit_steps
 from nb_accelerate.ranks.timeouts import NEVER, Timeouts
 
@@ -280,6 +283,75 @@ def test_ranks_that_do_not_answer_in_time_are_named(loop: RankLoop) -> None:
     error = error_of(request)
     assert isinstance(error, DeadlineError)
     assert str(error) == "the call took longer than 600 s; rank 1 had not finished"
+
+
+def test_the_error_about_a_rank_whose_message_cannot_be_read_keeps_the_cause(loop: RankLoop) -> None:
+    handle = ActorRank(0, None, ends_on=["kill"])
+    request = begin(loop, [handle], call_steps(SOON))
+    no_pickle = b"no pickle"
+    handle._there._socket.sendall(struct.pack("!QB", len(no_pickle), 0) + no_pickle)
+    loop.run(request)
+    error = error_of(request)
+    assert "cannot be read (UnpicklingError" in str(error)
+    assert isinstance(error.__cause__, pickle.UnpicklingError)
+
+
+def test_a_rank_that_was_stopped_before_another_one_failed_is_reported(loop: RankLoop) -> None:
+    class Stopped(ActorRank):
+        def is_stopped(self) -> bool:
+            return True
+
+    said: list[str] = []
+    handles = [ActorRank(0, failure("First", time.monotonic())), Stopped(1, None, ends_on=["kill"])]
+    request = begin(loop, handles, call_steps(SOON), say=said.append)
+    loop.run(request)
+    assert said == ["rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT 0"]
+    assert "Meanwhile rank 1 was stopped" in error_of(request).__notes__[-1]
+
+
+def test_a_rank_that_prints_faster_than_it_is_read_answers_all_the_same() -> None:
+    class PrintsMore(Cell):
+        def write(self, stream: str, text: str) -> None:
+            with contextlib.suppress(IndexError):  # the rank has ended
+                os.write(handle._ends[0], b"more\n")
+
+    loop = RankLoop()
+    loop.start()
+    cell = PrintsMore()
+    handle = ActorRank(0, RESULT)
+    loop.output = GuardedOutput(RequestOutput([0], cell), cell)
+    request = begin(loop, [handle], call_steps(SOON), has_thread=True)
+    try:
+        assert request.done.wait(20)
+    finally:
+        handle._end(0)
+        loop.close()
+
+
+def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
+    pieces = [
+        b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n',
+        b'Current thread 0x00007e (most recent call first):\n  File "/home-of/train.py", line 7 in load\n',
+        b'  File "<string>", line 1 in <module>\n',
+    ]
+
+    class Writes(ActorRank):
+        def dump_stacks(self) -> None:
+            os.write(self._ends[2], pieces.pop(0))
+
+    def write_next(loop: RankLoop) -> None:
+        if pieces and loop.ranks[0].stacks:  # what was written before has been read
+            loop.ranks[0].handle.dump_stacks()
+
+    loop = RankLoop()
+    loop.start()
+    try:
+        loop.add(RankProxy(Writes(0, None), loop))
+        loop.observers.append(write_next)
+        assert locate_ranks(loop.ranks, {0}, 20.0) == {0: "in load, /home-of/train.py:7"}
+    finally:
+        loop.observers.remove(write_next)
+        loop.close()
 
 
 @pytest.mark.parametrize("how", ["read_end", "pid"])
