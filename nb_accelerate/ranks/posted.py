@@ -1,4 +1,4 @@
-"""What other threads want done in the loop's thread."""
+"""Actions that other threads post to the thread of the loop."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Posted:
-    """A queue of actions. Any thread posts, also a signal handler; the loop's thread runs them.
+class PostedActions:
+    """A queue of actions. Any thread posts, also in a signal handler; the loop's thread runs them in their order.
 
     Args:
-        wake: wakes up the loop's thread.
+        wake: wakes up the loop's thread, which then calls `run`.
 
     Attributes:
-        ended: nothing is run any more; what is posted is refused.
+        ended: set when no action will be run any more; those that are posted are refused.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -27,18 +27,26 @@ class Posted:
         self._actions: deque[tuple[Callable[[], object], Callable[[], object]]] = deque()
 
     def post(self, action: Callable[[], object], refuse: Callable[[], object] = lambda: None) -> None:
-        """Have something done; `refuse` is called instead if the thread has ended."""
+        """Add an action to the queue.
+
+        Args:
+            action: called in the loop's thread.
+            refuse: called instead, in any thread, if the loop's thread has ended.
+        """
         self._actions.append((action, refuse))
         self._wake()
-        if self.ended.is_set():  # maybe just now, so that both may see what was posted: each is taken once
+        if self.ended.is_set():  # perhaps just now: then `end` refuses it, or this does, as each is popped once
             self._refuse()
 
     def do(self, action: Callable[[], object], why_not: Callable[[], Exception]) -> None:
-        """Have something done, wait until it is, and raise what it raises.
+        """Post an action, and wait until it has run.
 
         Args:
-            action: to do.
-            why_not: gives what to raise if the thread has ended.
+            action: called in the loop's thread.
+            why_not: returns the exception to raise if that thread has ended.
+
+        Raises:
+            Exception: what the action raised, or what `why_not` returned.
         """
         done: Future[None] = Future()
 
@@ -54,17 +62,17 @@ class Posted:
         done.result()
 
     def run(self) -> None:
-        """Do, in the loop's thread, what was posted."""
+        """Run the actions that were posted. For the loop's thread."""
         while self._actions:
             posted = self._actions.popleft()
             try:
                 posted[0]()
             except BaseException:
-                self._actions.appendleft(posted)  # whoever waits for it is told when the thread ends
+                self._actions.appendleft(posted)  # it is refused when the thread ends, which tells whoever waits for it
                 raise
 
     def end(self) -> None:
-        """Refuse what was posted and what will be."""
+        """Refuse all actions from now on, and those that are in the queue."""
         self.ended.set()
         self._refuse()
 

@@ -1,4 +1,4 @@
-"""A rank as the loop sees it: its handle, what it says, and what is known of it."""
+"""A rank as the loop sees it: its connections, its output, and what is known about it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class RankProxy:
-    """Owns a rank's handle.
+    """Owns a rank's handle, and keeps what came from the rank until it is wanted.
 
     Args:
         handle: the rank's connections.
-        loop: takes its output; `RankLoop.add` it there.
+        loop: shows its output. The rank is read from once it was given to `RankLoop.add`.
 
     Attributes:
-        rank: its number.
+        rank: its rank.
         handle: its connections.
-        output: takes what it prints.
-        displays: messages whose place in the output has not come yet.
+        output: splits what it prints into lines.
+        displays: displays that have come and whose places in the output have not.
         inbox: other messages that have come, each with its descriptors.
-        stacks: what it answered when it was asked where it is.
-        has_answered: set when all of that has come, or the rank has ended.
+        stacks: what faulthandler has written since `ask_for_stacks`.
+        has_stacks: set when all of that has come, or the rank has ended.
         is_ready: it has been set up.
-        is_stopped: it was suspended when it was looked at last.
-        is_leaving: it was told to end on purpose.
-        why_lost: why it is of no use any more, although its process may live; "" for one that is.
-        lost_by: the exception that told so, if there was one: it becomes the cause of the error about this rank.
+        is_stopped: it was suspended (SIGSTOP) when it was looked at last.
+        is_leaving: it was told to end.
+        why_lost: why it is of no use any more although its process may live; "" for one that is of use.
+        lost_by: the exception behind `why_lost`, if there is one; the cause of the error about this rank.
     """
 
     def __init__(self, handle: RankHandle, loop: RankLoop) -> None:
@@ -45,14 +45,14 @@ class RankProxy:
         self.handle = handle
         self.output = RankOutput(
             handle.mark,
-            lambda stream, text: loop.show_text(self, stream, text),
+            lambda stream, text: loop.on_text(self, stream, text),
             alone=False,
-            on_display=lambda: loop.show_display(self),
+            on_display=lambda: loop.reader.show_next_display(self),
         )
         self.displays: deque[Display] = deque()
         self.inbox: deque[tuple[Any, tuple[int, ...]]] = deque()
         self.stacks = bytearray()
-        self.has_answered = threading.Event()
+        self.has_stacks = threading.Event()
         self.is_ready = False
         self.is_stopped = False
         self.is_leaving = False
@@ -61,30 +61,30 @@ class RankProxy:
 
     @property
     def is_gone(self) -> bool:
-        """It has ended, or is of no use any more."""
+        """Whether it has ended, or is of no use any more."""
         return self.handle.ended or bool(self.why_lost)
 
     def ask_for_stacks(self) -> None:
-        """Have it write where it is; what it wrote before is forgotten."""
+        """Have it write the stacks of its threads, and forget those it wrote before."""
         self.stacks.clear()
-        self.has_answered.clear()
+        self.has_stacks.clear()
         self.handle.dump_stacks()
 
     def take_stacks(self, data: bytes) -> None:
-        """Take a piece of what it writes about where it is."""
+        """Take a piece of the stacks that it writes."""
         self.stacks += data
         if is_whole(self.stacks):
-            self.has_answered.set()
+            self.has_stacks.set()
 
     def quit(self) -> None:
-        """Tell it to end by itself, once."""
+        """Tell it once to end by itself."""
         if not self.is_leaving:
             self.is_leaving = True
             with contextlib.suppress(OSError):  # it has just ended, which its status tells
                 self.handle.channel.send(Quit())
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close its connections, and descriptors of messages that nobody took."""
         for _, fds in self.inbox:
             for fd in fds:
                 os.close(fd)

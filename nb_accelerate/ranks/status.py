@@ -85,7 +85,7 @@ def locate_ranks(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float)
         rank.ask_for_stacks()
     deadline = time.monotonic() + seconds
     for rank in asked:
-        rank.has_answered.wait(max(0.0, deadline - time.monotonic()))
+        rank.has_stacks.wait(max(0.0, deadline - time.monotonic()))
     found = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
     found.update((rank.rank, where(bytes(rank.stacks).decode(errors="replace"))) for rank in asked)
     return found
