@@ -1,4 +1,4 @@
-"""How what a pool asks of its ranks ends before its time: tables of steps, and what errors say."""
+"""The steps by which requests of a pool are ended early, and the phrases of their errors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _BUSY = (
 
 
 def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
-    """How a cell ends. A rank is never killed unless the user asks for it: its variables would be lost.
+    """Return the steps that end a cell early.
+
+    A rank that has variables is killed only if the user interrupts again.
 
     Args:
-        timeouts: of the steps.
+        timeouts: of the pool.
         cut: takes a rank out of its collective, see `cut_from`.
     """
     notice = _BUSY if timeouts.wait == NEVER else ""
@@ -58,7 +60,7 @@ def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tu
 
     Args:
         timeouts: of the steps.
-        cut: as above.
+        cut: takes a rank out of its collective, see `cut_from`.
     """
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
@@ -71,11 +73,11 @@ def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tu
 
 
 def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
-    """How ranks are ended for good.
+    """Return the steps that end ranks for good.
 
     Args:
-        timeouts: of the steps.
-        seconds: for those that were told to, to end by themselves; 0 if they were not.
+        timeouts: of the pool.
+        seconds: how long ranks that were told to end have for it; 0 if they were not told.
     """
     by_signal = (
         Step(kind=StepKind.KILL, act=kill, seconds=timeouts.kill),
@@ -121,7 +123,11 @@ def _after_end(rank: RankProxy) -> str:
 
 
 def wording(what: str) -> Wording:
-    """How errors speak of something that a pool asks of its ranks."""
+    """Return the phrases for errors of a request of a pool.
+
+    Args:
+        what: what was asked, as the subject of a sentence: ``the cell``.
+    """
     return Wording(
         what=what,
         after_end=_after_end,

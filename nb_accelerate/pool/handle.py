@@ -1,4 +1,4 @@
-"""A cell that runs in the background, as the notebook holds it."""
+"""The handle of a cell that runs in the background."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class CellHandle:
-    """Runs on the ranks while the notebook goes on. The next cell for the ranks waits for its end.
+    """A cell that runs on the ranks while the notebook goes on. The next cell for the ranks waits for its end.
 
     Attributes:
-        request: what the ranks were asked.
+        request: the request to the ranks.
     """
 
     def __init__(self, pool: Pool, request: Request) -> None:
@@ -27,11 +27,11 @@ class CellHandle:
         self._outcome: list[Any] | BaseException | None = None
 
     def done(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
         return self.request.done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end, at most `timeout` seconds. True if it has ended."""
+        """Wait for its end, at most `timeout` seconds, and return whether it has ended."""
         return self.request.done.wait(timeout)
 
     def interrupt(self) -> None:
@@ -40,17 +40,21 @@ class CellHandle:
             self._pool.interrupt()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """Wait for its end and give the values of the last expression, by rank; or raise what it raised.
+        """Wait for its end, and return the values of the last expression, by rank.
+
+        Args:
+            timeout: seconds; None for no limit.
 
         Raises:
             TimeoutError: it has not ended within `timeout` seconds. It goes on.
+            BaseException: what the cell has raised, see `Pool.run`.
         """
         if not self.request.done.wait(timeout):
             raise TimeoutError(f"the cell has not ended within {timeout} s; it goes on")
         if self._outcome is None:
             try:
                 self._outcome = self._pool.finish(self.request)
-            except BaseException as error:  # kept: asked again, it is raised again
+            except BaseException as error:  # kept for the next call
                 self._outcome = error
         if isinstance(self._outcome, BaseException):
             raise self._outcome

@@ -1,4 +1,4 @@
-r"""What a pool does, computed from what there is, and what can be done then. Pure.
+r"""The states of a pool, and what can be done in each. Pure.
 
 ::
 
@@ -25,9 +25,9 @@ class PoolState(enum.Enum):
     IDLE = "idle"
     RUNNING = "running"
     APART = "apart"
-    """The ranks are there, but their process group is not: it is made anew before the next cell."""
+    """The ranks live, but their process group is of no use. It is made anew before the next cell."""
     BROKEN = "broken"
-    """A rank has ended. The others keep what they have."""
+    """A rank has ended. The others keep their variables."""
 
 
 _POSSIBLE = {
@@ -44,14 +44,14 @@ _WHY_NOT = {
 
 
 def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_apart: bool) -> PoolState:
-    """The state of a pool.
+    """Return the state of a pool.
 
     Args:
-        exists: there are ranks, or have been.
-        starts: they are being started, or meet again.
-        runs: a cell is running.
-        lacks_ranks: one has ended.
-        is_apart: they have no process group.
+        exists: whether ranks were started and the pool was not stopped since.
+        starts: whether ranks are being started, or join a new process group.
+        runs: whether a cell is running.
+        lacks_ranks: whether a rank has ended.
+        is_apart: whether their process group is of no use.
     """
     if not exists:
         return PoolState.STOPPED
@@ -65,14 +65,14 @@ def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_ap
 
 
 def check(state: PoolState, action: str) -> None:
-    """Check that something can be done now.
+    """Check that an action is possible.
 
     Args:
-        state: of the pool.
+        state: the state of the pool.
         action: ``start``, ``run`` or ``repair``.
 
     Raises:
-        PoolError: it cannot; says what to do.
+        PoolError: it is not; the text says what to do.
     """
     if state in _POSSIBLE[action]:
         return

@@ -1,4 +1,4 @@
-"""What a pool, and a cell on it, are asked to do."""
+"""Options of a pool, and of a cell on it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ def _nothing() -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """How to start ranks.
+    """Options for starting the ranks of a pool.
 
     Attributes:
-        num_processes: number of ranks; None is one for each GPU, or two on a machine without.
-        mixed_precision: `Accelerator()`'s default on the ranks.
-        devices: ``"cpu"`` or numbers of GPUs; None is all that are visible.
-        start_method: ``auto``, ``forkserver`` or ``spawn``.
+        num_processes: number of ranks; None for one for each GPU, or two on a machine without GPUs.
+        mixed_precision: default of `Accelerator()` on the ranks.
+        devices: ``"cpu"``, or the numbers of GPUs; None for all that are visible.
+        start_method: ``"auto"``, ``"forkserver"`` or ``"spawn"``.
         env: environment variables of the ranks, on top of the notebook's.
+
+    Raises:
+        ConfigError: an option has a value that cannot be.
     """
 
     num_processes: int | None = None
@@ -43,14 +46,14 @@ class PoolOptions:
         stays = [method.name for method in START_METHODS.values() if method.serves_cells]
         if self.start_method in START_METHODS and self.start_method not in stays:
             raise ConfigError(
-                f"start_method={self.start_method!r} is for notebook_launcher. Ranks that stay get what they need from "
-                f"the notebook cell by cell: write start_method='auto', 'forkserver' or 'spawn'"
+                f"start_method={self.start_method!r} is for notebook_launcher only: ranks that stay are sent what each "
+                f"cell needs. Write start_method='auto', 'forkserver' or 'spawn'"
             )
         check_start_method(self.start_method, stays)
         self.as_launch(self.num_processes)  # checks the rest
 
     def as_launch(self, num_processes: int | None) -> LaunchOptions:
-        """The same, as options of a launch."""
+        """Return the same as options of a launch, with another number of ranks."""
         return LaunchOptions(
             function=_no_function,
             num_processes=num_processes,
@@ -63,16 +66,19 @@ class PoolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOptions:
-    """How to run a cell.
+    """Options for running a cell.
 
     Attributes:
-        ranks: on which ranks; None is all.
-        send: names to send from the notebook before, also if the ranks have their own.
-        timeout: seconds, or None.
-        style: how output of several ranks is shown, see `nb_accelerate.ranks.request_output.CellOutput`.
+        ranks: the ranks that run it; None for all.
+        send: names to send from the notebook first, also if the ranks have bound them themselves.
+        timeout: seconds until it is ended; None for no limit.
+        style: how output of several ranks is shown, see `nb_accelerate.ranks.request_output.RequestOutput`.
         quiet: show no output.
         progress: where its panel is drawn, see `nb_accelerate.launch.notebook_launcher`.
-        wants_values: bring back the value of the last expression.
+        wants_values: return the value of the last expression of each rank.
+
+    Raises:
+        ConfigError: an option has a value that cannot be.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -89,8 +95,8 @@ class CellOptions:
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout!r} is not a number of seconds above 0. Leave it out for no limit")
         if self.ranks is not None and not self.ranks:
-            raise ConfigError("ranks=() is nobody. Leave it out for all ranks")
+            raise ConfigError("ranks=() names no rank. Leave it out for all ranks")
 
 
 def _no_function() -> None:
-    """Ranks that stay are given no function."""
+    """Stand for the function of a launch: ranks that stay are given none."""

@@ -1,4 +1,4 @@
-"""A rank of a pool, which stays and may be taken out of a collective."""
+"""A rank of a pool, which can be taken out of a collective."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class PoolRank(RankProxy):
-    """Owns a rank's handle and its alarm channel.
+    """Owns the handle of a rank that stays, and its alarm channel; see `RankProxy` for the rest.
 
     Attributes:
-        steps: number of collectives that each of its process groups has seen, as of its last cell.
-        has_joined: it has been in a process group, so it may have variables.
+        steps: number of collectives that each of its process groups had seen at the end of its last cell, by group.
+        has_joined: whether it has been in a process group, so that it may have variables.
         device: what it computes on, as text.
     """
 
@@ -37,12 +37,12 @@ class PoolRank(RankProxy):
         self._alarm_end: socket.socket | None = there
 
     def take_alarm(self) -> socket.socket | None:
-        """The rank's end of the alarm channel, to send to it and to close; None if it has it already."""
+        """Return the rank's end of the alarm channel, to send to it and to close; None if it was taken before."""
         end, self._alarm_end = self._alarm_end, None
         return end
 
     def cut_off(self, message: CutOff) -> None:
-        """Take it out of a collective."""
+        """Have the rank break off a collective, see `CutOff`."""
         with contextlib.suppress(OSError):  # it has just ended
             self._alarm.send(message)
 

@@ -1,8 +1,8 @@
-"""What went wrong in a request, and which of several things was the cause.
+"""Find the first cause of a request that went wrong, and build the exception to raise for it.
 
 When a rank fails, the others fail because of it: their collective reports a closed connection a tenth of a second
-later, or never. What a user needs is the first cause, raised in the notebook with its own type, with the lines of
-the cell and with what the other ranks were doing.
+later, or never. The notebook raises the first cause only: with its own type, with the traceback on its rank, and with
+what the other ranks were doing.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 
 class IncidentKind(enum.Enum):
-    """What can end a request before its time."""
+    """What can go wrong in a request."""
 
     FAILED = "a rank answered with an exception"
     DIED = "a rank has ended, or is of no use any more"
-    UNASKED = "a rank could not be asked"
+    UNASKED = "a message could not be sent to a rank"
     NOT_STARTED = "ranks were not ready in time"
     LATE = "ranks have not answered in time"
     INTERRUPTED = "the user has interrupted"
@@ -57,19 +57,20 @@ class IncidentKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """Something that ends a request. A failure is rebuilt as an exception later, in the thread that asked.
+    """One thing that went wrong in a request.
 
     Attributes:
         kind: what it is.
-        when: `time.monotonic` of it.
-        rank: whose, or None.
-        failure: what the rank answered, and the descriptors of it.
-        error: why it could not be asked.
-        tail: its last output.
-        late: numbers of the ranks that were not ready or had not answered in time.
-        how: what the user has done.
-        is_consequence: it came after ranks were signalled.
-        out_of_memory: the system's out-of-memory killer was at work since the request began.
+        when: `time.monotonic` at which it happened or was noticed.
+        rank: the rank that it happened on; None if it concerns several.
+        failure: with ``FAILED``, the rank's answer and its descriptors. The thread that has asked makes an exception
+            of it later.
+        error: with ``UNASKED``, why the message could not be sent.
+        tail: the last output of the rank.
+        late: with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered.
+        how: with ``INTERRUPTED``, what the user did, as a participle.
+        is_consequence: whether ranks had been signalled before.
+        out_of_memory: whether the system's out-of-memory killer has killed a process since the request began.
     """
 
     kind: IncidentKind
@@ -85,21 +86,21 @@ class Incident:
 
     @property
     def peer_lost(self) -> bool:
-        """It only says that another rank has gone."""
+        """Whether it only says that another rank was lost."""
         return self.failure is not None and self.failure[0].peer_lost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """How errors speak of a request.
+    """Phrases and types for the errors of a request.
 
     Attributes:
-        what: was asked, as the subject of a sentence.
-        limit: its timeout, with ``{seconds}``.
-        after_end: what follows "rank 1 was ended by SIGKILL", up to the full stop.
+        what: what was asked, as the subject of a sentence: ``the cell``.
+        limit: its timeout; ``{seconds}`` stands for the number.
+        after_end: returns what follows "rank 1 was ended by SIGKILL" about a rank, up to the full stop.
         unusable: type of the error about a rank that is of no use any more.
-        unseen: type of the error about a rank whose end went unseen.
-        when_hung: what can be done when ranks wait for one another in vain.
+        unseen: type of the error about a rank whose exit code is not known.
+        when_hung: advice for when ranks wait for one another in vain.
     """
 
     what: str = "the cell"
@@ -111,14 +112,14 @@ class Wording:
 
 
 class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an error, not an error
-    """The traceback of a rank, as the ``__cause__`` of the exception raised here: plain Python prints it first."""
+    """Holds the traceback of a rank, as the ``__cause__`` of an exception, which plain Python prints before it."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def oom_kills(counters: tuple[Path, ...] = _OOM_COUNTERS) -> int:
-    """Count the processes that the out-of-memory killer has ended since the system, or the container, started."""
+    """Return how many processes the out-of-memory killer has killed since the system, or the container, started."""
     return sum(_count(path) for path in counters)
 
 
@@ -131,10 +132,10 @@ def _count(path: Path) -> int:
 
 
 def first_cause(incidents: Iterable[Incident]) -> Incident:
-    """Find the cause of what happened.
+    """Return the incident that explains the others.
 
-    An interrupt wins over everything, since it is what the user did. Otherwise the earliest incident does. One that
-    only says that a peer has gone comes after all others, and what came after ranks were signalled comes last.
+    An interrupt of the user comes first. Of other incidents the earliest does, but those that only say that another
+    rank was lost come after the rest, and those that happened after ranks were signalled come last.
     """
 
     def order(incident: Incident) -> tuple[bool, bool, bool, float]:
@@ -145,13 +146,13 @@ def first_cause(incidents: Iterable[Incident]) -> Incident:
 
 
 def error_of(request: Request, *others: Request) -> BaseException | None:
-    """Build the exception to raise for a request that is done; None if all went well.
+    """Return the exception to raise for a request that is done, or None if all went well.
 
-    Users' code may run in here, where an exception of theirs is rebuilt: not for the loop's thread.
+    Users' code may run in it, where an exception of theirs is unpickled, so it is not for the loop's thread.
 
     Args:
         request: what the ranks were asked.
-        others: requests to the same ranks that followed it: an interrupt may have come in one of them.
+        others: requests to the same ranks that followed: an interrupt may have come in one of them.
     """
     for one in (request, *others):
         if one.failure is not None:
@@ -202,13 +203,13 @@ def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
 
 
 def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
-    """Build the error about a rank that has ended, or is of no use any more.
+    """Return the error about a rank that has ended, or is of no use any more.
 
     Args:
-        rank: which has.
-        wording: how to speak of it.
+        rank: the rank.
+        wording: phrases of the request.
         tail: its last output.
-        out_of_memory: the system's out-of-memory killer was at work.
+        out_of_memory: whether the system's out-of-memory killer has killed a process meanwhile.
     """
     number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
     said = f" Its last output was:\n{tail.rstrip()}" if tail.strip() else ""
@@ -224,12 +225,12 @@ def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: b
 
 
 def how_it_ended(rank: RankProxy, wording: Wording) -> str:
-    """Say in a few words how a rank has ended, without its consequences."""
+    """Return how a rank has ended, in a few words and without advice."""
     return str(death(rank, wording)).split(". ", maxsplit=1)[0].removesuffix(".")
 
 
 def signal_name(number: int) -> str:
-    """``SIGSEGV (segmentation fault)``."""
+    """Return the name and meaning of a signal: ``SIGSEGV (segmentation fault)``."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -239,13 +240,16 @@ def signal_name(number: int) -> str:
 
 
 def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str) -> BaseException:
-    """Rebuild the exception that a rank has answered with, which may run users' code.
+    """Return the exception that a rank has answered with. Users' code may run, when it is unpickled.
 
     Args:
-        rank: its number.
-        failure: the answer.
-        fds: descriptors that came with it, which this closes.
+        rank: the rank.
+        failure: its answer.
+        fds: descriptors that came with it; closed.
         output: the rank's last output.
+
+    Returns:
+        The exception itself, or a `RemoteError` with its text if it cannot be unpickled here.
     """
     report = failure.report
     if report.type_name == "SystemExit" and failure.result_of_call:
@@ -272,7 +276,7 @@ def _remote(rank: int, report: ErrorReport, output: str) -> RemoteError:
 
 
 def interrupted(text: str) -> KeyboardInterrupt:
-    """What the user gets who interrupts: in a notebook one line, and not where we were while we waited."""
+    """Return a KeyboardInterrupt that a notebook shows as one line, without the traceback of the wait."""
     error = KeyboardInterrupt(text)
     line = f"{ANSI.error}KeyboardInterrupt{ANSI.end}: {text}"
     error._render_traceback_ = functools.partial(list, (line,))  # type: ignore[attr-defined]
@@ -280,7 +284,11 @@ def interrupted(text: str) -> KeyboardInterrupt:
 
 
 def describe_stacks(stacks: Mapping[int, str]) -> str:
-    """``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``; equal places said once."""
+    """Return lines such as ``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``.
+
+    Args:
+        stacks: as faulthandler writes them, by rank. Ranks at the same place share a line.
+    """
     places: dict[str, list[int]] = {}
     for rank, dump in sorted(stacks.items()):
         places.setdefault(where(dump), []).append(rank)
@@ -290,7 +298,7 @@ def describe_stacks(stacks: Mapping[int, str]) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """One line: who failed, and with what."""
+    """Return one line about an error: the rank, the type and the first line of its text."""
     rank = getattr(error, "_nb_rank", None)
     lines = str(error).splitlines() or [""]
     if isinstance(error, LaunchError):
@@ -300,7 +308,7 @@ def summary(error: BaseException) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """PEP 678's ``add_note``, also on Python 3.10."""
+    """Add a note to an exception, as PEP 678's ``add_note`` does, also to one whose class refuses it. "" adds none."""
     if note:
         with contextlib.suppress(Exception):  # the class may refuse attributes, or have an odd one of that name
             notes = getattr(error, "__notes__", None)
@@ -308,7 +316,15 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int, world_size: int, footer: str) -> None:
-    """What IPython and plain Python print is the traceback in the rank, not our own waiting for it."""
+    """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it.
+
+    Args:
+        error: the exception to raise.
+        report: what the rank has reported.
+        rank: the rank.
+        world_size: number of ranks.
+        footer: what other ranks were doing, or "".
+    """
     title = f"rank {rank} of {world_size}"
     add_note(error, f"Raised by {title}.")
     add_note(error, footer)
@@ -357,7 +373,7 @@ def ended_as(
 
 
 def said_of(cause: Incident, request: Request) -> str:
-    """Say in one line what went wrong, without rebuilding an exception of users."""
+    """Return one line about what went wrong. Runs no code of users."""
     if cause.kind is IncidentKind.INTERRUPTED:
         return f"{request.wording.what} was {cause.how}"
     if cause.failure is not None and cause.rank is not None:

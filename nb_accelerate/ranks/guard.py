@@ -1,4 +1,4 @@
-"""Keeps errors in showing what ranks print away from what runs the ranks."""
+"""Keep errors in showing output away from what runs the ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER = 0.5
-"""Seconds until output that was due and failed is tried again: it stays due."""
+_RETRY_INTERVAL = 0.5
+"""Seconds until output that could not be shown is tried again."""
 
-_LONGEST_TEXT = 300
+_MAX_TEXT = 300
 """Characters of an error's text that are shown."""
 
 
 class OutputGuard:
-    """A context manager in which errors end nothing: ``with guard: sink.write(...)``.
+    """A context manager that swallows errors in showing output: ``with guard: sink.write(...)``.
 
-    A full disk, a terminal that cannot write a letter, or a mistake in a display then cost output, and no training.
-    The first error is told in the cell, in one line; each is logged with its traceback.
+    A full disk, a terminal that cannot write a letter, or a mistake in a display must not end a training. The cell gets
+    one line about the first error; each is logged with its traceback.
 
     Args:
-        sink: where to tell; None only logs.
+        sink: takes the line; None only logs.
 
     Attributes:
-        retry_at: `time.monotonic` before which what was due should not be tried again.
+        retry_at: `time.monotonic` before which output that was due should not be tried again.
     """
 
     def __init__(self, sink: Sink | None = None) -> None:
@@ -49,7 +49,7 @@ class OutputGuard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.retry_at = time.monotonic() + _RETRY_AFTER
+        self.retry_at = time.monotonic() + _RETRY_INTERVAL
         logger.info("Output of ranks could not be shown.", exc_info=error)
         if not self._has_told:
             self._has_told = True
@@ -57,7 +57,7 @@ class OutputGuard:
         return True
 
     def _tell(self, line: str) -> None:
-        """Through whatever still works: a cell takes displays also where there is no room for more lines."""
+        """Show a line as text or, if that fails, as a display: a cell takes those also after its last line."""
         if self._sink is None:
             return
         try:
@@ -70,14 +70,14 @@ class OutputGuard:
 
 
 class GuardedOutput:
-    """A `RequestOutput` as the loop uses it: errors cost output, and no method raises.
+    """A `RequestOutput` whose methods never raise.
 
     Args:
-        output: of the request.
-        sink: where it goes; takes the line about the first error.
+        output: shows what ranks print.
+        sink: takes the line about the first error.
 
     Attributes:
-        guard: for what else is done to show the output.
+        guard: for whatever else shows output of the request.
         alone: see `RequestOutput`.
     """
 
@@ -88,7 +88,7 @@ class GuardedOutput:
 
     @property
     def due(self) -> float:
-        """When `flush` has something to do, as `time.monotonic`."""
+        """`time.monotonic` at which `flush` has something to do."""
         due = float("inf")
         with self.guard:
             due = self._output.due
@@ -137,8 +137,8 @@ class GuardedOutput:
 
 def _line(error: Exception) -> str:
     try:
-        said = " ".join(str(error).split())[:_LONGEST_TEXT]
-    except Exception:  # an exception whose text cannot be made either
+        said = " ".join(str(error).split())[:_MAX_TEXT]
+    except Exception:  # its __str__ fails too
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     line = f"some output is missing here, since it could not be shown ({text}). What prints it goes on"

@@ -1,7 +1,7 @@
-"""What the notebook needs to know of a rank, wherever it runs.
+"""The interface between the notebook and one rank, wherever that runs.
 
-A process of this machine is one kind of rank (`nb_accelerate.launch.local`). An actor of an engine, or a process of
-another machine, is another: it implements this class, and nothing above it changes.
+`nb_accelerate.launch.local.LocalRank` is a process of this machine. An actor of an engine, or a process of another
+machine, needs a class of its own; `RankLoop` and what is above it stay as they are.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class RankHandle(ABC):
-    """Owns the notebook's ends of a rank's connections. `RankLoop` reads them, in one thread.
+    """Owns the notebook's ends of a rank's connections. Only the thread of a `RankLoop` reads them.
 
     Attributes:
-        rank: its number among all ranks.
-        local_rank: its number among those of its machine.
-        mark: mark of its output frames.
+        rank: its rank.
+        local_rank: its rank on its machine.
+        mark: mark of its output frames, see `nb_accelerate.protocol.output`.
         channel: messages to and from it.
         page: the progress page on which it says how far it is.
         stdout: descriptor with what Python prints and C code writes to descriptor 1.
         stderr: descriptor with what C code writes to descriptor 2.
         stacks: descriptor with the stacks of its threads, after `dump_stacks`.
         status: descriptor that becomes readable when the rank has ended; see `read_end`.
-        ended: it is gone, or nobody can tell: `lost` says why then.
-        exitcode: once it has ended: exit code, or minus the signal's number; None also if its end went unseen.
-        lost: why its end went unseen.
+        ended: whether it has ended, or was given up.
+        exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
+        lost: why its exit code is not known.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class RankHandle(ABC):
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Its process id once it is ready. The loop sets it when the rank says so."""
+        """Its process id; None until it is ready. The loop sets it, from the rank's `Ready`."""
 
     @pid.setter
     @abstractmethod
@@ -59,7 +59,11 @@ class RankHandle(ABC):
 
     @abstractmethod
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
-        """Send what the rank is to answer. An interrupt is meant for what was asked last.
+        """Send a message that the rank answers.
+
+        Args:
+            message: what it should do. `interrupt` interrupts the last one.
+            fds: descriptors to send along; they stay the caller's.
 
         Raises:
             OSError: it has ended.
@@ -67,15 +71,15 @@ class RankHandle(ABC):
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in what the rank was asked last, and nowhere else."""
+        """Raise KeyboardInterrupt in what the rank was asked last, if it still runs that."""
 
     @abstractmethod
     def nudge(self) -> None:
-        """Wake up a rank that was about to wait for something when the interrupt came."""
+        """Wake up a rank that had begun to wait for something just when an interrupt came."""
 
     @abstractmethod
     def dump_stacks(self) -> None:
-        """Have it write where all its threads are to `stacks`, also while C code holds the interpreter."""
+        """Have it write the stacks of all its threads to `stacks`, also while C code holds the interpreter."""
 
     @abstractmethod
     def terminate(self) -> None:
@@ -87,19 +91,19 @@ class RankHandle(ABC):
 
     @abstractmethod
     def is_stopped(self) -> bool:
-        """Tell whether somebody has suspended it, as SIGSTOP does: no event says so."""
+        """Return whether somebody has suspended it (SIGSTOP). No event reports that."""
 
     @abstractmethod
     def is_lost(self) -> bool:
-        """Tell whether nobody will say that it has ended, although it was told to. Then `give_up`."""
+        """Return whether its end will never be reported, although it was told to end. The loop then calls `give_up`."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Kill it, and take it for ended."""
+        """Kill it, and treat it as ended."""
 
     @abstractmethod
     def read_end(self) -> None:
-        """Read how it ended from `status`, which is readable.
+        """Read its exit code from `status`, which is readable.
 
         Raises:
             OSError: it cannot be read.

@@ -1,7 +1,7 @@
-"""Says who waits for whom when nothing moves any more.
+"""Report ranks that wait for one another in vain.
 
-Ranks that train for an hour without printing do not hang. Ranks that wait in a collective while another rank has
-come to its end, or is somewhere else and stays there, do.
+A rank hangs if it waits in a collective while another rank has finished, or stays somewhere else in its code. One that
+computes for an hour without printing does not hang.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 
 
 class HangWatch:
-    """Watches one request, in the loop's thread. Call `act` when it is `due`.
+    """Watches the ranks of one request. The loop's thread calls `act` when it is due.
+
+    Once nothing has come from the ranks for ``quiet`` seconds and their progress pages have not changed either, they
+    are asked for their stacks. If those show a hang it is reported, once.
 
     Args:
-        request: that has begun.
-        timeouts: ``quiet`` and ``stacks`` of them.
+        request: one that has begun.
+        timeouts: its ``quiet`` and ``stacks`` are used.
+
+    Attributes:
+        due: `time.monotonic` of the next `act`.
     """
 
     def __init__(self, request: Request, timeouts: Timeouts) -> None:
@@ -37,15 +43,15 @@ class HangWatch:
         self._seen: Mapping[int, str] = {}
         self._said = False
         self._progress: tuple[object, ...] | None = None
-        self.due = time.monotonic() + timeouts.quiet / 2  # then how far the ranks are is read for the first time
+        self.due = time.monotonic() + timeouts.quiet / 2  # when the progress pages are read for the first time
 
     def moved(self) -> None:
-        """Take note that something came from a rank."""
+        """Note that a rank has printed something."""
         if not self._asked:
             self.due = time.monotonic() + self._timeouts.quiet
 
     def act(self) -> None:
-        """Ask the ranks where they are, or look at what they answered."""
+        """Read the progress pages, ask the ranks for their stacks, or look at the stacks that have come."""
         request, now = self._request, time.monotonic()
         if request.step is not None or self._said:
             self.due = NEVER
@@ -86,11 +92,11 @@ class HangWatch:
 
 
 def verdict(dumps: Mapping[int, str], finished: list[int]) -> str:
-    """Say who waits for whom; "" if nobody waits in vain.
+    """Return who waits for whom, as a sentence without its end; "" if nobody waits in vain.
 
     Args:
         dumps: stacks of the ranks that are still busy, by rank.
-        finished: ranks that have come to their end.
+        finished: ranks that have come to the end of what they were asked.
     """
     waits = who_waits(dumps)
     waiting, elsewhere = waits.waiting, waits.elsewhere

@@ -1,4 +1,4 @@
-"""Lines that debuggers on ranks want from the user, on their way to whoever waits for the ranks."""
+"""Queue the requests for input of debuggers on ranks, until the thread that waits for the ranks asks the user."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.messages import InputRequest
     from nb_accelerate.ranks.proxy import RankProxy
 
-_NEXT_LINE = 0.5
-"""Seconds in which a rank whose debugger went on may ask at the next line before another rank is given a turn."""
+_NEXT_LINE_TIMEOUT = 0.5
+"""Seconds from when a debugger lets the code go on until another rank may ask: stepping asks again at the next line."""
 
-_LONGEST_WAIT = 0.25
-"""Seconds. A signal just before one long wait begins would be noticed when it ends."""
+_MAX_WAIT = 0.25
+"""Seconds of a single wait. Python handles a signal that comes just before a wait when the wait has ended."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class PendingInput:
 
     @property
     def prompt(self) -> str:
-        """What to show, with the rank that asks."""
+        """The prompt to show, with the rank in front of it."""
         return f"rank {self.rank.rank} {self.request.prompt}"
 
     def answer(self, text: str | None) -> None:
-        """Send a line; None says that there will be none."""
+        """Send the line to the rank; None for the end of input."""
         with contextlib.suppress(OSError):  # it has just ended
             self.rank.handle.channel.send(InputReply(number=self.request.number, text=text))
 
 
 class InputRequests:
-    """The lines that the ranks of one request want. The loop's thread puts them, the one that waits gets them.
+    """The requests for input of the ranks of one request. The loop's thread puts them, another one gets them.
 
-    Once a rank is talked to, others wait until its debugger lets the cell go on.
+    The user talks to one rank at a time: requests of other ranks wait until its debugger lets the code go on.
     """
 
     def __init__(self) -> None:
@@ -54,37 +54,37 @@ class InputRequests:
         self._closed = False
 
     def put(self, request: PendingInput) -> None:
-        """Add one."""
+        """Add a request."""
         with self._changed:
             self._waiting.append(request)
             self._changed.notify_all()
 
     def goes_on(self, rank: int) -> None:
-        """Take note that the debugger of a rank has let its cell go on."""
+        """Note that the debugger of a rank has let the code go on."""
         with self._changed:
             if rank == self._rank:
                 self._talks = False
                 self._changed.notify_all()
 
     def gone(self, rank: int) -> None:
-        """Take note that a rank will not ask any more."""
+        """Note that a rank will not ask any more."""
         with self._changed:
             if rank == self._rank:
                 self._rank, self._talks = -1, False
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Have `get` give None from now on."""
+        """Have `get` return None from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def get(self) -> PendingInput | None:
-        """Wait for the next one; None if there will be none. For one thread, which may be the main one."""
+        """Wait for the next request, and return it; None after `close`. For one thread only."""
         with self._changed:
             self._wait_for(self._has_news)
             self._wait_for(lambda: not self._talks or self._has_more_of_same_rank())
-            self._changed.wait_for(lambda: self._rank < 0 or self._has_more_of_same_rank(), _NEXT_LINE)
+            self._changed.wait_for(lambda: self._rank < 0 or self._has_more_of_same_rank(), _NEXT_LINE_TIMEOUT)
             if self._closed:
                 return None
             request = min(self._waiting, key=lambda one: (one.rank.rank != self._rank, one.rank.rank))
@@ -93,7 +93,7 @@ class InputRequests:
             return request
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        while not self._changed.wait_for(condition, _LONGEST_WAIT):
+        while not self._changed.wait_for(condition, _MAX_WAIT):
             pass
 
     def _has_news(self) -> bool:

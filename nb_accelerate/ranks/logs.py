@@ -1,7 +1,7 @@
-"""Files for output that is too long for a cell: in a folder that only this user can read, and not for ever.
+"""Make log files for output that is too long for a cell, in a folder that only this user can read.
 
-The folder's name in the folder for temporary files can be guessed, so another user may have made one of that name, or
-a link. What is there is only used if it is this user's own; otherwise a new folder is made.
+The name of the folder can be guessed, so another user may have put a folder or a link there. It is used only if it is
+this user's own folder; otherwise a new one is made.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from typing import IO
 
 _PREFIX = "nb_accelerate-logs-"
 
-_KEPT = 7 * 24 * 3600.0
-"""Seconds since a log was last written to, after which it is removed."""
+_MAX_AGE = 7 * 24 * 3600.0
+"""Seconds from the last write to a log until it is removed."""
 
 
 def new_log() -> tuple[Path, IO[str]]:
-    """Open a new file; old ones are removed. Returns its path and the file.
+    """Open a new log file, and remove old ones.
+
+    Returns:
+        Its path, and the file.
 
     Raises:
-        OSError: there is no place for one.
+        OSError: it cannot be made.
     """
     folder, descriptor = _own_folder()
     try:
@@ -39,7 +42,7 @@ def new_log() -> tuple[Path, IO[str]]:
 
 
 def _own_folder() -> tuple[Path, int]:
-    """The path of the folder, and a descriptor of it."""
+    """Return the path of the folder, and a descriptor of it."""
     base = Path(tempfile.gettempdir())
     usual = base / f"{_PREFIX}{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -53,7 +56,7 @@ def _own_folder() -> tuple[Path, int]:
 
 
 def _open_own(folder: Path) -> int:
-    """A descriptor of a folder that nobody else can read or write.
+    """Return a descriptor of a folder, after making sure that nobody else can read or write it.
 
     Raises:
         OSError: it is a link, no folder, or another user's.
@@ -72,7 +75,7 @@ def _open_own(folder: Path) -> int:
 
 
 def _remove_old(folder: int) -> None:
-    oldest = time.time() - _KEPT
+    oldest = time.time() - _MAX_AGE
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".log"):

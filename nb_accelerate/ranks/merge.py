@@ -1,9 +1,9 @@
-"""One sequence out of what several ranks print and show. Pure.
+"""Merge the output of several ranks into one sequence. Pure.
 
-What ranks say is compared item for item, in the order in which each said it. An item that all ranks say is shown
-once, as in an ordinary cell. Where they differ, what each of them says is shown as a block, in the order of the
-ranks, up to the place where they agree again; equal blocks are one block ("ranks 0-2"). What is shown stays where
-it is: an item that others have not said within a moment is shown for those who have, and what comes late follows.
+Output is a sequence of items (lines, displays) of each rank. An item that all ranks have at the same place is shown
+once, as in an ordinary cell. Where they differ, each rank's items are shown as a block, in the order of the ranks, up
+to the next item that all have; equal blocks are shown once, for all their ranks. What was shown is not moved: an item
+that other ranks have not printed in time is shown for those that have, and theirs follows when it comes.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ T = TypeVar("T", bound="Hashable")
 
 
 class _Queue(Generic[T]):
-    """What one rank has said and was not shown yet. Times are kept for lots of items, not for each."""
+    """Items of one rank that were not shown yet. Times are kept for batches of items, not for each."""
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
-        self._lots: deque[tuple[int, float]] = deque()
+        self._batches: deque[tuple[int, float]] = deque()
 
     @property
     def since(self) -> float:
-        """When the first of them was said, as `time.monotonic`; infinity if there is none."""
-        return self._lots[0][1] if self._lots else float("inf")
+        """`time.monotonic` at which the first of them came; infinity if there is none."""
+        return self._batches[0][1] if self._batches else float("inf")
 
     def add(self, items: Sequence[T], when: float) -> None:
         if items:
             self.items.extend(items)
-            self._lots.append((len(items), when))
+            self._batches.append((len(items), when))
 
     def take(self, number: int) -> list[T]:
-        """The first `number` of them, or as many as there are."""
+        """Remove and return the first `number` of them, or as many as there are."""
         taken = [self.items.popleft() for _ in range(min(number, len(self.items)))]
         left = len(taken)
         while left:
-            size, when = self._lots.popleft()
+            size, when = self._batches.popleft()
             if size > left:
-                self._lots.appendleft((size - left, when))
+                self._batches.appendleft((size - left, when))
             left -= min(size, left)
         return taken
 
 
 class Merge(Generic[T]):
-    """Takes what ranks say, hands on what is to be shown. Items that are equal are shown as one.
+    """Takes items of ranks, and passes them on in the order in which they are to be shown.
 
     Args:
-        ranks: their numbers.
-        show: takes the ranks that said it, and the items, one list for each of these ranks.
-        hold: seconds that an item waits for the other ranks'; infinity waits until `finish`. Ranks in step are
-            milliseconds apart.
+        ranks: the ranks.
+        show: called with ranks that have the same items, and with these items, one list for each of these ranks.
+        hold: seconds that an item waits for an equal one of the other ranks; infinity waits until `finish`. Ranks
+            that do the same are milliseconds apart.
     """
 
     def __init__(
@@ -66,16 +66,22 @@ class Merge(Generic[T]):
 
     @property
     def due(self) -> float:
-        """When `flush` has something to do, as `time.monotonic`."""
+        """`time.monotonic` at which `flush` has something to do."""
         return min(queue.since for queue in self._waiting.values()) + self._hold
 
     def add(self, rank: int, items: Sequence[T], now: float) -> None:
-        """Take what a rank says."""
+        """Take items of a rank.
+
+        Args:
+            rank: the rank.
+            items: in their order.
+            now: `time.monotonic`.
+        """
         self._waiting[rank].add(items, now)
-        self._show_what_all_said()
+        self._show_common()
 
     def flush(self, now: float) -> None:
-        """Show what has waited long enough."""
+        """Show items that have waited for `hold` seconds."""
         while self.due <= now:
             self._show_block()
 
@@ -84,7 +90,7 @@ class Merge(Generic[T]):
         while any(queue.items for queue in self._waiting.values()):
             self._show_block()
 
-    def _show_what_all_said(self) -> None:
+    def _show_common(self) -> None:
         agreed = 0
         for said in zip(*(queue.items for queue in self._waiting.values()), strict=False):
             if said.count(said[0]) < len(said):
@@ -94,8 +100,8 @@ class Merge(Generic[T]):
             self._show(tuple(self._waiting), [queue.take(agreed) for queue in self._waiting.values()])
 
     def _show_block(self) -> None:
-        """Show what comes before the next item that all say: of each rank in turn, equal ones once."""
-        length = self._agree_again()
+        """Show what comes before the next item that all ranks have: of each rank in turn, equal blocks once."""
+        length = self._num_until_equal()
         blocks: dict[tuple[T, ...], tuple[list[int], list[list[T]]]] = {}
         for rank, queue in self._waiting.items():
             said = queue.take(length)
@@ -105,10 +111,10 @@ class Merge(Generic[T]):
                 items.append(said)
         for ranks, items in blocks.values():
             self._show(tuple(ranks), items)
-        self._show_what_all_said()
+        self._show_common()
 
-    def _agree_again(self) -> int:
-        """Count the items of each rank before one that all ranks say at the same place."""
+    def _num_until_equal(self) -> int:
+        """Return how many items of each rank come before the next one that all ranks have at the same place."""
         length = 0
         for length, column in enumerate(zip_longest(*(queue.items for queue in self._waiting.values()))):
             if length and column.count(column[0]) == len(column):

@@ -1,9 +1,9 @@
-"""What ranks print, as whole lines.
+"""Split what a rank prints into whole lines.
 
-Bytes arrive in lumps that end anywhere, from several ranks at once. A line is passed on when it is complete, so
-that lines of different ranks never mix; what is left without a newline is passed on when its rank ends, when it
-has become very long, or at once if there is just one rank. Of a line of several ranks' that redraws itself (a progress
-bar), only the last drawing is passed on.
+Pieces of bytes arrive that end anywhere. A line is passed on when it is complete, so that lines of several ranks never
+mix. What has no newline is passed on when its rank ends or when it has become very long. If there is just one rank,
+everything is passed on at once. Of a line that redraws itself by carriage returns (a progress bar), only the last
+drawing is passed on.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ if TYPE_CHECKING:
 
     from nb_accelerate.protocol.output import StreamName
 
-_KEPT_LINES = 1000
+_MAX_LINES = 1000
 """Last lines of a rank that are kept."""
 
-_KEPT_WIDTH = 1 << 13
-"""Characters of each that are kept, from its end."""
+_MAX_WIDTH = 1 << 13
+"""Characters of each kept line, counted from its end."""
 
 _TAIL_LINES = 20
 """Lines that an error shows."""
 
-_LONGEST_LINE = 1 << 20
-"""Characters of a line without an end, after which it is passed on in pieces."""
+_MAX_UNFINISHED = 1 << 20
+"""Characters without a newline that are held back; more are passed on as a line."""
 
 
 class RankOutput:
-    """The output of one rank.
+    """Takes the bytes that one rank prints, passes them on as lines, and keeps the last ones.
 
     Args:
-        mark: mark of its frames.
-        emit: takes a stream's name and one or more whole lines.
-        alone: there is just this rank, so nothing can mix and nothing is held back.
-        on_display: called where the rank has marked the place of a display.
+        mark: mark of its frames, see `nb_accelerate.protocol.output`.
+        emit: called with the name of a stream and one or more whole lines.
+        alone: whether this is the only rank, so that nothing is held back until its newline.
+        on_display: called at the place of a display.
 
     Attributes:
-        logged: ids of runs that it has logged values of, in order.
+        alone: as given; may be changed.
+        logged: ids of the runs that the rank has logged values of, in their order. The values are None.
     """
 
     def __init__(
@@ -62,36 +63,36 @@ class RankOutput:
         decoder = codecs.getincrementaldecoder("utf-8")
         self._text = {name: decoder("replace") for name in ("stdout", "stderr")}
         self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line()}
-        self._last: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._last: deque[str] = deque(maxlen=_MAX_LINES)
 
     @property
     def text(self) -> str:
         """The last thousand lines, of both streams."""
-        return "".join((*self._last, *(line.text[-_KEPT_WIDTH:] for line in self._line.values())))
+        return "".join((*self._last, *(line.text[-_MAX_WIDTH:] for line in self._line.values())))
 
     @property
     def tail(self) -> str:
-        """The last few lines, for an error that wants to show them."""
+        """The last lines, as many as an error shows."""
         return "".join(self.text.splitlines(keepends=True)[-_TAIL_LINES:])
 
     def feed(self, data: bytes) -> None:
-        """Take bytes of the rank's main pipe."""
+        """Take bytes that the rank has written to descriptor 1, with its frames."""
         for chunk in self._decoder.feed(data):
             self._pass_on(chunk)
 
     def feed_stderr(self, data: bytes) -> None:
-        """Take bytes that C code wrote to descriptor 2."""
+        """Take bytes that C code has written to descriptor 2."""
         self._pass_on(Chunk("stderr", data))
 
     def finish(self) -> None:
-        """Pass on what is left: nothing more will come soon."""
+        """Pass on what has no newline yet."""
         for stream, line in self._line.items():
             text = line.take()
             if text:
                 self._emit(stream, text if self.alone else text + "\n")
 
     def unfinished(self, stream: StreamName) -> str:
-        """What was printed to a stream after its last newline: a prompt, or a progress bar that is being redrawn."""
+        """Return what was printed to a stream after its last newline: a prompt, say, or a progress bar."""
         return self._line[stream].text
 
     def _pass_on(self, chunk: Chunk) -> None:
@@ -113,18 +114,18 @@ class RankOutput:
             whole, newline, rest = text.rpartition("\n")
             text = _last_drawings(line.take() + whole + newline) if newline else ""
             line.add(rest)
-            if line.size > _LONGEST_LINE:
+            if line.size > _MAX_UNFINISHED:
                 text += line.take() + "\n"
         if text:
             self._emit(chunk.stream, text)
 
     def _emit(self, stream: StreamName, text: str) -> None:
-        self._last.extend(line[-_KEPT_WIDTH:] for line in text.splitlines(keepends=True)[-_KEPT_LINES:])
+        self._last.extend(line[-_MAX_WIDTH:] for line in text.splitlines(keepends=True)[-_MAX_LINES:])
         self._emit_lines(stream, text)
 
 
 class _Line:
-    """What was printed since the last newline, in pieces: a long line is not copied for each."""
+    """Holds what was printed since the last newline. Pieces are joined when they are needed, not one by one."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -132,7 +133,7 @@ class _Line:
 
     @property
     def text(self) -> str:
-        """The pieces as one."""
+        """All of it."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
@@ -146,19 +147,19 @@ class _Line:
             self.size += len(piece)
 
     def take(self) -> str:
-        """Give all of it, and be empty."""
+        """Return all of it, and become empty."""
         text = self.text
         self._pieces, self.size = [], 0
         return text
 
 
 def _last_drawings(lines: str) -> str:
-    """Whole lines, without what has been drawn over in each."""
+    """Return whole lines, each without what was drawn over in it."""
     return "\n".join(map(last_drawing, lines.split("\n"))) if "\r" in lines else lines
 
 
 def last_drawing(line: str) -> str:
-    """A line without what was drawn over: the last drawing that shows something, behind a carriage return."""
+    """Return a line without what was drawn over: its last drawing that shows something, after a carriage return."""
     shown = line.rstrip("\r\t ")
     start = shown.rfind("\r")
     if start < 0:
@@ -167,7 +168,7 @@ def last_drawing(line: str) -> str:
 
 
 def prefixed(text: str, prefix: str) -> str:
-    """`text`, which is whole lines, with `prefix` in front of each line."""
+    """Return whole lines with `prefix` in front of each."""
     if not prefix:
         return text
     *whole, rest = text.split("\n")  # not splitlines(), which also ends a line at a carriage return

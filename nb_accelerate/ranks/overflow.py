@@ -1,4 +1,4 @@
-"""Output that is more than a cell can show: all of it goes to a log file, the last lines and a count to a display."""
+"""Keep output that is too long for a cell: all of it in a log file, its last lines and a count in a display."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _REDRAW_AFTER = 0.5
 
 
 class Overflow:
-    """Takes all output of a cell that became too much. A log that cannot be written loses the log, and nothing else.
+    """Writes the output of a cell to a log, and draws its last lines. Where no log can be written, the drawing says so.
 
     Attributes:
-        due: the `time.monotonic` at which it wants to be drawn again.
-        has_news: something has come since it was drawn.
+        due: `time.monotonic` of the next drawing.
+        has_news: whether something was written since the last drawing.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Overflow:
         self._lines = 0
         self._size = 0
         self._tail: deque[str] = deque([""], maxlen=_TAIL_LINES + 1)
-        """The last lines; what comes next goes on with the last one."""
+        """The last lines. The last of them is not finished: what is written next continues it."""
         self._path: Path | None = None
         self._file: IO[str] | None = None
         self._problem = ""
@@ -50,7 +50,7 @@ class Overflow:
             self._problem = f"no log can be written ({error})"
 
     def write(self, text: str) -> None:
-        """Write text to the log and keep its last lines."""
+        """Write text to the log, and keep its last lines."""
         self.has_news = True
         self._lines += text.count("\n")
         self._size += len(text)
@@ -65,11 +65,11 @@ class Overflow:
                 self._give_up(error)
 
     def drawing(self, lines: int, size: int) -> dict[str, Any]:
-        """Make the content of the message that shows it.
+        """Return the content of the Jupyter message that shows it.
 
         Args:
-            lines: how many the cell shows in full.
-            size: their characters.
+            lines: how many lines the cell shows in full.
+            size: how many characters these have.
         """
         if self._file is not None:
             try:
@@ -79,9 +79,9 @@ class Overflow:
         self.has_news = False
         self.due = time.monotonic() + _REDRAW_AFTER
         if self._lines > lines:
-            head = f"... {self._lines - lines:,} more lines; " + self._whereabouts(f"all {self._lines:,} are")
+            head = f"... {self._lines - lines:,} more lines; " + self._place_of_log(f"all {self._lines:,} are")
         else:
-            head = f"... {self._size - size:,} more characters; " + self._whereabouts(f"all {self._size:,} are")
+            head = f"... {self._size - size:,} more characters; " + self._place_of_log(f"all {self._size:,} are")
         tail = "\n".join(list(self._tail)[-_TAIL_LINES - (not self._tail[-1]) :]).lstrip("\r")
         return {
             "data": {"text/plain": f"{head}. The last ones:\n{tail}".rstrip("\n")},
@@ -95,13 +95,13 @@ class Overflow:
             with contextlib.suppress(OSError):
                 self._file.close()
 
-    def _whereabouts(self, all_are: str) -> str:
+    def _place_of_log(self, all_are: str) -> str:
         if self._problem:
             return self._problem
         return f"{all_are} in {self._path}"
 
     def _give_up(self, error: OSError) -> None:
-        """Write no more, since the disk is full, say. What has been written stays."""
+        """Stop writing the log, because the disk is full for example. What was written stays."""
         self._problem = f"the log {self._path} ends where it could not be written any more ({error.strerror})"
         self.close()
         self._file = None

@@ -1,4 +1,4 @@
-"""The panel of a request: what it watches, and where it is drawn."""
+"""Make the panel of a request: connect it with the ranks, and choose where it is drawn."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class RequestView:
-    """What a panel watches: the ranks of one request.
+    """Shows a panel the ranks of one request; see `nb_accelerate.display.Watched`.
 
     Args:
-        request: before it begins.
-        actions: what the user can do.
+        request: the request, before it begins.
+        actions: the panel's buttons.
     """
 
     def __init__(self, request: Request, actions: Sequence[Action]) -> None:
@@ -43,32 +43,32 @@ class RequestView:
         self._requests_before = {rank.rank: rank.handle.page.read().request for rank in request.ranks if rank.is_ready}
 
     def look(self) -> list[Seen]:
-        """The ranks as they are now."""
+        """Return the ranks as they are now."""
         return [
             Seen(rank=rank.rank, sample=self._sample(rank), state=state_of(rank, self._request), pid=rank.handle.pid)
             for rank in self._request.ranks
         ]
 
     def ask(self) -> None:
-        """Ask the ranks that are busy where they are."""
+        """Ask the ranks that are busy for their stacks."""
         if self._request.step is None:
             for rank in self._request.waiting:
                 ask_for_stacks(rank)
 
     def stacks(self) -> dict[int, str]:
-        """What they answered."""
+        """Return the stacks that have come, by rank."""
         return self._request.stacks
 
     def log(self, rank: int) -> str:
-        """The last lines a rank printed."""
+        """Return the last lines that a rank has printed."""
         return next(one.output.text for one in self._request.ranks if one.rank == rank)
 
     def runs(self) -> list[str]:
-        """Runs that the ranks have logged values of in this request."""
+        """Return the ids of the runs that ranks have logged values of in this request."""
         return [run for rank in self._request.ranks for run in rank.output.logged]
 
     def actions(self) -> Sequence[Action]:
-        """What the user can do."""
+        """Return the panel's buttons."""
         return self._actions
 
     def _sample(self, rank: RankProxy) -> Sample:
@@ -79,15 +79,15 @@ class RequestView:
 def make_panel(
     facts: Facts, ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
 ) -> Panel | None:
-    """A panel for some ranks, or None if nobody wants one.
+    """Return a panel, or None if the front end is ``"off"``.
 
     Args:
         facts: what runs, and how.
-        ranks: to be shown.
-        sink: the cell or stream it belongs to.
-        watched: the ranks.
-        front_end: see `choose_front_end`.
-        place: id of a display that the panel takes the place of, see `announce`.
+        ranks: the ranks to show.
+        sink: the cell or stream that it belongs to.
+        watched: gives their state.
+        front_end: how it is drawn, see `choose_front_end`.
+        place: id of a display that the panel replaces, see `announce`; "" for none.
     """
     if front_end == "off":
         return None

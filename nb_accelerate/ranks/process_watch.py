@@ -1,4 +1,4 @@
-"""Looks at the processes of ranks for what sends no event: a process that was suspended, an end nobody tells of."""
+"""Look at the processes of ranks for what sends no event: that one was suspended, or ended without a report."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ if TYPE_CHECKING:
 
     from nb_accelerate.ranks.proxy import RankProxy
 
-_WHILE_ENDING = 0.1
+_INTERVAL_WHILE_ENDING = 0.1
 """Seconds between two looks while ranks are being ended."""
 
 
 class ProcessWatch:
-    """Lives in the loop's thread. Call `look` when it is `due`.
+    """Looks at the processes of ranks from time to time. The loop's thread calls `look` when it is due.
 
     Args:
         interval: seconds between two looks; None looks only while ranks are being ended.
-        also: called at each look.
+        monitor: called at each look.
 
     Attributes:
-        due: as `time.monotonic`.
+        due: `time.monotonic` of the next look.
     """
 
-    def __init__(self, interval: float | None, also: Callable[[], object]) -> None:
+    def __init__(self, interval: float | None, monitor: Callable[[], object]) -> None:
         self._interval = NEVER if interval is None else interval
-        self._also = also
+        self._monitor = monitor
         self.due = time.monotonic() + self._interval
 
     def look_soon(self) -> None:
-        """Take note that ranks are being ended."""
-        self.due = min(self.due, time.monotonic() + _WHILE_ENDING)
+        """Have the next look soon: ranks are being ended."""
+        self.due = min(self.due, time.monotonic() + _INTERVAL_WHILE_ENDING)
 
     def look(self, ranks: Iterable[RankProxy], say: Callable[[str], object], *, is_ending: bool) -> list[RankProxy]:
-        """Look at all processes.
+        """Look at the processes of ranks.
 
         Args:
-            ranks: that were started.
-            say: takes a line about one that was suspended, or goes on.
-            is_ending: ranks are being ended: whether they are suspended does not matter any more.
+            ranks: those that were started.
+            say: shows a line about one that was suspended or continued.
+            is_ending: whether ranks are being ended; then it does not matter if one is suspended.
 
         Returns:
-            Ranks that have ended without anybody telling; nobody waits for their processes any more.
+            Ranks whose end nobody will report. They were given up.
         """
-        self.due = time.monotonic() + (min(_WHILE_ENDING, self._interval) if is_ending else self._interval)
-        self._also()
+        self.due = time.monotonic() + (min(_INTERVAL_WHILE_ENDING, self._interval) if is_ending else self._interval)
+        self._monitor()
         lost = []
         for rank in ranks:
             if not is_ending and not rank.is_gone:
@@ -60,11 +60,11 @@ class ProcessWatch:
 
 
 def look_whether_stopped(rank: RankProxy, say: Callable[[str], object]) -> None:
-    """Note whether a rank is suspended, and report it if that has changed.
+    """Note whether a rank is suspended, and say so if that has changed.
 
     Args:
-        rank: to look at.
-        say: takes the line.
+        rank: the rank.
+        say: shows a line.
     """
     pid = rank.handle.pid
     if pid is None:

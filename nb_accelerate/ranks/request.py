@@ -1,4 +1,4 @@
-"""Something that ranks are asked to do together, and how it ends.
+"""A request: what ranks are asked to do together, and how that ends.
 
 ::
 
@@ -7,10 +7,11 @@
       +--> one has failed, ended, or is late --> the first step --> the next --> ... --> all answered or ended
       +--> the user interrupts ----------------> the step "interrupt" --> ...
 
-How a request ends before its time is a table of steps, each for the ranks that have not answered yet and with its
-deadline: see `nb_accelerate.ranks.steps`.
+A request ends early by a table of steps (`nb_accelerate.ranks.steps`). Each step acts on the ranks that have not
+answered yet, and the next one follows after its deadline.
 
-All of this runs in the loop's thread. What ranks answered is unpickled later, by whoever asked and closes the request.
+The methods run in the thread of the loop. Answers are unpickled later, in the thread that has asked and closes the
+request, because users' code takes part in that.
 """
 
 from __future__ import annotations
@@ -46,47 +47,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUDGE_EVERY = 0.15
-"""Seconds from an interrupt until ranks are nudged that were about to wait for something when it came."""
+_NUDGE_INTERVAL = 0.15
+"""Seconds between two nudges of ranks that have not answered since they were interrupted; see `RankHandle.nudge`."""
 
 
 class Awaits(enum.Enum):
-    """What a rank has to do for a request to be done with it."""
+    """What a request waits for, from each of its ranks."""
 
-    READY = "to say that it is set up"
-    ANSWER = "to answer"
-    END = "to end"
+    READY = "`Ready`, when it is set up"
+    ANSWER = "the answer to a message"
+    END = "the end of its process"
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """Ask with `begin`; afterwards events come in, until `done` is set.
+    """Something that ranks are asked. `RankLoop.begin` begins it; it is over when `done` is set.
 
     Attributes:
-        ranks: who is asked.
-        send: asks one of them.
-        steps: how it ends before its time.
-        wording: how errors speak of it.
-        awaits: what each rank has to do.
-        world_size: number of all ranks.
-        start: seconds until all are ready.
-        timeout: seconds from when all are ready; None is no limit.
-        say: takes a line for the user.
-        panel: shows how far the ranks are.
-        keeps_panel: the panel outlives the request, and whoever made it has it show the end.
-        attended: somebody waits for it, and can be asked for input.
-        answers: by rank.
-        ends: of cells, by rank.
-        incidents: what went wrong, as it came.
-        failure: why it is done although not everybody has answered: the loop itself has ended.
-        step: the step it is in; None while all goes well.
-        taken: steps that were taken on some rank.
-        callbacks: called in the loop's thread just before it is done; errors in them cost output only.
-        take_note: the same, for what must not be lost.
-        is_unwanted: it was interrupted before it has begun.
-        oom_kills_before: what `oom_kills` gave when it began.
-        input_requests: of debuggers on ranks.
-        done: everybody has answered or has ended.
+        ranks: the ranks that are asked.
+        send: sends the message to one of them.
+        steps: the steps by which it is ended early, in their order.
+        wording: phrases for its errors.
+        awaits: what it waits for, from each rank.
+        world_size: number of ranks in all, of which `ranks` may be some.
+        start: seconds in which all ranks must become ready.
+        timeout: seconds in which all ranks must answer, from when all are ready; None for no limit.
+        say: shows the user a line.
+        panel: shows how far the ranks are; None if nothing does.
+        keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
+        attended: whether somebody waits for it and can be asked for input.
+        answers: the answers that have come, with their descriptors, by rank.
+        ends: what else cells reported at their end, by rank.
+        incidents: what went wrong, in the order in which it was noticed.
+        failure: the error of the loop, if that has ended before the ranks have answered.
+        step: the current step; None as long as nothing went wrong.
+        taken: kinds of the steps that have acted on a rank.
+        callbacks: called just before it is done. Errors in them are treated as errors in showing output.
+        take_note: called just before it is done, after `callbacks`. An error in it fails the request.
+        is_unwanted: whether it was interrupted before it has begun.
+        oom_kills_before: what `oom_kills` returned when it began.
+        input_requests: requests for input of debuggers on its ranks.
+        done: set when every rank has answered or ended, or the loop has ended.
     """
 
     ranks: Sequence[RankProxy]
@@ -121,58 +122,58 @@ class Request:
     _given_away: set[int] = field(default_factory=set)
     _unasked: set[int] = field(default_factory=set)
     _unaided: set[int] = field(default_factory=set)
-    """Ranks that came to the end by themselves: where they were on the way there explains nothing."""
+    """Ranks that have answered before they were signalled. Their stacks explain nothing."""
 
-    # What it is.
+    # Its state.
 
     @property
     def waiting(self) -> list[RankProxy]:
-        """Ranks that were asked, and have neither answered nor ended."""
+        """Ranks that were asked and have neither answered nor ended."""
         done = self.answers.keys() | self._unasked if self.awaits is not Awaits.END else self._unasked
         return [one for one in self.ranks if one.rank not in done and not one.is_gone]
 
     @property
     def due(self) -> float:
-        """When `act` has something to do, as `time.monotonic`."""
+        """`time.monotonic` at which `act` has something to do."""
         return min(self._step_ends, self._again_at, self._start_ends, self._late_at)
 
     @property
     def deadline(self) -> float:
-        """The next moment at which what has not come is late, as `time.monotonic`."""
+        """`time.monotonic` from which answers that have not come are late, or the current step is over."""
         return min(self._start_ends, self._late_at) if self.step is None else self._step_ends
 
     @property
     def is_being_ended(self) -> bool:
-        """Ranks were signalled: what they report from then on, and how they end, is our doing and no cause."""
+        """Whether ranks were signalled. Failures and ends that are noticed afterwards are no causes."""
         return self.step is not None and self.step.kind > StepKind.ASK
 
     @property
     def was_interrupted(self) -> bool:
-        """The user has interrupted it."""
+        """Whether the user has interrupted it."""
         return any(one.kind is IncidentKind.INTERRUPTED for one in self.incidents)
 
     @property
     def failed_rank(self) -> int | None:
-        """Whose failure came first, if any failed."""
+        """The rank that failed first, or None."""
         failed = [one for one in self.incidents if one.kind is IncidentKind.FAILED]
         first = first_cause(failed) if failed else None
         return first.rank.rank if first is not None and first.rank is not None else None
 
     @property
     def stacks(self) -> dict[int, str]:
-        """What ranks were doing when they were asked, and did not come out of by themselves, by rank."""
+        """Stacks of the ranks that were asked for them and have not answered by themselves since, by rank."""
         return {
             one.rank: STOPPED if one.is_stopped else bytes(one.stacks).decode(errors="replace")
             for one in self.ranks
             if (one.stacks or one.is_stopped) and one.rank not in self._unaided
         }
 
-    # What can happen.
+    # Events.
 
     def begin(self) -> None:
-        """Ask everybody."""
+        """Send the message to every rank."""
         for rank in self.ranks:
-            if self.awaits is not Awaits.END:  # else they may belong to what went wrong before
+            if self.awaits is not Awaits.END:  # whose error shows the stacks of the request before
                 rank.stacks.clear()
                 rank.is_stopped = False
             try:
@@ -181,7 +182,7 @@ class Request:
                 self._unasked.add(rank.rank)
                 self._add(Incident(kind=IncidentKind.UNASKED, when=time.monotonic(), rank=rank, error=error))
         for rank in self.ranks:
-            if rank.is_gone:  # since it was chosen; nobody will tell of it any more
+            if rank.is_gone:  # it has ended since it was chosen, and no event will follow
                 self.ended(rank)
         now = time.monotonic()
         self._start_ends = now + self.start
@@ -193,14 +194,20 @@ class Request:
             self.interrupt()
 
     def ready(self, rank: RankProxy) -> None:
-        """Take note of a rank that is set up."""
+        """Note that a rank is set up."""
         if self.awaits is Awaits.READY:
             self.answered(rank, Result(parcel=Parcel()), ())
         elif all(one.is_ready for one in self.ranks):
             self._all_are_ready(time.monotonic())
 
     def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
-        """Take note of an answer."""
+        """Note an answer.
+
+        Args:
+            rank: the rank.
+            message: the answer.
+            fds: descriptors that came with it; taken over.
+        """
         if isinstance(message, CellEnd):
             self.ends[rank.rank] = message
             message = message.answer
@@ -220,10 +227,10 @@ class Request:
                 failure=(message, fds),
                 tail=rank.output.tail,
             )
-            self._add(incident, goes_on=message.returned)  # the others may finish: their values can travel
+            self._add(incident, goes_on=message.returned)  # if only its value cannot be sent, the others may finish
 
     def ended(self, rank: RankProxy) -> None:
-        """Take note of a rank whose process has ended, or that is of no use any more."""
+        """Note that the process of a rank has ended, or that it is of no use any more."""
         self.input_requests.gone(rank.rank)
         if self.awaits is Awaits.END or rank.rank in self.answers:
             return
@@ -240,11 +247,11 @@ class Request:
         self._add(incident)
 
     def interrupt(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
-        """End it early, since the user does not want to wait; a second time, without regard for the ranks.
+        """End it early for the user. A second time, go to the step that the current one has for that.
 
         Args:
             kind: the step to go to.
-            how: what the user has done.
+            how: what the user did, as a participle.
         """
         again = self.was_interrupted
         self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
@@ -255,17 +262,17 @@ class Request:
             self._enter(kind)
 
     def expire(self) -> None:
-        """Take its time for up; in the loop's thread, see `RankLoop.post`."""
+        """Treat its timeout as over. For the loop's thread, see `RankLoop.post`."""
         if self._late_at < NEVER:
             self._late_at = 0.0
 
     def extend_step(self) -> None:
-        """Give the step it is in its time once more."""
+        """Begin the time of the current step anew."""
         if self.step is not None:
             self._step_ends = time.monotonic() + self.step.seconds
 
     def act(self) -> None:
-        """Do what is due."""
+        """Go to the next step, note what is late, or nudge ranks, as is due."""
         now = time.monotonic()
         if now >= min(self._start_ends, self._late_at):
             kind = IncidentKind.NOT_STARTED if now >= self._start_ends else IncidentKind.LATE
@@ -281,38 +288,42 @@ class Request:
                 self._enter(StepKind(self.step.kind + 1))
         elif now >= self._again_at:
             is_asking = self.step.kind is StepKind.ASK
-            self._again_at = NEVER if is_asking else now + _NUDGE_EVERY
+            self._again_at = NEVER if is_asking else now + _NUDGE_INTERVAL
             for rank in self.waiting:
-                with contextlib.suppress(Exception):  # it has been tried before
-                    if is_asking:  # by now it is where it waits, and not on the way there
+                with contextlib.suppress(Exception):  # `_enter` has logged what cannot be done
+                    if is_asking:  # once more: the first stacks may show it on its way to where it waits
                         ask_for_stacks(rank)
                     elif rank.is_ready:
                         rank.handle.nudge()
 
-    # How it is done with.
+    # Its end.
 
     def finish_panel(self) -> None:
-        """Have its panel show how it ended, unless the panel outlives it."""
+        """Have its panel show its end, unless the panel outlives it."""
         if self.panel is not None and not self.keeps_panel:
             self.panel.finish(*ended_as(self))
 
     def finish(self) -> None:
-        """Let go of who waits for it: everybody has answered."""
+        """Wake up whoever waits for it."""
         self.done.set()
         self.input_requests.close()
 
     def fail(self, error: BaseException) -> None:
-        """Nobody will answer any more: the loop has ended."""
+        """Note that the loop has ended, and wake up whoever waits.
+
+        Args:
+            error: why.
+        """
         self.failure = error
         self.finish()
 
     def take(self, rank: int) -> Answer:
-        """What a rank answered; its descriptors are then the caller's."""
+        """Return what a rank answered. Its descriptors are the caller's from then on."""
         self._given_away.add(rank)
         return self.answers[rank]
 
     def close(self) -> None:
-        """Close descriptors of answers that nobody took."""
+        """Close the descriptors of answers that were not taken."""
         for rank in self.answers.keys() - self._given_away:
             for fd in self.take(rank)[1]:
                 os.close(fd)
@@ -336,7 +347,7 @@ class Request:
             self.say(line)
 
     def _lacks_a_cause(self, now: float) -> bool:
-        """All that is known is that ranks have lost another one, and that one has not been heard of yet."""
+        """Return whether all failures only say that another rank was lost, and that rank's own is still waited for."""
         assert self.step is not None
         return (
             bool(self.incidents)
@@ -345,7 +356,7 @@ class Request:
         )
 
     def _is_saving(self, now: float) -> bool:
-        """Whether ranks write a checkpoint, which the user who has interrupted once would lose."""
+        """Return whether ranks still have time to write a checkpoint: the user has interrupted, and only once."""
         assert self.step is not None
         interrupts = [one.when for one in self.incidents if one.kind is IncidentKind.INTERRUPTED]
         if len(interrupts) != 1 or now >= interrupts[0] + self.step.save:
@@ -361,7 +372,7 @@ class Request:
         seconds = step.for_user if step.for_user is not None and self.was_interrupted else step.seconds
         now = time.monotonic()
         self._step_ends = now + seconds
-        again = {StepKind.ASK: seconds / 2, StepKind.INTERRUPT: _NUDGE_EVERY}
+        again = {StepKind.ASK: seconds / 2, StepKind.INTERRUPT: _NUDGE_INTERVAL}
         self._again_at = now + again.get(step.kind, NEVER)
         waiting = self.waiting
         if waiting:
@@ -379,5 +390,5 @@ class Request:
 def _try(act: Callable[[RankProxy], object], rank: RankProxy) -> None:
     try:
         act(rank)
-    except Exception:  # what cannot be done to one rank keeps nothing from those that follow
+    except Exception:  # the step goes on with the other ranks
         logger.warning("Rank %s could not be told to end.", rank.rank, exc_info=True)

@@ -1,4 +1,4 @@
-"""What ranks say in one request, on its way to the cell.
+"""Show the output of the ranks of one request in its cell.
 
 ::
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.output import StreamName
     from nb_accelerate.ranks.sinks import Sink
 
-_REDRAW_AFTER = 0.2
+_REDRAW_INTERVAL = 0.2
 """Seconds between two drawings of progress bars."""
 
-_MOST_BARS = 50
+_MAX_FINISHED_BARS = 50
 """Finished bars that are still drawn: each drawing sends all of them again."""
 
 _BAR_WIDTH = 500
-"""Characters of a bar."""
+"""Characters of a bar that are drawn, from its end."""
 
 _LINES_AT_ONCE = 200
-"""Lines that go to the sink together: it looks at its limits in between."""
+"""Lines that are given to the sink together. It looks at its limits in between."""
 
 _Line: TypeAlias = "tuple[StreamName, str]"
-"""A stream and a line with its newline. A tuple, since there may be very many."""
+"""The name of a stream, and a line with its newline. A tuple, because there may be very many."""
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """Something rich.
+    """A display of a rank.
 
     Attributes:
-        kind: as in a Jupyter message.
-        looks: equal for what looks the same.
-        content: as in a Jupyter message.
+        kind: ``result``, or the type of a Jupyter message.
+        looks: text that is equal for displays that look the same.
+        content: content of the message. Displays are compared without it.
     """
 
     kind: str
@@ -66,21 +66,22 @@ _Item: TypeAlias = "_Line | _Shown"
 
 
 class RequestOutput:
-    """The output of one request.
+    """Takes lines and displays of ranks, and shows them in a cell.
 
     Args:
-        ranks: whose.
-        sink: the cell.
-        ids: of displays, for as long as the ranks live.
-        style: ``fold`` shows equal output once, as it comes; ``group`` waits for the end, so that what a rank says
-            is in one place; ``raw`` passes every line on as it comes.
+        ranks: the ranks of the request.
+        sink: shows output in the cell.
+        ids: display ids of the ranks, if they live longer than the request.
+        style: ``fold`` shows equal output once, as it comes. ``group`` waits for the end, so that the output of each
+            rank is in one place. ``raw`` passes every line on as it comes.
         quiet: show nothing.
-        prefix: gives what to put in front of lines of some ranks; by default their numbers, if they are not all.
-        has_bars: draw lines that redraw themselves in a display of their own, not as lines.
-        hold: seconds that an item of output waits for the same of the other ranks.
+        prefix: returns the text in front of lines that some ranks have in common; by default it names the ranks,
+            unless these are all.
+        has_bars: draw lines that redraw themselves (progress bars) in a display of their own.
+        hold: seconds that a line waits for the same line of the other ranks.
 
     Attributes:
-        alone: there is just one rank, and nothing to put in front of its lines: they need not be whole.
+        alone: whether there is one rank only and its lines have no prefix, so that they need not be whole.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class RequestOutput:
 
     @property
     def due(self) -> float:
-        """When `flush` has something to do, as `time.monotonic`."""
+        """`time.monotonic` at which `flush` has something to do."""
         return min(self._sink.due, self._merge.due, self._bars.due if self._bars else NEVER)
 
     def text(self, rank: int, stream: StreamName, text: str) -> None:
-        """Take text of a rank: whole lines, or anything at all if it is `alone`."""
+        """Show text of a rank: whole lines, or anything at all if it is `alone`."""
         if self._quiet:
             return
         if self.alone and rank in self._ranks:
@@ -129,12 +130,12 @@ class RequestOutput:
         self._add(rank, list(zip(repeat(stream), lines, strict=False)))
 
     def redrawing(self, rank: int, line: str) -> None:
-        """Take a line that is not finished, as it is now."""
+        """Redraw the progress bar of a rank from a line that has no newline yet."""
         if self._has_bars and not self._quiet and "\r" in line:
             self._the_bars().draw(rank, _last_drawing(line))
 
     def display(self, rank: int, display: Display) -> None:
-        """Take something rich."""
+        """Show a display of a rank."""
         if self._quiet:
             return
         content = _as_message(display)
@@ -147,17 +148,17 @@ class RequestOutput:
         self._add(rank, [_Shown(display.kind, looks, content)])
 
     def say(self, line: str) -> None:
-        """Show a line of our own about trouble."""
+        """Show a line of this package's own on stderr."""
         self._merge.flush(time.monotonic())
         self._sink.write("stderr", line + "\n")
 
     def note(self, line: str) -> None:
-        """Show a line of our own about what went well: apart from what the ranks print, and not red."""
+        """Show a line of this package's own as a display, which front ends do not draw in red."""
         self._merge.flush(time.monotonic())
         self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
 
     def flush(self) -> None:
-        """Pass on what has waited long enough."""
+        """Show what has waited long enough."""
         now = time.monotonic()
         self._merge.flush(now)
         if self._bars is not None and self._bars.due <= now:
@@ -166,7 +167,7 @@ class RequestOutput:
             self._sink.flush()
 
     def finish(self) -> None:
-        """Show everything: the request is done. Something may still follow, since threads go on."""
+        """Show everything: the request is done. Threads of the ranks may still print afterwards."""
         self._merge.finish()
         if self._bars is not None:
             self._bars.redraw()
@@ -174,13 +175,13 @@ class RequestOutput:
         self._sink.flush()
 
     def close(self) -> None:
-        """Show everything and close the sink: nothing follows."""
+        """Show everything, and close the sink. Nothing follows."""
         self.finish()
         self._sink.close()
 
     def _add(self, rank: int, items: list[_Item]) -> None:
         if rank not in self._ranks:
-            # Another one, in which a thread goes on, say: there is nothing to compare it with.
+            # A rank of another request, which a thread of its own still prints on. Nothing is compared with it.
             if self._is_in_line:
                 self._sink.write("stdout", "\n")
                 self._is_in_line = False
@@ -191,7 +192,7 @@ class RequestOutput:
             self._merge.add(rank, items, time.monotonic())
 
     def _finishes_bar(self, rank: int, line: str) -> bool:
-        """Whether a line has redrawn itself; then it goes to the progress bars, and nowhere else."""
+        """Return whether a line has redrawn itself. If so, show it as a finished progress bar."""
         redrawn = "\r" in line.rstrip("\r\n")
         if redrawn:
             self._the_bars().finish(rank, _last_drawing(line))
@@ -224,7 +225,13 @@ class RequestOutput:
         return "" if tuple(ranks) == self._ranks else f"[{label(ranks)}] "
 
     def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
-        """Show once what several ranks show."""
+        """Show a display of several ranks once.
+
+        Args:
+            ranks: the ranks.
+            shown: their displays, which look the same.
+            whose: the prefix that names them.
+        """
         kind, content = shown[0].kind, dict(shown[0].content)
         if kind == "clear_output":
             if self._ranks[0] in ranks:
@@ -250,12 +257,12 @@ class RequestOutput:
 
 
 class _Bars:
-    """Progress bars of several ranks, each in its own row of one display."""
+    """Draws the progress bars of several ranks in one display, a row for each."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._id = uuid.uuid4().hex
-        self._finished: deque[str] = deque(maxlen=_MOST_BARS)
+        self._finished: deque[str] = deque(maxlen=_MAX_FINISHED_BARS)
         self._count = 0
         self._current: dict[int, str] = {}
         self._is_drawn = False
@@ -264,13 +271,13 @@ class _Bars:
     def draw(self, rank: int, line: str) -> None:
         if self._current.get(rank) != line[-_BAR_WIDTH:]:
             self._current[rank] = line[-_BAR_WIDTH:]
-            self.due = min(self.due, time.monotonic() + _REDRAW_AFTER)
+            self.due = min(self.due, time.monotonic() + _REDRAW_INTERVAL)
 
     def finish(self, rank: int, line: str) -> None:
         self._current.pop(rank, None)
         self._finished.append(f"[rank {rank}] {line[-_BAR_WIDTH:]}")
         self._count += 1
-        self.due = min(self.due, time.monotonic() + _REDRAW_AFTER)
+        self.due = min(self.due, time.monotonic() + _REDRAW_INTERVAL)
 
     def redraw(self) -> None:
         rows = [*self._finished, *(f"[rank {rank}] {line}" for rank, line in sorted(self._current.items()))]
@@ -288,7 +295,7 @@ class _Bars:
 
 
 def _as_message(display: Display) -> dict[str, Any]:
-    """The content, with all that a Jupyter message has, whatever the rank was asked to show."""
+    """Return the content of a Jupyter message, with all its parts, whatever users' code on the rank has left out."""
     try:
         content = json.loads(display.content)
     except RecursionError:
@@ -308,12 +315,12 @@ def _whole(line: _Line) -> _Line:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with their newlines. Not `str.splitlines`, which also ends a line at a carriage return."""
+    """Split text into lines with their newlines. `str.splitlines` would also split at a carriage return."""
     *whole, rest = text.split("\n")
     return [line + "\n" for line in whole] + ([rest] if rest else [])
 
 
 def _last_drawing(line: str) -> str:
-    """What is left to see of a line that redraws itself."""
+    """Return what is left to see of a line that redraws itself."""
     drawings = [part for part in line.rstrip("\n").split("\r") if part.strip()]
     return drawings[-1] if drawings else ""

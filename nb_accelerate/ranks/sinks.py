@@ -1,11 +1,9 @@
-"""Where the output of ranks goes: to where the code that started them would print.
+"""Show the output of ranks where the code that started them would print.
 
-A cell gets as much as a browser draws with ease. After that everything goes to a file, and the cell shows the last
-lines and a count, redrawn now and then. A terminal, a file that a script writes to, and what ``%%capture`` or
-``contextlib.redirect_stdout`` collect take everything.
+A cell shows as much as a browser draws with ease. The rest goes to a log file, and the cell shows its last lines and a
+count, redrawn now and then. Terminals, redirected streams and ``%%capture`` get everything.
 
-Output that cannot be shown as it is, since a console knows no such letter or nobody reads any more, is shown as well
-as can be: it never ends what watches over the ranks.
+Text that cannot be shown as it is, because a console lacks a letter for example, is shown as well as possible.
 """
 
 from __future__ import annotations
@@ -25,44 +23,48 @@ if TYPE_CHECKING:
     from nb_accelerate.display.block import Block
     from nb_accelerate.protocol.output import StreamName
 
-_FLUSH_AFTER = 0.05
-"""Seconds that output is gathered: many small messages cost the front end more than one."""
+_MAX_DELAY = 0.05
+"""Seconds for which text is gathered before it is sent: many small messages cost the front end more than one."""
 
-_FLUSH_SIZE = 1 << 15
+_MIN_SIZE = 1 << 15
 """Characters that are sent without waiting for more."""
 
 LINE_LIMIT = 5000
-"""Lines a cell shows in full."""
+"""Lines that a cell shows in full."""
 
 SIZE_LIMIT = 1 << 20
-"""Characters a cell shows in full."""
+"""Characters that a cell shows in full."""
 
 
 class Sink(Protocol):
-    """Takes whole lines. `due` is the `time.monotonic` at which it wants `flush` to be called."""
+    """Shows what it is given.
+
+    Attributes:
+        due: `time.monotonic` at which `flush` should be called.
+    """
 
     due: float
 
     def write(self, stream: StreamName, text: str) -> None:
-        """Take whole lines of one stream."""
+        """Show text of a stream: whole lines, or anything at all if there is only one rank."""
 
     def display(self, kind: str, content: dict[str, Any]) -> None:
-        """Take something rich.
+        """Show a display.
 
         Args:
-            kind: ``display_data``, ``update_display_data`` or ``clear_output``.
-            content: as in the Jupyter message.
+            kind: type of a Jupyter message: ``display_data``, ``update_display_data`` or ``clear_output``.
+            content: content of that message.
         """
 
     def flush(self) -> None:
-        """Show what was kept back."""
+        """Show what was gathered."""
 
     def close(self) -> None:
-        """Show everything: nothing will follow."""
+        """Show everything that was gathered. Nothing follows."""
 
 
 def sink_here() -> Sink:
-    """Make the sink for what the code that runs now starts."""
+    """Return a sink that shows output where the code that runs now would print."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     kernel = getattr(shell, "kernel", None)
@@ -70,10 +72,10 @@ def sink_here() -> Sink:
 
 
 class StreamSink(Sink):
-    """The streams of this process.
+    """Prints to the streams of this process.
 
     Attributes:
-        block: lines that stay at the bottom of the terminal, if there are any.
+        block: lines that are kept below the output in a terminal; None if there are none.
     """
 
     due = float("inf")
@@ -107,9 +109,14 @@ class StreamSink(Sink):
 
 
 class CellSink(Sink):
-    """The cell that runs when this is made, also after another cell has begun, from any thread.
+    """Shows output in the cell that runs when the sink is made, also when that has ended. For any thread.
 
-    What that cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
+    What the cell has redirected, with ``%%capture`` or `contextlib.redirect_stdout`, goes where its own prints go.
+
+    Args:
+        kernel: the ipykernel of this process.
+        line_limit: lines that the cell shows in full.
+        size_limit: characters that the cell shows in full.
     """
 
     def __init__(self, kernel: Any, line_limit: int = LINE_LIMIT, size_limit: int = SIZE_LIMIT) -> None:
@@ -150,10 +157,10 @@ class CellSink(Sink):
         self._pending_size += len(text)
         if rest:
             self._start_overflow(rest)
-        elif self._pending_size >= _FLUSH_SIZE:
+        elif self._pending_size >= _MIN_SIZE:
             self.flush()
         elif self.due == float("inf"):
-            self.due = time.monotonic() + _FLUSH_AFTER
+            self.due = time.monotonic() + _MAX_DELAY
 
     @override
     def display(self, kind: str, content: dict[str, Any]) -> None:
@@ -199,7 +206,7 @@ class CellSink(Sink):
                 self._send("stream", {"name": stream, "text": "".join(texts)})
 
     def _begin(self) -> None:
-        """Flush what the cell itself has printed, before the first output of ranks."""
+        """Before the first output of ranks, flush what the cell itself has printed."""
         if self._is_first:
             self._is_first = False
             console.flush(sys.stdout)
@@ -211,13 +218,13 @@ class CellSink(Sink):
         send, socket = self.kernel.session.send, self.kernel.iopub_socket
         try:
             send(socket, kind, _sendable(content), parent=self._parent)
-        except Exception as error:  # whatever a rank has shown, it must not end what watches over the ranks
+        except Exception as error:  # whatever a rank has displayed, it must not end the loop
             text = f"<a message of a rank cannot be sent to the notebook: {type(error).__name__}>\n"
             with contextlib.suppress(Exception):  # the kernel is closing
                 send(socket, "stream", {"name": "stderr", "text": text}, parent=self._parent)
 
     def _publish(self, kind: str, content: dict[str, Any]) -> None:
-        with contextlib.suppress(Exception):  # it is somebody else's class
+        with contextlib.suppress(Exception):  # the class is not ours, and may do anything
             if kind == "clear_output":
                 self._publisher.clear_output(wait=bool(content.get("wait")))
                 return
@@ -230,14 +237,14 @@ class CellSink(Sink):
 
 
 def _unless_kernels(stream: Any) -> Any:
-    """The stream, or None if it is the kernel's own, whose text goes to the cell that runs."""
+    """Return a stream, or None if it is the kernel's own, whose text goes to the cell that runs by then."""
     from ipykernel.iostream import OutStream
 
     return None if stream is None or isinstance(stream, OutStream) else stream
 
 
 def _capturing_publisher(kernel: Any) -> Any:
-    """What takes the displays of the cell that runs, if that is not the kernel's own publisher."""
+    """Return what captures the displays of the cell that runs, or None if nothing does."""
     from ipykernel.zmqshell import ZMQDisplayPublisher
 
     publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
@@ -245,7 +252,7 @@ def _capturing_publisher(kernel: Any) -> Any:
 
 
 def _sendable(content: Any) -> Any:
-    """The same without what no message can carry: halves of letters (lone surrogates), and what is no number."""
+    """Return content without what JSON messages cannot hold: lone surrogates, and floats that are not finite."""
     if isinstance(content, str):
         try:
             content.encode()
@@ -262,7 +269,7 @@ def _sendable(content: Any) -> Any:
 
 
 def _cut(text: str, lines: int, size: int) -> tuple[str, str]:
-    """As much of `text` as is at most so many lines and characters, and what follows."""
+    """Split text after so many lines or characters, whichever come first."""
     end = len(text)
     if text.count("\n") > lines:
         end = sum(len(line) + 1 for line in text.split("\n", lines)[:lines])

@@ -1,4 +1,4 @@
-"""What ranks are and do, seen from outside: they need not be idle, and are not disturbed."""
+"""Look at ranks from outside, also while they run something: they are not interrupted, and need not answer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """A rank, as it is now.
+    """The state of a rank when it was looked at.
 
     Attributes:
-        rank: its number.
+        rank: its rank.
         pid: its process, or None while it starts and after it has ended.
         state: ``starting``, ``running``, ``returned``, ``failed``, ``stopped`` (SIGSTOP) or ``ended``; of a pool also
             ``idle``.
         exitcode: once it has ended: exit code, or minus the signal's number.
         device: what it computes on; "" if that is not known.
-        memory: bytes of main memory that it holds; 0 if that was not asked for.
-        doing: how it has ended.
+        memory: bytes of main memory that it holds (RSS); 0 if that was not asked for.
+        doing: how it has ended, in words; "" if it has not.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankStatus:
 
 
 def state_of(rank: RankProxy, request: Request) -> str:
-    """What a rank does about a request, as the state of a `RankStatus`."""
+    """Return what a rank does about a request, as the ``state`` of a `RankStatus`."""
     answer = request.answers.get(rank.rank)
     if rank.is_stopped:
         return "stopped"
@@ -56,12 +56,12 @@ def state_of(rank: RankProxy, request: Request) -> str:
 
 
 def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
-    """Look at the process of a rank that has not ended.
+    """Look at the process of a rank of a pool that has not ended.
 
     Args:
-        rank: to look at.
-        busy: it runs a cell.
-        device: what it computes on.
+        rank: the rank.
+        busy: whether it runs a cell.
+        device: what it computes on, as text.
     """
     state, memory = "running" if busy else "idle", 0
     with contextlib.suppress(psutil.Error):
@@ -73,12 +73,15 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
 
 
 def locate_ranks(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float) -> dict[int, str]:
-    """Where ranks are in their code, in a few words.
+    """Find out where ranks are in their code. For any thread but the loop's, which reads what they write.
 
     Args:
-        ranks: by their number.
-        busy: numbers of those that run a cell.
-        seconds: that they have to write their stacks.
+        ranks: all of them, by rank.
+        busy: those that run a cell; they are asked for their stacks.
+        seconds: how long they have to write them.
+
+    Returns:
+        A few words for each rank: ``"idle"``, ``"ended"``, or the place in its code.
     """
     asked = [rank for number, rank in sorted(ranks.items()) if number in busy and not rank.handle.ended]
     for rank in asked:

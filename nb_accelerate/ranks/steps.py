@@ -1,6 +1,6 @@
-"""How a request ends before its time: tables of steps.
+"""The steps by which a request is ended early, after a failure, a timeout or an interrupt.
 
-A launch and a cell differ in their tables: ranks of a launch are terminated, those of a pool are taken out of their
+Each kind of request has a table of steps. Ranks of a launch are terminated; ranks of a pool are taken out of their
 collectives and keep their variables (`nb_accelerate.pool.ending`).
 """
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 class StepKind(enum.IntEnum):
-    """The steps that a request can take before its time, in their order."""
+    """What a step does to ranks that have not answered. A request takes steps in this order only.
+
+    ``ASK`` has them write their stacks, ``INTERRUPT`` raises KeyboardInterrupt in users' code, ``CUT`` breaks the
+    connections of their collectives, ``WAIT`` does nothing, ``TERMINATE`` and ``KILL`` send a signal, and ``GIVE_UP``
+    waits for them no longer.
+    """
 
     ASK = 0
     INTERRUPT = 1
@@ -33,18 +38,19 @@ class StepKind(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A row of the table by which a request ends.
+    """One row of a table.
 
     Attributes:
-        kind: names it.
-        act: does it to one rank that has not answered.
-        seconds: until the next step.
+        kind: what it does.
+        act: called with each rank that has not answered.
+        seconds: from this step to the next.
         for_user: the same if the user has interrupted; None if that makes no difference.
-        on_interrupt: where another interrupt in this step leads; None ignores it.
-        answered: does something to ranks that have answered, or answer in this step.
-        save: seconds that ranks have which write a checkpoint, if the user has interrupted once.
-        cause: seconds that a real cause is waited for, while all that is known is that ranks have lost another.
-        notice: what to say if ranks are left, with ``{ranks}`` for their numbers.
+        on_interrupt: the step that another interrupt leads to; None ignores it.
+        answered: called with each rank that has answered, or answers during this step.
+        save: seconds from the user's interrupt in which ranks may finish writing a checkpoint.
+        cause: seconds from the first failure in which the real cause is waited for, if all failures so far only say
+            that another rank was lost.
+        notice: a line for the user if ranks have not answered when the step begins; ``{ranks}`` stands for them.
     """
 
     kind: StepKind
@@ -59,7 +65,7 @@ class Step:
 
 
 def ask_for_stacks(rank: RankProxy) -> None:
-    """Ask where it is, unless it cannot answer."""
+    """Have a rank write its stacks, unless it cannot: it is not ready, or suspended."""
     if rank.is_ready and not rank.is_stopped:
         rank.ask_for_stacks()
 
@@ -67,31 +73,34 @@ def ask_for_stacks(rank: RankProxy) -> None:
 def interrupt(rank: RankProxy) -> None:
     """Raise KeyboardInterrupt in users' code."""
     rank.handle.interrupt()
-    if not rank.is_ready:  # it may be long in coming, and there is nothing to wait for
+    if not rank.is_ready:  # it runs no users' code yet that KeyboardInterrupt could end
         rank.quit()
 
 
 def terminate(rank: RankProxy) -> None:
-    """Ask the process to end."""
+    """Send SIGTERM to a rank."""
     rank.handle.terminate()
 
 
 def kill(rank: RankProxy) -> None:
-    """End the process."""
+    """Send SIGKILL to a rank."""
     rank.handle.kill()
 
 
 def leave_alone(_: RankProxy) -> None:
-    """Give it time."""
+    """Do nothing: the rank gets time."""
 
 
 def give_up(rank: RankProxy) -> None:
-    """Wait for its end no longer."""
+    """Wait for the end of a rank no longer."""
     rank.why_lost = rank.why_lost or "its process did not end when it was killed"
 
 
 def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
-    """How the call of a launch ends: nobody needs its ranks afterwards, so those that have answered may go."""
+    """Return the steps that end the call of a launch early. Its ranks are not needed any more.
+
+    Ranks that have answered may therefore leave.
+    """
     seconds, user, done = timeouts.unwind, timeouts.interrupt, _quit
     return (
         Step(kind=StepKind.ASK, act=ask_for_stacks, seconds=timeouts.ask, cause=timeouts.cause),
@@ -116,7 +125,12 @@ def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
 
 
 def quit_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
-    """How the ranks of a launch end: by themselves within so many seconds, or by a signal."""
+    """Return the steps that end the ranks of a launch.
+
+    Args:
+        timeouts: of the launch.
+        seconds: how long they have to leave by themselves, before they are sent signals.
+    """
     return (
         Step(kind=StepKind.WAIT, act=leave_alone, seconds=seconds, on_interrupt=StepKind.TERMINATE),
         Step(kind=StepKind.TERMINATE, act=terminate, seconds=timeouts.terminate, on_interrupt=StepKind.KILL),

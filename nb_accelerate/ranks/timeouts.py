@@ -1,33 +1,35 @@
-"""How long the steps of running ranks may take. Given from outside: `Launch.timeouts` and `Pool.timeouts`."""
+"""Timeouts for starting, running and ending ranks. `Launch.timeouts` and `Pool.timeouts` have other values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 NEVER = float("inf")
+"""A deadline, or a number of seconds, that never comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Deadlines of a request, all in seconds.
+    """Timeouts in seconds. The steps they are for are in `nb_accelerate.ranks.steps` and `nb_accelerate.pool.ending`.
 
     Attributes:
-        start: until every rank is ready; importing torch from a slow disk is the longest part of it.
-        ask: for the stacks of ranks after a failure. Failures of other ranks that arrive within it are compared, and
-            the earliest is the cause.
-        cause: for the end of a rank whose loss is all that the others have reported; 0 does not wait for it.
-        interrupt: for users' code to react to KeyboardInterrupt, when the user interrupts.
-        unwind: the same after a failure: ranks are then most often stuck in a collective and cannot react.
-        save: for checkpoints that ranks write when the user interrupts, or because of it; another interrupt ends that.
-        cut: for a collective to fail after its connections were broken.
-        wait: for C code to return that nothing can interrupt, before its rank is killed.
-        rendezvous: the same while ranks of a pool are set up and meet, when no code of users runs.
+        start: from the start of ranks until all are ready. Importing torch from a slow disk takes most of it.
+        ask: from a failure until ranks are interrupted. In it they write their stacks, and failures of other ranks that
+            arrive are compared: the earliest is the cause.
+        cause: from a failure that only says that another rank was lost, until that rank's own end is known; 0 does not
+            wait for it.
+        interrupt: from a user's interrupt until the next step. Users' code handles KeyboardInterrupt in it.
+        unwind: the same after a failure. Shorter, since ranks are then usually in a collective and cannot react.
+        save: from a user's interrupt until checkpoints that ranks write are given up, as by another interrupt.
+        cut: from breaking the connections of a collective until the next step. The collective fails in it.
+        wait: for C code that cannot be interrupted to return, before its rank is killed.
+        rendezvous: the same while ranks of a pool are set up and join a process group, when no code of users runs.
         terminate: from SIGTERM to SIGKILL.
-        kill: for a killed process to end; then it counts as lost.
-        quit: from `Quit` until a rank has ended: exit handlers of users and libraries run in it.
-        fold: that an item of output waits for the same item of the other ranks.
-        quiet: without any movement, after which ranks are asked whether they wait for one another in vain.
-        stacks: for the stacks of ranks that are asked while they run.
+        kill: from SIGKILL until a process that has not ended counts as lost.
+        quit: from `Quit` until a rank is terminated. Exit handlers of users and libraries run in it.
+        fold: from a line of one rank until it is shown although other ranks have not printed it.
+        quiet: from the last sign of progress until ranks are asked whether they wait for one another in vain.
+        stacks: for ranks to write their stacks while they run.
     """
 
     start: float = 120.0

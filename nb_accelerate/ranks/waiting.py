@@ -1,4 +1,4 @@
-"""Waiting for a request in the notebook's thread: interrupts, and what is typed, are meant for the ranks."""
+"""Wait for a request in the notebook's thread, and pass interrupts and typed lines on to the ranks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 def wait_for(loop: RankLoop, request: Request) -> None:
-    """Wait until a request is done; meanwhile put what debuggers on ranks ask to the user."""
+    """Wait until a request is done. Interrupts are passed on, and debuggers of ranks can ask the user for input."""
     with interrupts_call(lambda: loop.interrupt(request)):
         while (asked := request.input_requests.get()) is not None:
-            _put_to_user(loop, request, asked)
+            _ask_user(loop, request, asked)
         request.done.wait()
 
 
-def _put_to_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
+def _ask_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
     try:
-        with _handler(signal.default_int_handler):  # while the user types, SIGINT ends that
+        with _handler(signal.default_int_handler):  # SIGINT ends the input, and by that the request
             text = input(asked.prompt)
     except KeyboardInterrupt:
         loop.interrupt(request)
     except NotImplementedError:  # IPython's StdinNotImplementedError is one
-        loop.say(f"rank {asked.rank.rank} asks for input, and whoever runs this notebook takes none")
+        loop.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")
         asked.answer(None)
     except EOFError:
         asked.answer(None)
@@ -42,7 +42,10 @@ def _put_to_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
 
 
 def interrupts_call(action: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-    """Have SIGINT of the main thread call `action`, and be no exception anywhere. In other threads there is none."""
+    """Return a context manager in which SIGINT calls `action` and raises nothing.
+
+    It does nothing in other threads than the main one, which get no signals.
+    """
     return _handler(lambda *_: action())
 
 
@@ -59,10 +62,10 @@ def _handler(handler: Callable[..., object]) -> Iterator[None]:
 
 
 class Interrupts:
-    """SIGINT of the main thread while ranks are started or ended, which must not be left half done.
+    """A context manager that puts off interrupts while ranks are started or ended, which must not be left half done.
 
-    Inside, an interrupt is kept, and raised when this is left. What takes its time inside has it passed on, and ends
-    early. In other threads there are no interrupts.
+    An interrupt is raised when the block is left. Meanwhile, what takes long inside can have it passed on, by `go_to`,
+    and end early. In other threads than the main one it does nothing.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def go_to(self, action: Callable[[], object]) -> Iterator[None]:
-        """Have an interrupt call `action`, at once if one has come before."""
+        """Call `action` when an interrupt comes inside the block, or at once if one has come before."""
         self._action = action
         try:
             if self._came:
