@@ -1,4 +1,4 @@
-"""Ranks that stay, and run one cell after the other: what ``%%distributed`` does, as functions for programs."""
+"""Keep ranks, and run one cell after the other on them: the functions behind ``%%distributed``, for programs."""
 
 from __future__ import annotations
 
@@ -34,25 +34,34 @@ _pool = Pool()
 
 
 def current() -> Pool:
-    """The pool of this notebook, started or not."""
+    """Return the pool of this notebook, started or not."""
     return _pool
 
 
 def start(num_processes: int | None = None, **options: Any) -> None:
-    """Start ranks; see `PoolOptions` for what else can be chosen.
+    """Start the ranks.
+
+    Args:
+        num_processes: number of ranks; None for one for each GPU, or two on a machine without GPUs.
+        options: other fields of `PoolOptions`.
 
     Raises:
         PoolError: they run already.
-        ConfigError: an option cannot be.
+        ConfigError: an option has a value that cannot be.
     """
     _pool.start(PoolOptions(num_processes=num_processes, **options))
 
 
 def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHandle:
-    """Run code on the ranks, which are started if there are none; see `CellOptions` for the options.
+    """Run code on the ranks, which are started if there are none.
+
+    Args:
+        code: as in a cell.
+        wait: False returns at once.
+        options: fields of `CellOptions`.
 
     Returns:
-        The value of the last expression on each rank. With ``wait=False`` a `CellHandle`.
+        The value of the last expression on each rank; with ``wait=False`` a `CellHandle`.
 
     Raises:
         SyntaxError: the code does not compile; nothing was run.
@@ -70,12 +79,12 @@ def run(code: str, *, wait: bool = True, **options: Any) -> list[Any] | CellHand
 
 
 def push(values: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-    """Define names on the ranks."""
+    """Define names on the ranks. See `Pool.push`."""
     _pool.push(values, ranks)
 
 
 def pull(*names: str, ranks: Sequence[int] | None = None) -> list[Any]:
-    """The value of a name on each rank; of several names, a list on each."""
+    """Return the value of a name on each rank; for several names, a list for each rank. See `Pool.pull`."""
     values = _pool.pull(names, ranks)
     return [one[0] for one in values] if len(names) == 1 else values
 
@@ -86,12 +95,12 @@ def interrupt() -> None:
 
 
 def restart(rank: int | None = None) -> None:
-    """Start all ranks anew, or put a new one in the place of one."""
+    """Start all ranks anew, or replace one. See `Pool.restart`."""
     _pool.restart(rank)
 
 
 def status() -> list[RankStatus]:
-    """What every rank is and does."""
+    """Return the state of every rank; an empty list if there are none."""
     return _pool.status() if _pool.is_running else []
 
 

@@ -1,4 +1,4 @@
-"""A cell on its way to the ranks: what goes along with it, what shows it, and what is known when it has ended."""
+"""Make the request that runs a cell: with the variables to send, the panel, and what to note at its end."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 
 class Cell:
-    """Everything that comes before the ranks are asked to run a cell. `begin` it, or `close` it.
+    """A cell that is ready to run: the variables that ranks lack are packed. `begin` it, or `close` it.
 
     Args:
         source: the cell.
         options: how to run it.
-        group: the ranks that there are.
-        syncs: what each of them has of the notebook's names, by rank.
-        variables: where names that the ranks lack are looked up.
-        output: takes what the ranks say.
-        sink: where that goes.
-        in_background: nobody waits for it, so its failure is said in the cell.
+        group: the ranks of the pool.
+        syncs: which names of the notebook each rank has, by rank.
+        variables: variables of the notebook.
+        output: shows what the ranks print.
+        sink: where that is shown.
+        in_background: whether nobody waits for it, so that its failure is said in the cell.
 
     Attributes:
-        request: what the ranks are asked.
+        request: the request to the ranks.
 
     Raises:
-        NameError: a name that is to be sent is not defined.
-        ShippingError: a value cannot be pickled; says which part.
-        PoolError: a rank that is to run it has ended.
+        NameError: a name in ``options.send`` is not defined in the notebook.
+        ShippingError: a value cannot be pickled; the text says which part.
+        PoolError: a rank that should run it has ended.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Cell:
         self._sent: dict[int, tuple[str, ...]] = {}
         self._manifest = make_manifest(source.free, variables, self._syncs, forced=options.send)
         try:
-            self._say_what_is_own()
+            self._say_what_is_not_sent()
             self.request = group.request(ranks, self._send, timeout=options.timeout, say=output.say)
             self.request.attended = not in_background
             self.request.callbacks.append(self.close)
@@ -100,7 +100,7 @@ class Cell:
         self._group.loop.begin(self.request, self._output, hangs=timeouts)
 
     def take_note(self) -> None:
-        """Remember, when it has ended, which names the ranks bound, and how many collectives they were in."""
+        """Note, at its end, which names the ranks have bound and how many collectives they have seen."""
         ranks = self._group.ranks
         for number, end in self.request.ends.items():
             sync = self._syncs[number]
@@ -111,7 +111,7 @@ class Cell:
             ranks[number].steps = end.steps
 
     def close(self) -> None:
-        """Let go of what was packed."""
+        """Close what was packed."""
         self._manifest.close()
 
     def _send(self, rank: PoolRank) -> None:
@@ -130,7 +130,8 @@ class Cell:
         with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
             rank.handle.ask(message, packed.fds if packed else ())
 
-    def _say_what_is_own(self) -> None:
+    def _say_what_is_not_sent(self) -> None:
+        """Say, once for each value, which names of the notebook the ranks have bound themselves."""
         own, syncs = self._manifest.own, self._syncs.values()
         news = [name for name, value in sorted(own.items()) if sum(one.is_news(name, value) for one in syncs)]
         if news:
@@ -167,7 +168,7 @@ def _panel(
 
 
 def tell_failure(request: Request, say: Callable[[str], object]) -> None:
-    """Say what went wrong in a cell in the background, without rebuilding users' exceptions."""
+    """Say what went wrong in a cell in the background. Runs no code of users."""
     if request.incidents:
         cause = first_cause(request.incidents)
         hint = "" if cause.kind is IncidentKind.INTERRUPTED else "; .result() raises it here"

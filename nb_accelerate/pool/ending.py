@@ -56,10 +56,12 @@ def cell_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[St
 
 
 def rendezvous_steps(timeouts: Timeouts, cut: Callable[[RankProxy], None]) -> tuple[Step, ...]:
-    """How the start, and a rendezvous, of ranks ends. New ones have nothing to lose, and no code of users runs.
+    """Return the steps that end the set-up or a rendezvous of ranks early.
+
+    No code of users runs then, and new ranks, which have no variables yet, are killed at once.
 
     Args:
-        timeouts: of the steps.
+        timeouts: of the pool.
         cut: takes a rank out of its collective, see `cut_from`.
     """
     return (
@@ -89,11 +91,11 @@ def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
 
 
 def cut_from(ranks: Sequence[RankProxy], rendezvous: int) -> Callable[[RankProxy], None]:
-    """Gives what takes one rank out of a collective by breaking its connections to others.
+    """Return a function that takes a rank out of a collective, by breaking its connections to other ranks.
 
     Args:
-        ranks: all that there are.
-        rendezvous: number of the rendezvous in which they made the connections, or are about to.
+        ranks: all ranks of the pool.
+        rendezvous: number of the rendezvous in which they made the connections, or are making them.
     """
     pids = [one.handle.pid for one in ranks if one.handle.pid and not one.is_gone]
 

@@ -46,9 +46,9 @@ _CELL = wording("the cell")
 
 
 class RankGroup:
-    """Owns the ranks, the thread that listens to them, and the server they are forked from. `close` it.
+    """Owns the ranks, the thread that listens to them, and the server that starts them. `close` it.
 
-    An interrupt is to be kept while it is made: see `Interrupts`.
+    Create it inside `Interrupts`: an interrupt must not come between two of its steps.
 
     Args:
         options: of the launch.
@@ -89,27 +89,27 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks, also of those that have ended."""
+        """Number of ranks, with those that have ended."""
         return self.plan.num_processes
 
     @property
     def ranks(self) -> Mapping[int, PoolRank]:
-        """Ranks that were not removed, by their number."""
+        """The ranks that were started and not removed, by rank."""
         return {number: one for number, one in self.loop.ranks.items() if isinstance(one, PoolRank)}
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the ranks that have ended."""
+        """Ranks that have ended, or were not started."""
         ranks = self.loop.ranks
         return [number for number in range(self.size) if number not in ranks or ranks[number].is_gone]
 
     @property
     def why_it_failed(self) -> BaseException | None:
-        """Why its thread has ended before its time, with all ranks."""
+        """The error of its thread, if that has failed and ended all ranks; else None."""
         return self.loop.why_it_ended if self.loop.failure is not None else None
 
     def chosen(self, numbers: Sequence[int] | None) -> list[PoolRank]:
-        """These ranks, or all.
+        """Return these ranks, or all for None.
 
         Raises:
             ConfigError: there is no such rank.
@@ -125,7 +125,7 @@ class RankGroup:
         return [ranks[number] for number in wanted]
 
     def how_it_ended(self, number: int) -> str:
-        """How a rank that has ended did, in a few words."""
+        """Return how a rank has ended, in a few words."""
         rank = self.loop.ranks.get(number)
         return f"rank {number} has ended" if rank is None or not rank.is_gone else how_it_ended(rank, _CELL)
 
@@ -133,7 +133,7 @@ class RankGroup:
         """Check that there are such ranks.
 
         Raises:
-            ConfigError: there are not.
+            ConfigError: there is no such rank.
         """
         wrong = [rank for rank in ranks if not 0 <= rank < self.size]
         if wrong:
@@ -161,7 +161,7 @@ class RankGroup:
         return Request(ranks=ranks, send=send_to, world_size=self.size, **options)
 
     def ask(self, request: Request, interrupts: Interrupts) -> list[Any]:
-        """Begin a request and wait for the answers; gives them in the order of the ranks.
+        """Begin a request, wait for the answers, and return them in the order of the ranks.
 
         Raises:
             BaseException: the first cause, if it went wrong.
@@ -242,18 +242,18 @@ class RankGroup:
         return self.ask(request, interrupts)
 
     def remove(self, number: int, interrupts: Interrupts) -> None:
-        """Kill a rank, if it lives, and forget it."""
+        """Kill a rank, if it lives, and close it."""
         rank = self.ranks.get(number)
         if rank is not None:
             self._end([rank], seconds=0.0, interrupts=interrupts)
             self.loop.remove(rank)
 
     def close(self, interrupts: Interrupts, *, ask: bool) -> None:
-        """End every rank; nothing is left. Can be repeated if it did not come to its end.
+        """End every rank, the thread and the server. Can be repeated if an exception broke it off.
 
         Args:
-            interrupts: do not wait for exit handlers when one comes.
-            ask: they are idle, so they get the time to end by themselves.
+            interrupts: an interrupt that comes meanwhile has ranks killed that run exit handlers.
+            ask: whether ranks are idle, so that they can be told to end by themselves.
         """
         seconds = self._timeouts().quit if ask else 0.0
         self._end([*self.ranks.values()], seconds=seconds, interrupts=interrupts)
@@ -265,7 +265,7 @@ class RankGroup:
     def _end(self, ranks: Sequence[PoolRank], *, seconds: float, interrupts: Interrupts) -> None:
         alive = [rank for rank in ranks if not rank.handle.ended]
         for rank in alive:
-            rank.why_lost = ""  # it is to be waited for all the same
+            rank.why_lost = ""  # its process may live, and is waited for
 
         def send(rank: PoolRank) -> None:
             if seconds:
@@ -284,7 +284,7 @@ class RankGroup:
 
 
 def result_of(request: Request) -> list[Any]:
-    """What came of a request that is done: the values of its ranks, in their order.
+    """Return the values that the ranks of a request have answered with, in their order, and close the request.
 
     Raises:
         BaseException: the first cause, if it went wrong; or what unpickling a value raises.
@@ -303,23 +303,23 @@ def result_of(request: Request) -> list[Any]:
 
 
 def came_apart(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
-    """Tell whether the process group is of no use after a cell.
+    """Return whether the process group is of no use after a cell.
 
     Args:
-        request: the cell, ended.
-        ranks: all there are.
-        backend: what carries collectives.
+        request: the request of the cell, which is done.
+        ranks: all ranks of the pool, by rank.
+        backend: name of the backend of their collectives.
     """
     if len(ranks) == 1:
         return False
     if request.incidents:
         return StepKind.CUT in request.taken or out_of_step(ranks.values())
-    # A collective of nccl returns before others have joined it: a cell may end well in which they never do.
+    # A collective of nccl returns before other ranks have joined it, so the cell may end well although they never do.
     return backend_named(backend).returns_early and len(request.ranks) == len(ranks) and out_of_step(ranks.values())
 
 
 def out_of_step(ranks: Iterable[PoolRank]) -> bool:
-    """Tell whether a rank has been in more collectives of a process group than another."""
+    """Return whether a rank has been in more collectives of a process group than another."""
     seen: dict[str, int] = {}
     for rank in ranks:
         for group, steps in rank.steps.items():

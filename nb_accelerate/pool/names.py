@@ -1,4 +1,4 @@
-"""Which names a cell, or a function, reads from the notebook. Pure: on an AST and on code objects; nothing is run."""
+"""Find the names that a cell reads from the notebook. Pure: nothing is run."""
 
 from __future__ import annotations
 import __future__
@@ -8,37 +8,33 @@ import re
 import warnings
 from typing import TYPE_CHECKING
 
-from nb_accelerate.pool.assignments import Reader, names_in
+from nb_accelerate.pool.definite_assignment import DefiniteAssignment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-__all__ = ["free_names", "names_in"]
 
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
 def free_names(tree: ast.Module) -> set[str]:
-    """Names that must have a value before the cell runs, if they are not built in.
-
-    A name that the cell binds first is not free. One that it may bind, in a branch, is.
+    """Return the names that a cell may read before it has bound them. Built-in names are among them.
 
     Args:
-        tree: of a cell that compiles.
+        tree: the syntax tree of a cell that compiles.
     """
-    reader = Reader(_flags(tree))
+    analysis = DefiniteAssignment(_flags(tree))
     try:
-        with warnings.catch_warnings():  # the compiler has had its say about the cell
+        with warnings.catch_warnings():  # the cell has been compiled before, with its warnings
             warnings.simplefilter("ignore")
-            reader.block(tree.body, set())
-        free = reader.free
-    except RecursionError:  # deeper than Python code can follow: all names that occur, rather than too few
+            analysis.block(tree.body, set())
+        free = analysis.free
+    except RecursionError:  # it is nested too deeply: then all names in it, rather than too few
         free = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return {name for name in free | _in_magics(tree) if not name.startswith("__")}
 
 
 def _flags(tree: ast.Module) -> int:
-    """How the cell is compiled: with ``await`` at its top level, and with its ``__future__`` imports."""
+    """Return the compiler flags of a cell: ``await`` at its top level, and its ``__future__`` imports."""
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     for statement in tree.body:
         if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
@@ -48,7 +44,7 @@ def _flags(tree: ast.Module) -> int:
 
 
 def _in_magics(tree: ast.Module) -> set[str]:
-    """Words in the text of magics: ``%timeit f(x)`` and ``!ls {folder}`` are strings by now."""
+    """Return the words in the arguments of magics: ``%timeit f(x)`` and ``!ls {folder}`` have become strings."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

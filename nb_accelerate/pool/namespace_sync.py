@@ -1,8 +1,8 @@
-"""Which names a rank has from the notebook, and which are its own. Pure.
+"""Keep track of which names a rank was sent from the notebook, and which its cells have bound. Pure.
 
-A name is *sent* when the notebook's value went to the rank, and *own* when a cell on the rank bound it. What was sent
-is sent again when the notebook rebinds the name, or changes plain data in place; an own name is never replaced
-unless that is asked for.
+A name is *sent* if the rank has the notebook's value of it, and *own* if a cell on the rank has bound it. A sent name
+is sent again when the notebook binds it to another value, or changes plain data in place. An own name is replaced only
+if the user asks for it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 GIVEN = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
-"""Names that every rank has from the start, and that are its own."""
+"""Names that every rank has from the start; they count as own."""
 
 SHELLS = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
-"""Names that a rank's shell has as the notebook's has."""
+"""Names that IPython defines in the notebook and on a rank alike."""
 
-_MOST_ITEMS = 10_000
-"""Items of plain data that are compared for changes in place."""
+_MAX_ITEMS = 10_000
+"""Items of a value that is compared for changes in place. A larger one is sent again only when its name is rebound."""
 
 
 class Verdict(enum.Enum):
-    """What to do about a name that a cell reads."""
+    """What to do about a name that a cell reads: send it, or leave it, because the rank has it or has its own."""
 
     SEND = enum.auto()
     HAS_IT = enum.auto()
@@ -42,7 +42,7 @@ class _Sent:
 
 
 class NamespaceSync:
-    """What one rank has of the notebook's names, and what of its own."""
+    """Knows which names one rank was sent, and which its cells have bound."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -50,7 +50,12 @@ class NamespaceSync:
         self._told: dict[str, Callable[[], Any]] = {}
 
     def judge(self, name: str, value: object) -> Verdict:
-        """Decide whether the rank needs the notebook's `value` of `name`."""
+        """Decide whether to send a name.
+
+        Args:
+            name: the name.
+            value: its value in the notebook.
+        """
         if name in SHELLS:
             return Verdict.HAS_IT
         if name in self._own or name in GIVEN:
@@ -64,16 +69,16 @@ class NamespaceSync:
 
     @property
     def own(self) -> frozenset[str]:
-        """Names that cells on the rank bound."""
+        """Names that cells on the rank have bound."""
         return frozenset(self._own)
 
     def uses(self, name: str) -> frozenset[str]:
-        """Other names that what was sent as `name` reads."""
+        """Return the global names that functions read which were sent together with `name`."""
         sent = self._sent.get(name)
         return sent.uses if sent is not None else frozenset()
 
     def is_news(self, name: str, value: object) -> bool:
-        """Tell, and remember, whether the user is yet to hear that `value` does not replace the rank's own."""
+        """Return whether the user was not told yet that this value does not replace the rank's own, and remember it."""
         told = self._told.get(name)
         if told is not None and told() is value:
             return False
@@ -81,33 +86,38 @@ class NamespaceSync:
         return True
 
     def sent(self, values: Mapping[str, object], uses: frozenset[str]) -> None:
-        """Take note of values that went to the rank, also if the names were its own."""
+        """Note values that were sent to the rank. Its own values of these names are replaced.
+
+        Args:
+            values: by name.
+            uses: global names that functions among the values read.
+        """
         for name, value in values.items():
             self._own.discard(name)
             content = pickle.dumps(value) if is_plain(value) and isinstance(value, (list, dict, set)) else None
             self._sent[name] = _Sent(_reference(value), content, uses)
 
     def bound(self, names: Iterable[str]) -> None:
-        """Take note of names that a cell on the rank bound."""
+        """Note names that a cell on the rank has bound."""
         for name in names:
             self._own.add(name)
             self._sent.pop(name, None)
 
     def unbound(self, names: Iterable[str]) -> None:
-        """Take note of names that a cell on the rank deleted."""
+        """Note names that a cell on the rank has deleted."""
         for name in names:
             self._own.discard(name)
             self._sent.pop(name, None)
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether a value is small, and made of numbers, text, lists, dicts and the like only."""
+    """Return whether a value consists of numbers, text and built-in containers only, at most `_MAX_ITEMS` of them."""
     waiting: list[Any] = [value]
     seen = 0
     while waiting:
         one = waiting.pop()
         seen += 1
-        if seen > _MOST_ITEMS:
+        if seen > _MAX_ITEMS:
             return False
         if type(one) in (list, tuple, set, frozenset):
             waiting.extend(one)
@@ -120,7 +130,7 @@ def is_plain(value: object) -> bool:
 
 
 def _reference(value: object) -> Callable[[], Any]:
-    """Make a function that gives the value back, and does not keep it alive where that is possible."""
+    """Return a function that returns the value, and does not keep it alive if it can have weak references."""
     try:
         return weakref.ref(value)
     except TypeError:

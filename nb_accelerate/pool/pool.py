@@ -1,4 +1,7 @@
-"""A pool: ranks that stay, and run one cell after the other. One class, with a method for each thing users can do."""
+"""A pool: ranks that stay, and run one cell after the other.
+
+One long class, because it is what users hold: each of its methods is something that they can do.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Ranks that stay. `start` it; `stop` it.
+    """Ranks that stay, from `start` to `stop`.
 
-    One cell runs at a time. Methods are for the notebook's thread; `interrupt` is for any.
+    One cell runs at a time. `interrupt` may be called from any thread, the other methods from the notebook's.
 
     Attributes:
-        timeouts: how long the steps of what begins from now on may take.
+        timeouts: timeouts of requests that begin from now on.
     """
 
     timeouts: ClassVar[Timeouts] = Timeouts(ask=0.2, cause=0.0, interrupt=0.4, quit=5.0, stacks=0.5)
@@ -59,11 +62,11 @@ class Pool:
         self._failed_rank: int | None = None
         self._apart_unseen = False
 
-    # What it is.
+    # Its state.
 
     @property
     def state(self) -> PoolState:
-        """What it is doing."""
+        """What it is doing now."""
         group = self._group
         return state_of(
             exists=group is not None,
@@ -80,12 +83,12 @@ class Pool:
 
     @property
     def is_running(self) -> bool:
-        """There are ranks."""
+        """Whether there are ranks, or some are being started."""
         return self._group is not None or self._is_starting
 
     @property
     def is_idle(self) -> bool:
-        """Ranks would answer at once."""
+        """Whether no cell runs, so that ranks would answer at once."""
         return self.state in (PoolState.IDLE, PoolState.APART, PoolState.BROKEN)
 
     @property
@@ -95,28 +98,31 @@ class Pool:
 
     @property
     def options(self) -> PoolOptions:
-        """How it was started."""
+        """The options that it was started with."""
         return self._options
 
     def describe(self) -> str:
-        """One line about the ranks."""
+        """Return one line about the ranks: how many, on what device, how started."""
         return self._group.plan.describe() if self._group else "no ranks"
 
     @property
     def lost(self) -> dict[int, str]:
-        """Ranks that have ended, and how."""
+        """Ranks that have ended, each with a few words about how."""
         group = self._group
         return {} if group is None else {rank: group.how_it_ended(rank) for rank in group.missing}
 
     @property
     def failed_rank(self) -> int | None:
-        """Where a cell failed last; the first of several ranks."""
+        """The rank that failed first in the last cell that failed; None before one has."""
         return self._failed_rank
 
     # Start and end.
 
     def start(self, options: PoolOptions | None = None) -> None:
-        """Start the ranks, and wait until they have met.
+        """Start the ranks, and wait until they have joined a process group.
+
+        Args:
+            options: how; None for the defaults.
 
         Raises:
             PoolError: they run already.
@@ -139,24 +145,27 @@ class Pool:
             atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End every rank; nothing is left. Does nothing where nothing runs.
+        """End every rank. Does nothing if there are none.
 
-        An interrupt ends ranks at once that take their time, and is raised when all have ended.
+        At an interrupt, ranks that have not ended yet are killed; it is raised when all have ended.
         """
         if os.getpid() != self._pid:  # a process forked from the notebook's: the ranks are not its own
             return
         with Interrupts() as interrupts:
             if self._group is not None:
                 self._group.close(interrupts, ask=self.is_idle and self._group.why_it_failed is None)
-                self._group = None  # only now: what was broken off can be repeated
+                self._group = None  # only now, so that a stop that was broken off can be repeated
             atexit.unregister(self.stop)
             self._syncs.clear()
             self._running = self._failed_rank = None
 
     def restart(self, rank: int | None = None) -> list[int]:
-        """Start all ranks anew, or put a new rank in the place of one; the others keep their variables.
+        """Start all ranks anew, or replace one. The others then keep their variables.
 
-        Ranks that have ended are replaced too: without them the others cannot meet.
+        Ranks that have ended are replaced too, because a process group needs them.
+
+        Args:
+            rank: the rank to replace; None for all.
 
         Returns:
             The ranks that are new.
@@ -187,7 +196,7 @@ class Pool:
         return new
 
     def lacking(self, rank: int) -> list[str]:
-        """Names that cells bound on other ranks, and that this one has not."""
+        """Return the names that cells have bound on other ranks and that this rank lacks."""
         others: set[str] = set()
         for sync in self._syncs.values():
             others |= sync.own
@@ -207,18 +216,18 @@ class Pool:
 
         Args:
             source: the cell.
-            options: how.
-            variables: where names that the ranks lack are looked up; ``__main__`` by default.
-            sink: where output goes; by default to where the calling code prints.
+            options: how to run it; None for the defaults.
+            variables: variables of the notebook, which ranks that lack them are sent; ``__main__``'s by default.
+            sink: shows the output; by default where the calling code prints.
 
         Returns:
-            With ``wants_values`` the values of the last expression, by rank.
+            With ``wants_values`` the values of the last expression, by rank; else an empty list.
 
         Raises:
             KeyboardInterrupt: it was interrupted.
             RankDiedError: a rank has ended.
-            DeadlineError: it took too long.
-            BaseException: what the cell raised on a rank.
+            DeadlineError: it took longer than its timeout.
+            BaseException: what the cell raised on a rank. The first cause, if several ranks fail.
         """
         request, begin = self._prepare(source, options, variables=variables, sink=sink)
         loop = self._the_group().loop
@@ -236,9 +245,14 @@ class Pool:
         sink: Sink | None = None,
         tell: bool = False,
     ) -> Request:
-        """Start a cell, and do not wait: see `run`. `finish` it, at some time.
+        """Start a cell and return at once. `finish` waits for it. See `run` for the other arguments.
 
-        With `tell` its failure is said in the cell, since nobody may ask for the result.
+        Args:
+            source: the cell.
+            options: how to run it.
+            variables: variables of the notebook.
+            sink: shows the output.
+            tell: say in the cell how it has failed, because nobody may call `finish`.
         """
         request, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
         begin()
@@ -253,7 +267,7 @@ class Pool:
         sink: Sink | None,
         tell: bool = False,
     ) -> tuple[Request, Callable[[], None]]:
-        """Do everything that comes before the ranks are asked; gives the request, and what begins it."""
+        """Make a cell ready to run. Returns its request, and a function that begins that."""
         options = options or CellOptions()
         variables = sys.modules["__main__"].__dict__ if variables is None else variables
         self.wait()
@@ -285,29 +299,34 @@ class Pool:
         return cell.request, begin
 
     def finish(self, request: Request) -> list[Any]:
-        """Wait for the end of a cell; see `run`."""
+        """Wait for the end of a cell that was begun, and return what `run` returns."""
         if self._group is not None:
             wait_for(self._group.loop, request)
             self._clear_away_what_failed()
         return result_of(request)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no cell runs, one in the background say. True if none does."""
+        """Wait until no cell runs, at most `timeout` seconds, and return whether none does."""
         running = self._running
         return running is None or running.done.wait(timeout)
 
     def interrupt(self) -> None:
-        """Interrupt the cell that runs; a second time, kill ranks that cannot be interrupted. Any thread."""
+        """Interrupt the cell that runs. A second time, kill ranks that cannot be interrupted. For any thread."""
         request, group = self._running, self._group
         if request is not None and group is not None:
             group.loop.interrupt(request)
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
-        """Define names on the ranks, also if they have their own of that name.
+        """Define names on the ranks, also those that cells have bound there.
+
+        Args:
+            values: by name.
+            ranks: the ranks; None for all.
+            large: whether the values may have more than a GiB.
 
         Raises:
-            ShippingError: a value cannot be pickled; says which part.
-            TooLargeError: it is more than a gigabyte, and not said to be `large`.
+            ShippingError: a value cannot be pickled; the text says which part.
+            TooLargeError: the values have more than a GiB, and `large` is False.
         """
         chosen = self._ready(ranks)
         packed, uses = pack_to_push(values, large=large)
@@ -317,7 +336,14 @@ class Pool:
             self._syncs[rank.rank].sent(values, uses)
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
-        """Values of names: for each rank a list, in the order of `names`.
+        """Return values of variables of the ranks.
+
+        Args:
+            names: of the variables.
+            ranks: the ranks; None for all.
+
+        Returns:
+            A list for each rank, in the order of `names`.
 
         Raises:
             NameError: a rank has no such name.
@@ -339,7 +365,16 @@ class Pool:
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a function on ranks; gives what each returned.
+        """Call a function on ranks.
+
+        Args:
+            function: the function.
+            args: its positional arguments.
+            ranks: the ranks; None for all.
+            timeout: seconds until the call is ended; None for no limit.
+
+        Returns:
+            What it returned, by rank.
 
         Raises:
             PoolError: there are no ranks.
@@ -351,7 +386,7 @@ class Pool:
 
     def _call(self, ranks: Sequence[PoolRank], packed: Packed, timeout: float | None = None) -> list[Any]:
         def send(rank: PoolRank) -> None:
-            with contextlib.suppress(ConnectionError):  # as above
+            with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
                 rank.handle.ask(Call(parcel=packed.parcel), packed.fds)
 
         group = self._the_group()
@@ -363,10 +398,10 @@ class Pool:
             if StepKind.CUT in request.taken and self.world_size > 1:
                 group.is_apart = True
 
-    # Looking.
+    # From outside.
 
     def status(self) -> list[RankStatus]:
-        """What every rank is. Asks nothing of the ranks."""
+        """Return the state of every rank, without asking them."""
         group, busy = self._the_group(), self._busy_ranks()
         ranks = group.ranks
         return [
@@ -377,14 +412,14 @@ class Pool:
         ]
 
     def where(self) -> dict[int, str]:
-        """Where every rank is, also while it runs a cell: in a few words, by rank."""
+        """Return where every rank is in its code, also while it runs a cell: in a few words, by rank."""
         return locate_ranks(self._the_group().ranks, self._busy_ranks(), self.timeouts.stacks)
 
     def _busy_ranks(self) -> set[int]:
         busy = self._running
         return set() if busy is None or busy.done.is_set() else {rank.rank for rank in busy.waiting}
 
-    # Inside.
+    # Internal.
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
@@ -409,7 +444,7 @@ class Pool:
         return self._group
 
     def _clear_away_what_failed(self) -> BaseException | None:
-        """End what is left of a pool whose thread has failed; gives the error, if it has."""
+        """Stop a pool whose thread has failed. Returns the error, or None if it has not failed."""
         error = self._group.why_it_failed if self._group is not None else None
         if error is not None:
             self.stop()
@@ -421,7 +456,7 @@ class Pool:
         return group.chosen(ranks)
 
     def _bring_up(self, ranks: Sequence[int], interrupts: Interrupts) -> None:
-        """Start these ranks, and have all of them meet."""
+        """Start these ranks, and make a process group of all ranks."""
         group = self._the_group()
         for rank in ranks:
             self._syncs[rank] = NamespaceSync()
@@ -436,7 +471,7 @@ class Pool:
         output.note(f"in the cell before, the ranks were not in the same collectives: {anew}" if unseen else anew)
 
     def _take_note(self, group: RankGroup, cell: Cell) -> None:
-        """In the loop's thread, when a cell ends: what it did to the ranks."""
+        """Note what a cell that has ended did to the ranks. Called in the loop's thread."""
         cell.take_note()
         request = cell.request
         self._failed_rank = request.failed_rank if request.failed_rank is not None else self._failed_rank
@@ -446,6 +481,6 @@ class Pool:
         self._running = None
 
     def _on_loss(self, error: BaseException) -> None:
-        """In the loop's thread: a rank has ended. While a cell runs, its error says so."""
+        """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
         if self._group is not None and not self._is_busy and not self._is_starting:
             self._group.loop.say(str(error))

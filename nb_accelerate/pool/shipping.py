@@ -1,4 +1,4 @@
-"""Decides which values go to which rank before a cell, and packs them."""
+"""Decide which values are sent to which rank before a cell, and pack them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, TooLargeError
-from nb_accelerate.pool.names import names_in
+from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.namespace_sync import Verdict
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker.namespace import is_hidden, push as define_names
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.shipping import Packed
 
 SIZE_LIMIT = 1 << 30
-"""Bytes that are sent without being asked for."""
+"""Bytes that are sent unless the user asks for more."""
 
 
 @dataclass
 class Shipment:
-    """Values on their way to ranks that need the same ones.
+    """Values for ranks that lack the same names.
 
     Attributes:
-        ranks: who gets it.
-        packed: the values.
-        values: by name.
+        ranks: the ranks that get them.
+        packed: the values, pickled.
+        values: the values, by name.
         uses: global names that functions among the values read.
     """
 
@@ -40,22 +40,22 @@ class Shipment:
 
 @dataclass
 class Manifest:
-    """All shipments of one cell.
+    """All values that are sent for one cell.
 
     Attributes:
         shipments: at most one for each rank.
-        own: names that are the ranks' own, with what the notebook has under that name.
+        own: names that cells on the ranks have bound, and that are therefore not sent, with the notebook's values.
     """
 
     shipments: list[Shipment] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
 
     def packed_for(self, rank: int) -> Packed | None:
-        """What goes to a rank."""
+        """Return what a rank gets, or None."""
         return next((one.packed for one in self.shipments if rank in one.ranks), None)
 
     def close(self) -> None:
-        """Let go of the values: every rank has been sent its own."""
+        """Close what was packed, and forget the values."""
         for shipment in self.shipments:
             shipment.packed.close()
         self.shipments.clear()
@@ -70,18 +70,18 @@ def make_manifest(
     forced: Iterable[str] = (),
     limit: int | None = SIZE_LIMIT,
 ) -> Manifest:
-    """Pack what ranks lack.
+    """Pack the values that ranks lack.
 
     Args:
-        free: names a cell reads.
-        namespace: the notebook's.
-        syncs: of the ranks that run the cell.
+        free: names that the cell reads.
+        namespace: variables of the notebook.
+        syncs: what each rank that runs the cell has, by rank.
         forced: names to send in any case.
-        limit: bytes.
+        limit: bytes that may be sent; None for any number.
 
     Raises:
-        ShippingError: something cannot be pickled; says which part.
-        TooLargeError: more than `limit` would be copied; says how to ask for it.
+        ShippingError: a value cannot be pickled; the text says which part.
+        TooLargeError: the values have more than `limit` bytes; the text says how to send them nevertheless.
     """
     manifest = Manifest()
     by_need: dict[frozenset[str], Shipment] = {}
@@ -105,7 +105,7 @@ def make_manifest(
 def _need(
     wanted: set[str], namespace: Mapping[str, Any], sync: NamespaceSync, forced: set[str]
 ) -> tuple[set[str], set[str]]:
-    """Find the names of `wanted`, and of what these read in turn, that the rank lacks; and those that are its own."""
+    """Return which of the wanted names, and of those that their values read, a rank lacks, and which are its own."""
     need: set[str] = set()
     own: set[str] = set()
     seen: set[str] = set()
@@ -127,7 +127,7 @@ def _need(
 def _pack(
     need: set[str], namespace: Mapping[str, Any], sync: NamespaceSync, forced: set[str], limit: int | None
 ) -> Shipment:
-    """Pack names, and what their functions read, until nothing is missing."""
+    """Pack the values of names, and of the names that functions among them read, until nothing is missing."""
     while True:
         values = {name: namespace[name] for name in sorted(need)}
         try:
@@ -153,14 +153,14 @@ def pack_to_push(values: Mapping[str, Any], *, large: bool) -> tuple[Packed, fro
 
     Args:
         values: by name.
-        large: they may be more than `SIZE_LIMIT`.
+        large: whether they may have more than `SIZE_LIMIT` bytes.
 
     Returns:
         The call, and the global names that functions among the values read.
 
     Raises:
-        ShippingError: a value cannot be pickled; says which part.
-        TooLargeError: they are too large.
+        ShippingError: a value cannot be pickled; the text says which part.
+        TooLargeError: they have more than `SIZE_LIMIT` bytes, and `large` is False.
     """
     try:
         packed = pack((define_names, (dict(values),), {}), into_main=True, limit=None if large else SIZE_LIMIT)

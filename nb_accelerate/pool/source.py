@@ -1,4 +1,4 @@
-"""Reads a cell before it runs: its text, and the names it uses. Nothing is run."""
+"""Read a cell before it runs: check its syntax, and find the names that it uses. Nothing is run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ACCELERATOR = re.compile(r"\baccelerator\b")
 
 @dataclass(frozen=True, kw_only=True)
 class CellSource:
-    """A cell that compiles.
+    """A cell whose syntax is right.
 
     Attributes:
-        code: what ranks run, as it was written.
+        code: its body, as it was written.
         filename: its name in tracebacks.
-        text: all of the cell, with the line of the magic.
+        text: the whole cell, with the line of the magic.
         above: number of lines of `text` above the body.
-        free: names it reads.
-        is_python: IPython has nothing to transform in it.
+        free: names that it reads from the notebook.
+        is_python: whether there is nothing in it that IPython has to transform.
     """
 
     code: str
@@ -37,23 +37,23 @@ class CellSource:
 
     @property
     def wants_accelerator(self) -> bool:
-        """The cell uses the name ``accelerator``, or its text has the word."""
+        """Whether it uses the name ``accelerator``, or has the word in a magic or a string."""
         return _ACCELERATOR.search(self.code) is not None or "accelerator" in self.free
 
 
 def read_cell(
     code: str, *, filename: str = "<cell>", head: str | None = None, transform: Callable[[str], str] = str
 ) -> CellSource:
-    """Check a cell.
+    """Return a cell as data.
 
     Args:
-        code: the body.
+        code: its body.
         filename: its name in tracebacks.
         head: the line above the body, without its newline; None if there is none.
-        transform: makes Python of magics.
+        transform: replaces magics by Python.
 
     Raises:
-        SyntaxError: it does not compile; with its line in the whole cell.
+        SyntaxError: it does not compile. The line number counts from the head.
     """
     text = code if head is None else f"{head}\n{code}"
     above = 0 if head is None else 1

@@ -1,4 +1,4 @@
-"""Starts ranks of a pool: how many on what, their processes, and the messages that set them up."""
+"""Plan and start the ranks of a pool, and send them the messages that set them up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ RANKS_WITHOUT_GPUS = 2
 
 
 def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
-    """Decide how many ranks on what.
+    """Decide how many ranks are started on which devices.
+
+    Returns:
+        The options and the plan of a launch with these ranks.
 
     Raises:
         PoolError: this is a rank itself.
@@ -51,7 +54,7 @@ def plan_pool(options: PoolOptions) -> tuple[LaunchOptions, LaunchPlan]:
 
 
 def _check_number(ranks: int) -> None:
-    """Refuse what is most likely a slip of the fingers: every rank is a process with PyTorch in it."""
+    """Refuse a number of ranks that is most likely a typing mistake: every rank is a process with PyTorch in it."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if ranks > most:
         raise ConfigError(
@@ -60,7 +63,7 @@ def _check_number(ranks: int) -> None:
 
 
 def start_rank(server: RankServer, rank: int) -> LocalRank:
-    """Have a rank forked; it waits for its `Setup`.
+    """Have a server start a rank, which then waits for its `Setup`.
 
     Raises:
         StartError: the server is gone.
@@ -75,7 +78,7 @@ def start_rank(server: RankServer, rank: int) -> LocalRank:
 
 
 def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, rendezvous: Rendezvous) -> None:
-    """Tell a new rank what it is."""
+    """Send a new rank its `Setup`."""
     with pack(notebook_sources()) as sources:
         setup = make_setup(rank.handle, options, plan, rendezvous, sources.parcel)
         with contextlib.suppress(OSError):  # it has ended already, which its status tells
@@ -83,7 +86,13 @@ def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, rendezv
 
 
 def send_join(rank: PoolRank, rendezvous: Rendezvous, number: int) -> None:
-    """Tell a rank where the others are."""
+    """Send a rank the `Join` that has it enter a new process group.
+
+    Args:
+        rank: the rank.
+        rendezvous: where the ranks find one another.
+        number: the number of that rendezvous in this pool.
+    """
     alarm = rank.take_alarm()
     store, store_fd = rendezvous.store_for(rank.rank)
     message = Join(
@@ -99,7 +108,7 @@ def send_join(rank: PoolRank, rendezvous: Rendezvous, number: int) -> None:
     fds = [] if alarm is None else [alarm.fileno()]
     if store_fd >= 0:
         fds.append(store_fd)
-    with contextlib.suppress(OSError):  # as above
+    with contextlib.suppress(OSError):  # it has ended already, which its status tells
         rank.handle.ask(message, fds)
     if alarm is not None:
         alarm.close()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nb_accelerate.pool.names import free_names, names_in
+from nb_accelerate.pool.code_names import names_in
+from nb_accelerate.pool.names import free_names
 from nb_accelerate.pool.source import read_cell
 
 if TYPE_CHECKING:

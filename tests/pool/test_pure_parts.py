@@ -13,9 +13,10 @@ from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
+from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.group import came_apart
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
-from nb_accelerate.pool.names import free_names, names_in
+from nb_accelerate.pool.names import free_names
 from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict, is_plain
 from nb_accelerate.pool.source import read_cell
 from nb_accelerate.ranks.display_ids import DisplayIds

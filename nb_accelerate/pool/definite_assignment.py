@@ -1,60 +1,31 @@
-"""Which names statements read before they have bound them for certain. Pure.
+"""Find the names that statements read before they are definitely assigned. Pure: nothing is run.
 
-Statements are followed with the names that are bound for certain at each place: after an ``if``, those that both of
-its branches bind; after a loop with ``break``, those that every way out of it has bound. What a function reads is
-asked of the compiler, which knows best what a name means in it. Nothing is run.
+A name is definitely assigned ("bound") at a place if every way to that place binds it: after an ``if``, those names
+that both of its branches bind; after a loop, those that every way out of it binds. Which global names a function reads
+is read from its compiled code.
 
 Two things are assumed, because nearly all code means them: the body of a ``for`` runs at least once, and a ``with``
-does not swallow an exception.
+swallows no exception.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
-import dis
 import inspect
 import sys
-import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from nb_accelerate.pool.code_names import inner_codes, names_in, own_reads
 
-_READS = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
-_BINDS = {"STORE_NAME", "STORE_GLOBAL"}
-_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))
 _TYPE_ALIAS = getattr(ast, "TypeAlias", ())
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _BINDING_EXPRESSIONS = (ast.NamedExpr, ast.Lambda, *_COMPREHENSIONS)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Global names that a function reads, also in functions inside it."""
-    reads = _outer_reads(code)
-    return reads.union(*(names_in(inner) for inner in _inner_codes(code)))
-
-
-def _outer_reads(code: types.CodeType) -> set[str]:
-    """Names that a code object itself reads from its globals, and has not bound before its first branch."""
-    reads: set[str] = set()
-    binds: set[str] = set()
-    is_straight = not getattr(code, "co_exceptiontable", b"")
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _READS and instruction.argval not in binds:
-            reads.add(instruction.argval)
-        elif instruction.opname in _BINDS and is_straight:
-            binds.add(instruction.argval)
-        elif instruction.opcode in _JUMPS:
-            is_straight = False
-    return reads
-
-
-def _inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
 @dataclass
@@ -65,31 +36,35 @@ class _Loop:
     continues: list[set[str]] = field(default_factory=list)
 
 
-class Reader:
-    """Follows statements; the names that are bound for certain go in and come out, or None where nothing goes on.
+class DefiniteAssignment:
+    """Follows statements, and collects the names that they read before these are bound.
+
+    Methods take the set of names that are bound before a node of the syntax tree. Those for statements return the set
+    of names that are bound after it, or None if the next statement is never reached. Those for expressions add to the
+    set they are given.
 
     Args:
-        flags: for the compiler.
+        flags: of the compiler, for `compile`.
 
     Attributes:
-        free: names that were read and not bound.
+        free: names that were read before they were bound.
     """
 
     def __init__(self, flags: int) -> None:
         self.free: set[str] = set()
         self._flags = flags
         self._later: set[str] = set()
-        """Read by functions that the statement makes and leaves for later, when it has bound its names."""
+        """Names that functions read which the current statement defines. They may be called once it has ended."""
         self._is_called = False
-        """Inside a call or a comprehension, which may call a function that is made there, ``map(lambda ...)`` say."""
+        """Whether this is inside a call or comprehension, which may call a lambda at once: ``map(lambda ...)``."""
         self._loops: list[_Loop] = []
         self._around_class: set[str] | None = None
-        """In the body of a class, the names bound outside of it: all that functions and comprehensions in it see."""
+        """In the body of a class, names that are bound outside of it: functions in the class see no others."""
         self._targets: set[str] = set()
-        """Variables of the comprehensions around an expression."""
+        """Variables of the comprehensions around the current expression."""
 
     def block(self, statements: Sequence[ast.stmt], bound: set[str] | None) -> set[str] | None:
-        """Follow statements; neither changes nor keeps `bound`."""
+        """Follow statements one after the other. `bound` is not changed."""
         bound = None if bound is None else set(bound)
         for statement in statements:
             if bound is None:
@@ -103,7 +78,7 @@ class Reader:
         if isinstance(node, ast.If):
             yes, no = self._condition(node.test, bound)
             self._call_functions(bound)
-            return _meet(self.block(node.body, yes), self.block(node.orelse, no))
+            return _intersection(self.block(node.body, yes), self.block(node.orelse, no))
         if isinstance(node, ast.While):
             return self._while(node, bound)
         if isinstance(node, (ast.For, ast.AsyncFor)):
@@ -125,7 +100,7 @@ class Reader:
         return self._simple(node, bound)
 
     def _simple(self, node: ast.stmt, bound: set[str]) -> set[str]:
-        """A statement after which the next one follows."""
+        """Follow a statement without other statements in it that does not leave the block."""
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             self._function(node, bound)
             bound.add(node.name)
@@ -164,22 +139,22 @@ class Reader:
     def _while(self, node: ast.While, bound: set[str]) -> set[str] | None:
         yes, no = self._condition(node.test, bound)
         self._call_functions(bound)
-        _, loop = self._turn(node.body, yes)
+        _, loop = self._iteration(node.body, yes)
         is_endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
-        return _meet(None if is_endless else self.block(node.orelse, no), *loop.breaks)
+        return _intersection(None if is_endless else self.block(node.orelse, no), *loop.breaks)
 
     def _for(self, node: ast.For | ast.AsyncFor, bound: set[str]) -> set[str] | None:
         self._expression(node.iter, bound)
         self._call_functions(bound)
         begin = set(bound)
         self._bind(node.target, begin)
-        end, loop = self._turn(node.body, begin)
-        ended = _meet(end, *loop.continues)
-        # Where every turn leaves it early, it only ends by itself if there is nothing to iterate over.
-        return _meet(self.block(node.orelse, bound if ended is None else ended), *loop.breaks)
+        end, loop = self._iteration(node.body, begin)
+        ended = _intersection(end, *loop.continues)
+        # If every iteration leaves it by ``break``, its ``else`` is only reached if there is nothing to iterate over.
+        return _intersection(self.block(node.orelse, bound if ended is None else ended), *loop.breaks)
 
-    def _turn(self, body: Sequence[ast.stmt], bound: set[str]) -> tuple[set[str] | None, _Loop]:
-        """Follow the body of a loop once; gives what is bound at its end, and where it is left."""
+    def _iteration(self, body: Sequence[ast.stmt], bound: set[str]) -> tuple[set[str] | None, _Loop]:
+        """Follow the body of a loop once. Returns what is bound at its end, and at each ``break`` and ``continue``."""
         loop = _Loop()
         self._loops.append(loop)
         end = self.block(body, bound)
@@ -193,7 +168,7 @@ class Reader:
                 self._bind(item.optional_vars, bound)
         self._call_functions(bound)
         end = self.block(node.body, bound)
-        # An end that is not reached, but for an exception that is swallowed: then nothing is certain.
+        # If its end is never reached, code goes on only if an exception is swallowed: then it has bound nothing.
         return bound if end is None else end
 
     def _try(self, node: ast.Try, bound: set[str]) -> set[str] | None:
@@ -205,7 +180,7 @@ class Reader:
                 self._call_functions(failed)
             if handler.name is not None:
                 failed.add(handler.name)
-            end = _meet(end, self.block(handler.body, failed))
+            end = _intersection(end, self.block(handler.body, failed))
         self.block(node.finalbody, bound)  # also after an exception that nobody catches here
         return self.block(node.finalbody, end)
 
@@ -228,7 +203,7 @@ class Reader:
                 self._call_functions(inside)
             ends.append(self.block(case.body, inside))
         last = node.cases[-1]
-        return _meet(*ends) if last.guard is None and _takes_all(last.pattern) else _meet(*ends, bound)
+        return _intersection(*ends) if last.guard is None and _takes_all(last.pattern) else _intersection(*ends, bound)
 
     # Definitions.
 
@@ -267,30 +242,30 @@ class Reader:
             self._expression(node.annotation, bound)
 
     def _ask_compiler(self, tree: ast.Module, bound: set[str]) -> None:
-        """What a definition reads at once, and what code inside it reads when it is called."""
+        """Note the names that a definition reads at once, and those that code inside it reads when it is called."""
         code = compile(tree, "<names>", "exec", flags=self._flags, dont_inherit=True)
-        for name in _outer_reads(code):
+        for name in own_reads(code):
             self._read(name, bound)
-        self._later.update(*map(names_in, _inner_codes(code)))
+        self._later.update(*map(names_in, inner_codes(code)))
 
     def _read_later(self, tree: ast.Module | ast.Expression) -> None:
-        """What functions in it read when they are called, wherever in it they are made."""
+        """Note the names that functions in a tree read when they are called, however deep they are defined."""
         mode = "eval" if isinstance(tree, ast.Expression) else "exec"
         code = compile(tree, "<names>", mode, flags=self._flags, dont_inherit=True)
-        waiting = list(_inner_codes(code))
+        waiting = list(inner_codes(code))
         while waiting:
             one = waiting.pop()
-            waiting += _inner_codes(one)
+            waiting += inner_codes(one)
             if one.co_flags & inspect.CO_OPTIMIZED:  # not the body of a class, which was followed
-                self._later |= _outer_reads(one) - self._targets
+                self._later |= own_reads(one) - self._targets
 
     def _call_functions(self, bound: set[str]) -> None:
-        """A statement has ended: from here on, the functions it made may be called."""
+        """Count the names that functions of the statement read as read now: they may be called from here on."""
         if self._around_class is None:
             self.free |= self._later - bound
             self._later.clear()
 
-    # Expressions, in the order in which they are evaluated. What is bound for certain is added to `bound`.
+    # Expressions, in the order in which they are evaluated.
 
     def _expressions(self, nodes: Iterable[ast.AST], bound: set[str]) -> None:
         for node in nodes:
@@ -299,7 +274,7 @@ class Reader:
     def _expression(self, node: ast.AST, bound: set[str]) -> None:
         parts = list(ast.walk(node))
         if not any(isinstance(part, _BINDING_EXPRESSIONS) for part in parts):
-            # Then the order does not matter, and what is very deep, a long sum say, can be read without recursion.
+            # The order does not matter then, and a deep tree, such as that of a long sum, needs no recursion.
             for part in parts:
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
                     self._read(part.id, bound)
@@ -332,7 +307,7 @@ class Reader:
             self._expressions(ast.iter_child_nodes(node), bound)
 
     def _condition(self, node: ast.expr, bound: set[str]) -> tuple[set[str], set[str]]:
-        """What is bound where it is true, and where it is false."""
+        """Follow a condition. Returns what is bound if it is true, and what is bound if it is false."""
         if isinstance(node, ast.BoolOp):
             is_and = isinstance(node.op, ast.And)
             goes_on, leaves = set(bound), None
@@ -375,7 +350,7 @@ class Reader:
             self.free.add(name)
 
     def _bind(self, target: ast.expr, bound: set[str]) -> None:
-        """Assign to names, and evaluate what others of the targets are parts of, as in ``a[i], b = ...``."""
+        """Bind the names of an assignment target, and follow its other expressions, as in ``a[i], b = ...``."""
         self._expression(target, bound)
         bound |= _stored(target)
 
@@ -383,7 +358,7 @@ class Reader:
         if isinstance(target, ast.Name):
             self._read(target.id, bound)
             if self._around_class is None or target.id in self._around_class:
-                bound.add(target.id)  # what the notebook has under that name is not seen any more
+                bound.add(target.id)  # code after it fails, whatever the notebook has under that name
             else:
                 bound.discard(target.id)
         elif isinstance(target, (ast.Tuple, ast.List)):
@@ -393,8 +368,8 @@ class Reader:
             self._expression(target, bound)
 
 
-def _meet(*states: set[str] | None) -> set[str] | None:
-    """What is bound whichever way one came; None if there is no way."""
+def _intersection(*states: set[str] | None) -> set[str] | None:
+    """Return the names that are bound in all states, those of unreachable places (None) aside; None if all are."""
     known = [state for state in states if state is not None]
     return set.intersection(*known) if known else None
 
@@ -404,7 +379,7 @@ def _stored(target: ast.expr) -> set[str]:
 
 
 def _captured(pattern: ast.pattern) -> set[str]:
-    """Names that a pattern binds when it fits."""
+    """Return the names that a pattern binds if it matches."""
     found: set[str | None] = set()
     for part in ast.walk(pattern):
         if isinstance(part, (ast.MatchAs, ast.MatchStar)):
@@ -415,7 +390,7 @@ def _captured(pattern: ast.pattern) -> set[str]:
 
 
 def _takes_all(pattern: ast.pattern) -> bool:
-    """Does it fit whatever comes?"""
+    """Return whether a pattern matches everything."""
     if isinstance(pattern, ast.MatchOr):
         return _takes_all(pattern.patterns[-1])
     return isinstance(pattern, ast.MatchAs) and (pattern.pattern is None or _takes_all(pattern.pattern))
