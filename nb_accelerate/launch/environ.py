@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's variables, so that any code written for torchrun finds what it knows."""
+"""Compute the environment of a rank. It has torchrun's variables, for code that was written for torchrun."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ForkedServer(RankServer):
         self._reaper: threading.Thread | None = None
         self._owner: Owner
         importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
-        if "torch" in sys.modules:  # likewise
+        if "torch" in sys.modules:  # which every rank connects by this module
             importlib.import_module("nb_accelerate.process.rendezvous")
 
     @override

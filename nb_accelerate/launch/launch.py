@@ -1,4 +1,4 @@
-"""A launch: its attempts, its ranks, and the handle a notebook holds when it does not wait."""
+"""A launch: one attempt or several to run a function on ranks, and the handle of a launch in the background."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.display import Action
 from nb_accelerate.errors import ShippingError, StartError
-from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of
 from nb_accelerate.launch.rendezvous import open_rendezvous, rendezvous_kind
 from nb_accelerate.launch.servers import one_at_a_time
-from nb_accelerate.launch.setup import make_setup, notebook_sources
+from nb_accelerate.launch.setup import notebook_sources
 from nb_accelerate.launch.starters import open_server
+from nb_accelerate.launch.starting import sender, started_ranks
 from nb_accelerate.launch.values import keep_values, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
-from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.failures import Wording, add_note, ended_as, error_of, summary
 from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
@@ -35,17 +34,16 @@ from nb_accelerate.ranks.waiting import interrupts_call
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.display import Panel
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.display.view import FailureSummary, PanelStatus
+    from nb_accelerate.launch.local import LocalRank
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.rendezvous import Rendezvous
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.values import Values
-    from nb_accelerate.protocol.messages import StoreSpec
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.ranks.sinks import Sink
 
@@ -53,11 +51,11 @@ if TYPE_CHECKING:
 class Launch:
     """Ranks that run a function in the background; what ``notebook_launcher(..., block=False)`` returns.
 
-    Several may run at once. What the ranks print stays in the cell that launched them. In a coroutine,
-    ``await launch`` gives the values.
+    Several may run at once. What the ranks print is shown in the cell that launched them. In a coroutine,
+    ``await launch`` returns the values.
 
     Attributes:
-        timeouts: how long the steps of launches that begin from now on may take.
+        timeouts: timeouts of launches that begin from now on.
     """
 
     timeouts: ClassVar[Timeouts] = Timeouts()
@@ -101,7 +99,7 @@ class Launch:
         ]
 
     def status(self) -> str:
-        """``starting``, ``running``, ``done``, ``failed`` or ``interrupted``."""
+        """Return ``"starting"``, ``"running"``, ``"done"``, ``"failed"`` or ``"interrupted"``."""
         if not self._done.is_set():
             return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"
         if self._error is None:
@@ -109,7 +107,7 @@ class Launch:
         return "interrupted" if isinstance(self._error, KeyboardInterrupt) else "failed"
 
     def output(self, rank: int) -> str:
-        """The last thousand lines a rank printed, both streams.
+        """Return the last thousand lines that a rank has printed, of both streams.
 
         Raises:
             LookupError: there is no such rank on this machine.
@@ -121,14 +119,18 @@ class Launch:
         raise LookupError(f"rank={rank!r}: this launch has ranks {[one.rank for one in ranks]} here")
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the launch, at most `timeout` seconds. True if it has ended."""
+        """Wait for the end of the launch, at most `timeout` seconds, and return whether it has ended."""
         return self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Values:
-        """Wait for the end of the launch and give the ranks' values, or raise what `notebook_launcher` would.
+        """Wait for the end of the launch, and return the values of the ranks.
+
+        Args:
+            timeout: seconds; None for no limit.
 
         Raises:
             TimeoutError: it has not ended within `timeout` seconds. It goes on.
+            BaseException: what `notebook_launcher` would raise.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self._name} has not ended within {timeout} s; it goes on")
@@ -138,27 +140,27 @@ class Launch:
         return self._values
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank and end the launch; a second time, kill the ranks."""
+        """Raise KeyboardInterrupt in every rank, and end the launch. A second time, kill the ranks."""
         with self._lock:
             self._stopping = True
             self._interrupt_requests()
 
     def stop(self) -> None:
-        """Terminate every rank, without asking its code, and wait until it has ended."""
+        """Send SIGTERM to every rank, and wait until all have ended."""
         with self._lock:
             self._stopping = True
             self._interrupt_requests(StepKind.TERMINATE, "stopped")
         self._done.wait()
 
     def __await__(self) -> Generator[Any, None, Values]:
-        """The values, once there are some; the event loop goes on meanwhile."""
+        """Wait for the values in a coroutine, and return them; see `result`."""
         import asyncio
 
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
         def resolve() -> None:
-            if not ended.done():  # whoever awaited may have been cancelled
+            if not ended.done():  # the coroutine may have been cancelled
                 ended.set_result(None)
 
         def tell() -> None:
@@ -181,12 +183,12 @@ class Launch:
     # For `notebook_launcher`.
 
     def run(self) -> Values:
-        """Run it here, in the calling thread."""
+        """Run it in the calling thread, and return the values of the ranks."""
         self._run()
         return self.result()
 
     def run_in_background(self) -> None:
-        """Run it in a thread of its own. Its failure is said in the cell, since nobody may ask for the result."""
+        """Run it in a thread of its own. The cell says how it has failed, because nobody may ask for the result."""
         name = f"nb_accelerate-{self._name}"
         threading.Thread(target=self._run, kwargs={"tell": True}, name=name, daemon=True).start()
 
@@ -252,8 +254,10 @@ class Launch:
                 if rendezvous_kind(options).is_local:
                     births.enter_context(one_at_a_time())
                 rendezvous = stack.enter_context(open_rendezvous(options, plan))
-                handles, stores = stack.enter_context(self._started(server, rendezvous, births))
-                with interrupts_later():  # and not before: ranks may be forked with all that is open here
+                handles, stores = stack.enter_context(
+                    started_ranks(server, options, plan, rendezvous, wants_rows=self._front_end != "off", births=births)
+                )
+                with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
                     loop = RankLoop(
                         monitor_interval=options.monitor_interval,
                         monitor=lambda: watch.look({one.owner for one in handles if one.owner and not one.ended}),
@@ -264,7 +268,7 @@ class Launch:
                 ranks = [RankProxy(handle, loop) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
-            send = self._sender(rendezvous, stores, sources, call, attempt)
+            send = sender(options, plan, rendezvous, stores, sources, call, attempt)
             size = plan.world_size
             calling = Request(
                 ranks=ranks,
@@ -297,10 +301,10 @@ class Launch:
                     loop.begin(calling, hangs=timeouts)
                     if was_stopped:
                         self._interrupt_requests(StepKind.TERMINATE, "stopped")
-                    with loop.output.guard:  # only now: the ranks start meanwhile
+                    with loop.output.guard:  # after the request, so that the ranks start meanwhile
                         calling.panel = self._panel(calling, attempt)
                     loop.run(calling)
-                    if calling.step is not None:  # else each came to its end by itself
+                    if calling.step is not None:  # not all ranks have finished by themselves
                         leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
                     leaving.panel = calling.panel
                     loop.begin(leaving)
@@ -347,51 +351,6 @@ class Launch:
         if self._loop is not None:
             self._loop.say(line)
 
-    @contextlib.contextmanager
-    def _started(
-        self, server: RankServer, rendezvous: Rendezvous, births: contextlib.ExitStack
-    ) -> Iterator[tuple[list[LocalRank], list[StoreSpec]]]:
-        """Ranks that are forked, or about to be, and wait for their `Setup`; and the store of each."""
-        stores: list[StoreSpec] = []
-        handles: list[LocalRank] = []
-        with contextlib.ExitStack() as stack:
-            if rendezvous_kind(self._options).holds_sockets:
-                stack.callback(server.forget)
-
-            def new_handles() -> Iterator[LocalRank]:
-                for local_rank in range(self._plan.num_processes):
-                    rank = self._plan.topology_of(local_rank, node_rank=rendezvous.node_rank).rank
-                    with interrupts_later():  # or what was just opened would have nobody who closes it
-                        store, store_fd = rendezvous.store_for(local_rank)
-                        stores.append(store)
-                        handle = LocalRank(rank, local_rank=local_rank, store_fd=store_fd)
-                        stack.callback(handle.close)
-                        stack.callback(handle.kill)  # if nobody watches over it when this is left
-                    handle.page.want_rows(self._front_end != "off")
-                    handles.append(handle)
-                    yield handle
-
-            server.start(new_handles())
-            births.close()
-            yield handles, stores
-
-    def _sender(
-        self, rendezvous: Rendezvous, stores: Sequence[StoreSpec], sources: Packed, call: Packed | None, attempt: int
-    ) -> Callable[[RankProxy], None]:
-        """Gives what tells a rank what it is, and what to run."""
-
-        def send(rank: RankProxy) -> None:
-            handle = rank.handle
-            store = stores[handle.local_rank]
-            setup = make_setup(
-                handle, self._options, self._plan, rendezvous, sources.parcel, store=store, attempt=attempt
-            )
-            with contextlib.suppress(OSError):  # it has ended already, which its status tells
-                handle.channel.send(setup, sources.fds)
-                handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
-
-        return send
-
 
 def _after_end(rank: RankProxy) -> str:
     if rank.handle.exitcode is None:
@@ -404,11 +363,11 @@ _WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_
 
 
 def _line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:
-    """Gives torchrun's line prefix for a rank.
+    """Return a function that returns the prefix for lines of a rank, from torchrun's template.
 
     Args:
-        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None is no prefix.
-        local_ranks: by rank.
+        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None for no prefix.
+        local_ranks: local rank of each rank, by rank.
     """
     if template is None:
         return None if len(local_ranks) == 1 else lambda _: ""

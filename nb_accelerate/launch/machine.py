@@ -1,4 +1,4 @@
-"""Facts about this machine that a launch is planned with. Looking changes nothing: no device is touched."""
+"""Find out what a launch is planned with: processors, devices, limits. No device is initialized by that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who else holds memory of the GPUs this launch will use: the usual reason for "out of memory" at step one."""
+"""Find processes that hold memory of the GPUs of a launch: the usual reason for running out of it at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import psutil
 if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
 
-_WORTH_SAYING = 512
-"""MiB from which a process is named. Less is a driver context or a desktop."""
+_MIN_MEMORY = 512
+"""MiB of GPU memory from which a process is named. A driver context or a desktop has less."""
 
 
 def gpu_warnings(plan: LaunchPlan) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def warnings_from(table: str) -> tuple[str, ...]:
     said = []
     for line in table.splitlines():
         pid, _, memory = line.partition(",")
-        if not pid.strip().isdigit() or not memory.strip().isdigit() or int(memory) < _WORTH_SAYING:
+        if not pid.strip().isdigit() or not memory.strip().isdigit() or int(memory) < _MIN_MEMORY:
             continue
         said.append(f"{_owner(int(pid))} holds {int(memory) / 1024:.1f} GiB of GPU memory")
     return tuple(said)

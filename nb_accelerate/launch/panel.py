@@ -1,4 +1,4 @@
-"""What a launch and a pool say about how they run, once when they begin and then in their panels."""
+"""Say how a launch or a pool runs: in one line when it begins, and then in its panel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
-    """Say in one line what was chosen. Returns the id of the place where a panel may say more; "" if nowhere."""
+    """Show one line about a plan.
+
+    Returns:
+        The id of the display that a panel may replace; "" if the front end cannot replace it.
+    """
     if front_end != "widget":
         sink.write("stdout", plan.describe() + "\n")
         return ""
@@ -25,12 +29,12 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
 
 
 def facts_of(name: str, plan: LaunchPlan, *, details: str = "") -> Facts:
-    """What a panel says about how something runs.
+    """Return what a panel says about a launch or cell that does not change.
 
     Args:
-        name: of what runs.
-        plan: how.
-        details: to be said at the beginning.
+        name: name of the function or cell.
+        plan: how it runs.
+        details: a sentence about the plan; shown where there is no panel.
     """
     return Facts(name=name, setup=_setup(plan), details=details)
 

@@ -1,4 +1,4 @@
-"""What a launch will be, decided before anything starts: pure arithmetic on options and facts."""
+"""Plan a launch: decide what was left open, from its options and facts about the machine. Pure."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _ranks_and_devices(
         )
     if options.num_nodes > 1 and not kind.backend:
         raise ConfigError(
-            f"num_nodes={options.num_nodes}, but {kind.name} devices carry nothing between ranks. Write "
+            f"num_nodes={options.num_nodes}, but {kind.name} devices cannot exchange tensors between ranks. Write "
             f"devices={CPU.name!r} to run on the CPU"
         )
     return number, names[:number], visibility

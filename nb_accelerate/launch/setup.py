@@ -1,4 +1,4 @@
-"""What a new rank is told before it runs anything."""
+"""Make the message that sets up a new rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_setup(
     store: StoreSpec | None = None,
     attempt: int = 0,
 ) -> Setup:
-    """Make the message that sets a rank up: environment, folder and search path are those of this process now.
+    """Return the `Setup` of a rank: with the environment, working directory and search path of this process as of now.
 
     Args:
         handle: the rank.
@@ -61,7 +61,7 @@ def make_setup(
 
 
 def notebook_sources() -> dict[str, str]:
-    """Text of everything that was compiled here from no file: the cells that have run, by their file name."""
+    """Return the text of the cells that have run in this process, by their file names in tracebacks."""
     return {
         filename: "".join(entry[2])
         for filename, entry in linecache.cache.items()

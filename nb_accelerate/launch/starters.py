@@ -1,4 +1,4 @@
-"""Who starts the processes of a launch: one context manager for each start method that has processes.
+"""Open the server that starts the ranks of a launch: a context manager for each start method that has processes.
 
 They are named in the rows of `nb_accelerate.start_methods`. Each closes what belongs to one launch only.
 """

@@ -1,4 +1,4 @@
-"""What the ranks returned."""
+"""Unpickle what the ranks have returned."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class Values(list[Any]):
-    """A list in rank order. As the last expression of a cell it shows nothing if every rank returned None."""
+    """A list of values in rank order. A cell that ends in it shows nothing if every rank has returned None."""
 
     def _ipython_display_(self) -> None:
         if all(value is None for value in self):
             return
-        # Not a method that hides itself by raising: IPython would go on and look for a plain repr, which is there.
+        # A `_repr_mimebundle_` that raises would not do: IPython then shows the repr of the list.
         from IPython.display import display
 
         display(list(self))  # type: ignore[no-untyped-call]

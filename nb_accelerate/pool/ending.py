@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from nb_accelerate.ranks.timeouts import Timeouts
 
 _BUSY = (
-    "rank {ranks} is busy where it cannot be interrupted; this cell ends when that does. Interrupt once more to kill "
-    "it: its variables are then lost"
+    "rank {ranks} runs C code that cannot be interrupted; the cell ends when that returns. Interrupt once more to kill "
+    "the rank and lose its variables"
 )
 
 

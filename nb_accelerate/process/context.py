@@ -116,7 +116,7 @@ def install(context: ProcessContext) -> ProcessContext:
 
 def leave() -> None:
     """Forget the context; the next `Accelerator` makes another. The process group stays."""
-    global _context  # noqa: PLW0603 - as above
+    global _context  # noqa: PLW0603 - one per process
     _context = None
 
 

@@ -167,7 +167,7 @@ def _forget_unfinished() -> None:
             group.shutdown()
     for known in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
         getattr(world, known).clear()
-    module._unregister_all_process_groups()  # noqa: SLF001 - as above
+    module._unregister_all_process_groups()  # noqa: SLF001 - torch forgets them nowhere
     world.group_count = 0
 
 

@@ -174,8 +174,8 @@ def _listen(original: Any) -> tuple[list[Any], list[socket.socket], set[str]]:
 
 
 def _sockets(before: Collection[str]) -> Iterator[socket.socket]:
-    """Copies of the sockets of this process whose descriptors are not in `before`."""
-    for entry in set(os.listdir("/proc/self/fd")).difference(before):  # noqa: PTH208 - as above
+    """Yield copies of the sockets of this process whose descriptors are not in `before`."""
+    for entry in set(os.listdir("/proc/self/fd")).difference(before):  # noqa: PTH208 - pathlib is slow
         with contextlib.suppress(OSError):  # that of the listing itself
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 yield socket.socket(fileno=os.dup(int(entry)))

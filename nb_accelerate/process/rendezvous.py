@@ -92,10 +92,10 @@ class RendezvousHandler:
         if self._file is not None:
             loopback.install()
         # register_rendezvous_handler refuses a scheme that is known already.
-        handlers = _torch._rendezvous_handlers  # noqa: SLF001 - as above
+        handlers = _torch._rendezvous_handlers  # noqa: SLF001 - no public way
         for scheme, original in (
-            ("env", _torch._env_rendezvous_handler),  # noqa: SLF001 - as above
-            ("tcp", _torch._tcp_rendezvous_handler),  # noqa: SLF001 - as above
+            ("env", _torch._env_rendezvous_handler),  # noqa: SLF001 - no public way
+            ("tcp", _torch._tcp_rendezvous_handler),  # noqa: SLF001 - no public way
         ):
             handlers[scheme] = functools.partial(self._answer, original)
 
@@ -121,7 +121,7 @@ class RendezvousHandler:
         if store is None:
             store, _, _ = next(original(url, timeout=timeout, **options))
         yield self._meet(store, rank, world_size, timeout), rank, world_size
-        raise RuntimeError("a process group that was made cannot meet a second time; make another one")
+        raise RuntimeError("the ranks of this group are connected already. To connect them anew, make another group")
 
     def _meet(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Announce this rank, wait for the others, and return the part of the store for this process group.

@@ -289,7 +289,3 @@ class InputReply:
 
     number: int
     text: str | None
-
-
-ToRank = Setup | Call | Join | RunCell | InputReply | Quit
-FromRank = Ready | Result | Failure | Display | InputRequest | DebuggerResumed | CellEnd

@@ -141,5 +141,5 @@ def _line(error: Exception) -> str:
     except Exception:  # its __str__ fails too
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    line = f"some output is missing here, since it could not be shown ({text}). What prints it goes on"
+    line = f"some output is missing here because it could not be shown ({text}). The ranks go on"
     return line.encode("ascii", "backslashreplace").decode()

@@ -50,8 +50,8 @@ class Topology:
             fits = below <= above if number == "local_world_size" else below < above
             if below < 0 or not fits:
                 raise ConfigError(
-                    f"{number}={below} does not fit {total}={above}: this process was told numbers that cannot be. "
-                    "Check the variables its launcher set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)."
+                    f"{number}={below} does not fit {total}={above}. Check the variables that the launcher "
+                    "sets: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."
                 )
 
     @classmethod
@@ -111,7 +111,7 @@ class Launcher:
     Attributes:
         name: of the launcher.
         rank, world_size: the variables that have these numbers. A process without both was not started by it.
-        local_rank, local_world_size, node_rank, num_nodes: likewise; may be missing.
+        local_rank, local_world_size, node_rank, num_nodes: the variables that have these; empty if there is none.
     """
 
     name: str

@@ -54,7 +54,7 @@ class Alarm:
         with self._lock:
             self._meeting = rendezvous
             if self._given_up == rendezvous:
-                raise ConnectionAbortedError("the other ranks have given up to meet this one")
+                raise ConnectionAbortedError("the other ranks have stopped waiting for this one")
 
     def is_given_up(self) -> bool:
         """Return whether the current rendezvous was given up."""

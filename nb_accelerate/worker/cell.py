@@ -217,5 +217,5 @@ def _steps() -> dict[str, int]:
     found = {}
     for group, name in world.pg_names.items():
         with contextlib.suppress(Exception):  # a backend that does not count
-            found[name] = group._get_sequence_number_for_group()  # noqa: SLF001 - as above
+            found[name] = group._get_sequence_number_for_group()  # noqa: SLF001 - no public way
     return found

@@ -152,7 +152,7 @@ def _forget_kernel() -> None:
 
 
 def _no_input(_prompt: object = "", /) -> str:
-    raise EOFError("a rank has no keyboard")
+    raise EOFError("input() does not work on a rank. Call it before the launch, and pass its value")
 
 
 def _forget_pools() -> None:

@@ -67,11 +67,11 @@ def abort_groups() -> None:
     with contextlib.suppress(Exception):  # it is being torn down already
         # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That
         # one also forgets the groups, and nobody could tell any more which models belong to them.
-        own = distributed.group.WORLD._get_backend(torch.device(backend.device))  # noqa: SLF001 - as above
-        own._group_start()  # noqa: SLF001 - as above
+        own = distributed.group.WORLD._get_backend(torch.device(backend.device))  # noqa: SLF001 - as `_abort_process_group` does
+        own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
         for group in sorted(names, key=names.get, reverse=True):
             group.abort()
-        own._group_end()  # noqa: SLF001 - as above
+        own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
 
 
 def close_groups() -> None:

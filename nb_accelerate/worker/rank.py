@@ -178,7 +178,7 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
         torch.set_num_threads(setup.num_threads)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available():
-        distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG likewise
+        distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG too is read once
     store = None if setup.store is None else reach_store(setup.store, store_fd)
     sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
     return store

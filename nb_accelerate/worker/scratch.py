@@ -55,7 +55,7 @@ class Scratch:
         _remove(f"{self._folder}/{name}")
         if not self._names:
             with contextlib.suppress(OSError):
-                os.unlink(f"{self._folder}/{_MARKER}")  # noqa: PTH108 - as above
+                os.unlink(f"{self._folder}/{_MARKER}")  # noqa: PTH108 - pathlib is slow after a fork
             _remove(self._folder)
             self.leave()
 
@@ -69,7 +69,7 @@ class Scratch:
 
 def _remove(folder: str) -> None:
     try:
-        os.rmdir(folder)  # noqa: PTH106 - as above
+        os.rmdir(folder)  # noqa: PTH106 - pathlib is slow after a fork
     except OSError:  # seldom: multiprocessing has put something into it
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -23,7 +23,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     """
     with io.open_code(os.path.abspath(path)) as file:  # noqa: PTH100 - as Python does; a link stays a link
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    sys.path[:1] = [os.path.dirname(os.path.realpath(path))]  # noqa: PTH120 - as above
+    sys.path[:1] = [os.path.dirname(os.path.realpath(path))]  # noqa: PTH120 - as Python does
     _run_as_main(code, path, arguments, __file__=path, __spec__=None, __loader__=SourceFileLoader("__main__", path))
 
 

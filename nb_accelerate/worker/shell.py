@@ -68,7 +68,7 @@ def _not_here(*_: str) -> NoReturn:
 
 
 def _no_input(_prompt: object = "", /) -> NoReturn:
-    raise EOFError("a rank has no keyboard: call input() in a cell of the notebook, and let the value travel")
+    raise EOFError("input() does not work on a rank. Call it in a cell of the notebook, and use its value on the ranks")
 
 
 class _Publisher(DisplayPublisher):
