@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
-from nb_accelerate.launch.local import close_all_ours
+from nb_accelerate.launch.local import close_all_kernel_ends
 from nb_accelerate.launch.owner import Owner
 from nb_accelerate.launch.rendezvous import close_keepers
 from nb_accelerate.launch.servers import CLOSE_TIMEOUT, RankServer
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.interrupts import interrupts_later
-from nb_accelerate.worker.forked import Birth, serve_forked
+from nb_accelerate.worker.forked import ForkedRank, serve_forked
 from nb_accelerate.worker.interpreter import own_path
 from nb_accelerate.worker.limits import why_no_room
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
@@ -63,21 +63,21 @@ class ForkedServer(RankServer):
         with contextlib.ExitStack() as undo:
             for key in keys:
                 undo.callback(scratch.remove, str(key))
-            births = [
-                Birth(key=key, mark=handle.mark, scratch=scratch.make(str(key)), fds=handle.birth_fds)
+            ranks = [
+                ForkedRank(key=key, mark=handle.mark, scratch=scratch.make(str(key)), fds=handle.start_fds)
                 for key, handle in zip(keys, handles, strict=True)
             ]
             self._channel, there = Channel.pair()
             undo.callback(self._channel.close)
             with there, interrupts_later():
-                owner = self._fork(handles, births, there, scratch)
+                owner = self._fork(handles, ranks, there, scratch)
                 undo.pop_all()
                 scratch.leave()  # it is the server's
                 for key, handle in zip(keys, handles, strict=True):
                     self._tell(handle, key, owner)
 
     def _fork(
-        self, handles: Sequence[LocalRank], births: Sequence[Birth], there: socket.socket, scratch: Scratch
+        self, handles: Sequence[LocalRank], ranks: Sequence[ForkedRank], there: socket.socket, scratch: Scratch
     ) -> Owner:
         parent, path = os.getpid(), own_path()
         for stream in (sys.stdout, sys.stderr):
@@ -90,9 +90,9 @@ class ForkedServer(RankServer):
         if pid == 0:
             try:
                 self._channel.close()
-                close_all_ours()
+                close_all_kernel_ends()
                 close_keepers()
-                serve_forked(there.detach(), parent, births, scratch, self._call, path)
+                serve_forked(there.detach(), parent, ranks, scratch, self._call, path)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if it could not even begin
         # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the

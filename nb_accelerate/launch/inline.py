@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_inline(options: LaunchOptions, plan: LaunchPlan, sink: Sink, **_: object) -> Values:
-    """Call the function here, in the environment a single rank would have; afterwards all is as before.
+    """Call the function in this process, in the environment of a single rank, which is undone afterwards.
 
     Args:
         options: what was asked for.

@@ -29,20 +29,19 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.owner import Owner
     from nb_accelerate.protocol.messages import Call, Join, RunCell
 
-_MOST_TO_REPORT = 5.0
-"""Seconds from the end of a rank that was killed until its server has told of it, unless that is silent."""
+_REPORT_TIMEOUT = 5.0
+"""Seconds from SIGKILL until the server must have reported the end of a rank whose process has ended."""
 
-_MOST_TO_DIE = 20.0
-"""Seconds from SIGKILL until a rank has ended. A large one gives back its memory first, a device's too."""
-
+_KILL_TIMEOUT = 20.0
+"""Seconds from SIGKILL until the process of a rank must have ended. It first frees its memory, also of a device."""
 
 _open: weakref.WeakSet[LocalRank] = weakref.WeakSet()
 
 
-def close_all_ours() -> None:
-    """Close the kernel's ends of every rank, in a process that was forked from it to start ranks."""
+def close_all_kernel_ends() -> None:
+    """Close the kernel's ends of the connections of all ranks, in a process that was forked to start ranks."""
     for handle in list(_open):
-        handle.close_ours()
+        handle.close_kernel_ends()
 
 
 class LocalRank(RankHandle):
@@ -70,10 +69,10 @@ class LocalRank(RankHandle):
         self.closed = False
         self._pid: int | None = None
         self._process = -1
-        self._is_foreign = False
+        self._is_other_users = False
         self._is_to_end = False
         self._killed_at = float("inf")
-        self._born = False
+        self._is_handed_over = False
         self._signal: Callable[[int], None] = lambda _: None
         self._asked = 0
         with contextlib.ExitStack() as undo:
@@ -105,38 +104,38 @@ class LocalRank(RankHandle):
         _open.add(self)
 
     @property
-    def birth_fds(self) -> tuple[int, ...]:
-        """What the process that starts the rank needs: its status pipe, then the rank's own ends."""
+    def start_fds(self) -> tuple[int, ...]:
+        """Descriptors for the process that starts the rank: the write end of its status pipe, then its `RankEnds`."""
         return (self._status_end, *self._ends.as_tuple())
 
     @property
     @override
     def pid(self) -> int | None:
-        """Its process id once it is ready: set it then."""
+        """Its process id; None until it is ready."""
         return self._pid
 
     @pid.setter
     def pid(self, pid: int) -> None:
         self._pid = pid
         process = open_process(pid)
-        # It may have ended since it said so, and somebody else have its number.
+        # It may have ended meanwhile, and another process may have its id.
         if process >= 0 and not self._is_child(pid):
             os.close(process)
         else:
             self._process = process
 
-    def born(self, send_signal: Callable[[int], None], owner: Owner) -> None:
-        """Close the rank's own ends, which the server has by now.
+    def handed_over(self, send_signal: Callable[[int], None], owner: Owner) -> None:
+        """Note that a server starts the rank and has `start_fds`, which are closed here.
 
         Args:
-            send_signal: has the server signal it.
+            send_signal: has the server send a signal to the rank.
             owner: the server's process.
         """
-        self._close_birth_fds()
+        self._close_start_fds()
         self._signal, self.owner = send_signal, owner
 
     def signal(self, signum: int) -> None:
-        """Send a signal, if the rank still runs: by itself once it is ready, or by the process that starts it."""
+        """Send a signal to the rank if it still runs: directly once it is ready, before that through its server."""
         if self.ended or self.closed:
             return
         if signum == signal.SIGKILL:
@@ -144,7 +143,7 @@ class LocalRank(RankHandle):
         if self._process < 0:
             self._signal(signum)
         elif self._pid is not None and not send_signal(self._pid, signum, process=self._process):
-            self._is_foreign = True
+            self._is_other_users = True
 
     @override
     def ask(self, message: Call | Join | RunCell, fds: Sequence[int] = ()) -> None:
@@ -158,7 +157,7 @@ class LocalRank(RankHandle):
         self.signal(signal.SIGINT)
 
     def announce_interrupt(self) -> None:
-        """Say that SIGINT is meant for what the rank was asked last."""
+        """Write to the rank that SIGINT is meant for what it was asked last."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._interrupt, NUMBER.pack(self._asked))
 
@@ -197,11 +196,11 @@ class LocalRank(RankHandle):
             self.lost = f"the process it was forked from (pid {self.owner.pid}) {silence}"
             return True
         since = time.monotonic() - self._killed_at
-        if not has_ended and (since > _MOST_TO_DIE or (since > 0 and self._is_foreign)):
-            whose = "it runs as another user" if self._is_foreign else f"{since:.0f} s ago"
+        if not has_ended and (since > _KILL_TIMEOUT or (since > 0 and self._is_other_users)):
+            whose = "it runs as another user" if self._is_other_users else f"{since:.0f} s ago"
             self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
             return True
-        return has_ended and since > _MOST_TO_REPORT
+        return has_ended and since > _REPORT_TIMEOUT
 
     @override
     def give_up(self) -> None:
@@ -223,11 +222,11 @@ class LocalRank(RankHandle):
     def close(self) -> None:
         """Close every descriptor. The rank, if it lives, sees the end of its channel."""
         with interrupts_later():
-            self._close_birth_fds()
-            self.close_ours()
+            self._close_start_fds()
+            self.close_kernel_ends()
 
-    def close_ours(self) -> None:
-        """Close the kernel's ends, in a process that is to become the rank or start it."""
+    def close_kernel_ends(self) -> None:
+        """Close the kernel's ends of its connections, in a process that was forked to start ranks."""
         if self.closed:
             return
         self.closed = True
@@ -245,10 +244,10 @@ class LocalRank(RankHandle):
         except psutil.Error:
             return False
 
-    def _close_birth_fds(self) -> None:
-        if not self._born:
-            self._born = True
-            for fd in self.birth_fds:
+    def _close_start_fds(self) -> None:
+        if not self._is_handed_over:
+            self._is_handed_over = True
+            for fd in self.start_fds:
                 os.close(fd)
 
 

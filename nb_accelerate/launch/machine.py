@@ -43,7 +43,7 @@ class VisibleDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What there is to run on, and what this process has done to itself.
+    """What a launch can use on this machine, and whether forks of this process could use it.
 
     Attributes:
         num_cpus: cores this process may use.

@@ -95,7 +95,7 @@ class LaunchPlan:
         return {**self.visibility, **self.kind.pin(self.device_names, local_rank)}
 
     def describe(self) -> str:
-        """Say it in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
+        """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
         where = f" on each of {self.num_nodes} machines" if self.num_nodes > 1 else ""
         method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
@@ -108,7 +108,7 @@ class LaunchPlan:
 
 
 def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = True) -> LaunchPlan:
-    """Decide everything that was left open.
+    """Return the plan of a launch: decide what its options leave open.
 
     Args:
         options: what was asked for.

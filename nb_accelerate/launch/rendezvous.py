@@ -62,7 +62,7 @@ def close_keepers() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one launch meet, and which of the machines this is.
+    """The place where the ranks of one launch meet, and the number of this machine among all.
 
     Attributes:
         address: of the store, as every rank reaches it.

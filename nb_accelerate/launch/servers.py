@@ -111,7 +111,7 @@ class RankServer(ABC):
             with contextlib.suppress(OSError):  # it has ended, and its ranks with it
                 channel.send(SignalRank(key=key, signum=signum))
 
-        handle.born(send_signal, owner)
+        handle.handed_over(send_signal, owner)
 
 
 class _ExecutedServer(RankServer):
@@ -177,7 +177,7 @@ class _ExecutedServer(RankServer):
             key = next(self._keys)
             message = StartRank(key=key, mark=handle.mark, fresh=self.fresh)
             try:
-                self._channel.send(message, handle.birth_fds)
+                self._channel.send(message, handle.start_fds)
             except OSError as error:
                 raise StartError(f"the process that starts ranks has ended. It wrote:\n{self.log()}") from error
             self._tell(handle, key, self.owner)
@@ -284,7 +284,7 @@ close = close_warm_server
 
 
 def warm_up() -> None:
-    """Start the process that ranks are forked from, in the background, so that the first launch waits less."""
+    """Start the warm server, so that the first launch waits less. Returns at once."""
     warm_server()
 
 

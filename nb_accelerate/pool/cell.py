@@ -133,7 +133,7 @@ class Cell:
     def _say_what_is_not_sent(self) -> None:
         """Say, once for each value, which names of the notebook the ranks have bound themselves."""
         own, syncs = self._manifest.own, self._syncs.values()
-        news = [name for name, value in sorted(own.items()) if sum(one.is_news(name, value) for one in syncs)]
+        news = [name for name, value in sorted(own.items()) if sum(one.is_untold(name, value) for one in syncs)]
         if news:
             names = ", ".join(news)
             self._output.say(

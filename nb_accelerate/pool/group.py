@@ -1,13 +1,13 @@
-"""The ranks of a pool as a group: they are started, meet, meet again, are replaced, and end.
+"""The ranks of a pool as a group: they are started, connected, connected anew, replaced, and ended.
 
 ::
 
     start --> Setup --> Join, all of them --+--> in one process group
                           ^                 |
-                          +-- meet again <--+--> a rank is lost --> a new one in its place --> Setup --> Join, all
+                          +-- connect anew <+--> a rank is lost --> a new one in its place --> Setup --> Join, all
 
-New ranks have nothing to lose: one that does not come is killed. Those that have variables are taken out of the
-rendezvous, and killed only if that does not work: every wait while ranks meet has a deadline.
+New ranks have no variables yet: one that does not join is killed. Those that have variables are taken out of the
+rendezvous, and killed only if that does not work: every wait of a rendezvous has a deadline.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankGroup:
         plan: as given.
         loop: the ranks that were started.
         display_ids: of displays of theirs.
-        is_apart: the ranks are there, but their process group is not: they have to meet again.
+        is_disconnected: whether the ranks have no process group of use, so that they must be connected anew.
     """
 
     @enough_room()
@@ -72,7 +72,7 @@ class RankGroup:
         timeouts: Callable[[], Timeouts],
     ) -> None:
         self.plan = plan
-        self.is_apart = False
+        self.is_disconnected = False
         self.display_ids = DisplayIds()
         self._options = options
         self._timeouts = timeouts
@@ -173,14 +173,14 @@ class RankGroup:
 
     @enough_room()
     def bring_up(self, numbers: Sequence[int], interrupts: Interrupts) -> None:
-        """Start these ranks, and have all of them meet. If that goes wrong, those that are new are ended.
+        """Start these ranks, and connect all ranks by a process group. If that fails, the new ones are ended.
 
         Raises:
             StartError: a rank could not be started.
             DeadlineError: it took too long.
-            BaseException: a rank could not be set up, or did not meet the others.
+            BaseException: a rank could not be set up, or did not join the group.
         """
-        self.is_apart = True
+        self.is_disconnected = True
         new: list[PoolRank] = []
         try:
             with open_rendezvous(self._options, self.plan) as rendezvous:
@@ -189,14 +189,14 @@ class RankGroup:
                 def set_up(rank: PoolRank) -> None:
                     send_setup(rank, self._options, self.plan, rendezvous)
 
-                self._have_done("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
+                self._ask_all("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda one: one.rank)
                 self._rendezvous_count += 1
 
                 def join(rank: PoolRank) -> None:
                     send_join(rank, rendezvous, self._rendezvous_count)
 
-                devices = self._have_done("the rendezvous of the ranks", everybody, join, interrupts)
+                devices = self._ask_all("the rendezvous of the ranks", everybody, join, interrupts)
         except BaseException:
             self._end(new, seconds=0.0, interrupts=interrupts)
             raise
@@ -204,7 +204,7 @@ class RankGroup:
             rank.device = device
             rank.steps = {}
             rank.has_joined = True
-        self.is_apart = False
+        self.is_disconnected = False
 
     def _add(self, handle: RankHandle) -> PoolRank:
         """Have the loop own a rank, also if this fails."""
@@ -227,7 +227,7 @@ class RankGroup:
         self._server = self._resources.enter_context(open_server(self.plan.method, self._options))
         return start_rank(self._server, number)
 
-    def _have_done(
+    def _ask_all(
         self,
         what: str,
         ranks: Sequence[PoolRank],
@@ -302,7 +302,7 @@ def result_of(request: Request) -> list[Any]:
         request.close()
 
 
-def came_apart(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
+def breaks_group(request: Request, ranks: Mapping[int, PoolRank], backend: str) -> bool:
     """Return whether the process group is of no use after a cell.
 
     Args:

@@ -4,7 +4,7 @@ r"""The states of a pool, and what can be done in each. Pure.
 
     stopped --start--> starting --> idle <--run--> running
                           ^          |
-                          |          +--> apart   (the ranks are there, but no process group)
+                          |          +--> disconnected  (the ranks live, but their process group is of no use)
                           +--repair--+--> broken  (a rank has ended)
 
 A stop is possible at any time.
@@ -24,7 +24,7 @@ class PoolState(enum.Enum):
     STARTING = "starting"
     IDLE = "idle"
     RUNNING = "running"
-    APART = "apart"
+    DISCONNECTED = "disconnected"
     """The ranks live, but their process group is of no use. It is made anew before the next cell."""
     BROKEN = "broken"
     """A rank has ended. The others keep their variables."""
@@ -32,8 +32,8 @@ class PoolState(enum.Enum):
 
 _POSSIBLE = {
     "start": {PoolState.STOPPED},
-    "run": {PoolState.IDLE, PoolState.APART, PoolState.BROKEN},
-    "repair": {PoolState.IDLE, PoolState.APART, PoolState.BROKEN},
+    "run": {PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN},
+    "repair": {PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN},
 }
 
 _WHY_NOT = {
@@ -43,7 +43,7 @@ _WHY_NOT = {
 }
 
 
-def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_apart: bool) -> PoolState:
+def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_disconnected: bool) -> PoolState:
     """Return the state of a pool.
 
     Args:
@@ -51,7 +51,7 @@ def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_ap
         starts: whether ranks are being started, or join a new process group.
         runs: whether a cell is running.
         lacks_ranks: whether a rank has ended.
-        is_apart: whether their process group is of no use.
+        is_disconnected: whether their process group is of no use.
     """
     if not exists:
         return PoolState.STOPPED
@@ -61,7 +61,7 @@ def state_of(*, exists: bool, starts: bool, runs: bool, lacks_ranks: bool, is_ap
         return PoolState.RUNNING
     if lacks_ranks:
         return PoolState.BROKEN
-    return PoolState.APART if is_apart else PoolState.IDLE
+    return PoolState.DISCONNECTED if is_disconnected else PoolState.IDLE
 
 
 def check(state: PoolState, action: str) -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-GIVEN = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
+RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
 """Names that every rank has from the start; they count as own."""
 
-SHELLS = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
+SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
 """Names that IPython defines in the notebook and on a rank alike."""
 
 _MAX_ITEMS = 10_000
@@ -56,9 +56,9 @@ class NamespaceSync:
             name: the name.
             value: its value in the notebook.
         """
-        if name in SHELLS:
+        if name in SHELL_NAMES:
             return Verdict.HAS_IT
-        if name in self._own or name in GIVEN:
+        if name in self._own or name in RANK_NAMES:
             return Verdict.OWN
         sent = self._sent.get(name)
         if sent is None or sent.value() is not value:
@@ -77,7 +77,7 @@ class NamespaceSync:
         sent = self._sent.get(name)
         return sent.uses if sent is not None else frozenset()
 
-    def is_news(self, name: str, value: object) -> bool:
+    def is_untold(self, name: str, value: object) -> bool:
         """Return whether the user was not told yet that this value does not replace the rank's own, and remember it."""
         told = self._told.get(name)
         if told is not None and told() is value:

@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.pool.cell import Cell
-from nb_accelerate.pool.group import RankGroup, came_apart, result_of
+from nb_accelerate.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
-from nb_accelerate.pool.namespace_sync import GIVEN, SHELLS, NamespaceSync
+from nb_accelerate.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
 from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.shipping import pack_to_push
 from nb_accelerate.pool.starting import plan_pool
@@ -60,7 +60,7 @@ class Pool:
         self._syncs: dict[int, NamespaceSync] = {}
         self._running: Request | None = None
         self._failed_rank: int | None = None
-        self._apart_unseen = False
+        self._disconnected_silently = False
 
     # Its state.
 
@@ -73,7 +73,7 @@ class Pool:
             starts=self._is_starting,
             runs=self._is_busy,
             lacks_ranks=group is not None and bool(group.missing),
-            is_apart=group is not None and group.is_apart,
+            is_disconnected=group is not None and group.is_disconnected,
         )
 
     @property
@@ -89,7 +89,7 @@ class Pool:
     @property
     def is_idle(self) -> bool:
         """Whether no cell runs, so that ranks would answer at once."""
-        return self.state in (PoolState.IDLE, PoolState.APART, PoolState.BROKEN)
+        return self.state in (PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN)
 
     @property
     def world_size(self) -> int:
@@ -282,8 +282,8 @@ class Pool:
             hold=self.timeouts.fold,
         )
         output = GuardedOutput(shown, sink)
-        if self.state is PoolState.APART:
-            self._meet_again(output)
+        if self.state is PoolState.DISCONNECTED:
+            self._reconnect(output)
         cell = Cell(source, options, group, self._syncs, variables, output, sink, in_background=tell)
         cell.request.take_note = functools.partial(self._take_note, group, cell)
 
@@ -354,7 +354,7 @@ class Pool:
 
     def reset(self) -> None:
         """Delete all variables of the ranks."""
-        self.call(remote.reset, (*GIVEN, *SHELLS))
+        self.call(remote.reset, (*RANK_NAMES, *SHELL_NAMES))
         for rank in self._syncs:
             self._syncs[rank] = NamespaceSync()
 
@@ -396,7 +396,7 @@ class Pool:
                 return group.ask(request, interrupts)
         finally:
             if StepKind.CUT in request.taken and self.world_size > 1:
-                group.is_apart = True
+                group.is_disconnected = True
 
     # From outside.
 
@@ -462,8 +462,8 @@ class Pool:
             self._syncs[rank] = NamespaceSync()
         group.bring_up(ranks, interrupts)
 
-    def _meet_again(self, output: GuardedOutput) -> None:
-        unseen, self._apart_unseen = self._apart_unseen, False
+    def _reconnect(self, output: GuardedOutput) -> None:
+        unseen, self._disconnected_silently = self._disconnected_silently, False
         began = time.monotonic()
         with Interrupts() as interrupts, self._starting():
             self._bring_up((), interrupts)
@@ -475,9 +475,9 @@ class Pool:
         cell.take_note()
         request = cell.request
         self._failed_rank = request.failed_rank if request.failed_rank is not None else self._failed_rank
-        if came_apart(request, group.ranks, group.plan.backend):
-            group.is_apart = True
-            self._apart_unseen = not request.incidents
+        if breaks_group(request, group.ranks, group.plan.backend):
+            group.is_disconnected = True
+            self._disconnected_silently = not request.incidents
         self._running = None
 
     def _on_loss(self, error: BaseException) -> None:

@@ -43,17 +43,17 @@ _HEADER = 16
 
 _ANY_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
 
-_LIMIT = 20.0
-"""Seconds after which no other attempt is made. One takes some hundredths; a stranger has to come in between in all."""
+_TIMEOUT = 20.0
+"""Seconds after which no further attempt is made. One takes some hundredths of a second."""
 
-_BARRIER = 2.0
-"""Seconds for a barrier of ranks that are there. One that takes longer costs another attempt."""
+_BARRIER_TIMEOUT = 2.0
+"""Seconds of a barrier of ranks that are connected. If it takes longer, there is another attempt."""
 
-_GONE = -1
-"""Stands for the user id of a stranger who has closed the connection again."""
+_CLOSED = -1
+"""Stands for the user id of a stranger whose connection is closed again."""
 
 _UNCONNECTED = -2
-"""Is told by a rank that could not connect to the others, so that they do not wait for it in the barrier."""
+"""Stands for a user id on a rank that could not connect, so that the others do not wait for it in the barrier."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
         DistBackendError: a stranger came between in every attempt.
         RuntimeError: as torch raises it.
     """
-    limit = min(_LIMIT, timeout.total_seconds())
+    limit = min(_TIMEOUT, timeout.total_seconds())
     began = time.monotonic()
-    patience = dist.BarrierOptions()
-    patience.timeout = timedelta(seconds=_BARRIER)
+    barrier_options = dist.BarrierOptions()
+    barrier_options.timeout = timedelta(seconds=_BARRIER_TIMEOUT)
     for attempt in itertools.count():
         part = PrefixStore(f"attempt {attempt}", store)
         devices, listeners, before = _listen(original)
@@ -118,8 +118,8 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
                 group = original(part, rank, size, options)
                 strangers = _strangers(listeners, before)
             found = _said_by_all(part, "are strangers", strangers, rank, size)
-            if found <= {_GONE}:
-                group.barrier(patience).wait()  # fails if somebody else has the place of a rank
+            if found <= {_CLOSED}:
+                group.barrier(barrier_options).wait()  # fails if somebody else has the place of a rank
                 strangers = set()  # who came and went left no trace; some sandboxes do not list what is there either
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or time.monotonic() - began >= limit:
@@ -127,7 +127,7 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
             logger.debug("attempt %d to connect the ranks failed", attempt, exc_info=True)
             if group is None:
                 _said_by_all(part, "are strangers", {_UNCONNECTED}, rank, size)
-            group, strangers = None, {_GONE}  # closes its connections: no other rank waits in the barrier
+            group, strangers = None, {_CLOSED}  # closes its connections: no other rank waits in the barrier
         found = _said_by_all(part, "were strangers", strangers, rank, size)
         if not found:
             return group
@@ -148,7 +148,7 @@ def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) ->
 
 
 def _disturbed(uids: set[int]) -> Exception:
-    who = ", ".join(map(str, sorted(uids - {_GONE, _UNCONNECTED}))) or "not known"
+    who = ", ".join(map(str, sorted(uids - {_CLOSED, _UNCONNECTED}))) or "not known"
     return dist.DistBackendError(
         f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to each of "
         "their ports and take themselves for a rank. Ask the administrator of the machine to end them."
@@ -242,4 +242,4 @@ def _strangers_by_table(listeners: Sequence[socket.socket]) -> set[int]:
     if not accepted:
         return set()
     others = {(row.remote, row.local): row.uid for row in rows if row.state == _ESTABLISHED}
-    return {others.get((row.local, row.remote), _GONE) for row in accepted} - {os.geteuid()}
+    return {others.get((row.local, row.remote), _CLOSED) for row in accepted} - {os.geteuid()}

@@ -21,7 +21,7 @@ _TAIL_LINES = 20
 _TAIL_WIDTH = 1000
 """Characters of each that are shown, from its end."""
 
-_REDRAW_AFTER = 0.5
+_REDRAW_INTERVAL = 0.5
 """Seconds between two drawings of the tail."""
 
 
@@ -34,7 +34,7 @@ class Overflow:
     """
 
     def __init__(self) -> None:
-        self.due = time.monotonic() + _REDRAW_AFTER
+        self.due = time.monotonic() + _REDRAW_INTERVAL
         self.has_news = False
         self._id = uuid.uuid4().hex
         self._lines = 0
@@ -77,7 +77,7 @@ class Overflow:
             except OSError as error:
                 self._give_up(error)
         self.has_news = False
-        self.due = time.monotonic() + _REDRAW_AFTER
+        self.due = time.monotonic() + _REDRAW_INTERVAL
         if self._lines > lines:
             head = f"... {self._lines - lines:,} more lines; " + self._place_of_log(f"all {self._lines:,} are")
         else:

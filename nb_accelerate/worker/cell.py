@@ -68,7 +68,15 @@ class PersistentRank:
         self._alarm = Alarm()
 
     def answer(self, message: Join | RunCell, fds: tuple[int, ...]) -> tuple[object, Packed | None]:
-        """Do what the kernel asks; return the answer, and the packed value whose descriptors are sent with it."""
+        """Answer a message of the kernel.
+
+        Args:
+            message: what to do.
+            fds: descriptors that came with it; taken over.
+
+        Returns:
+            The answer, and the packed value whose descriptors are sent with it.
+        """
         if isinstance(message, Join):
             return answer(lambda: (self._join, (message, fds), {}), self._gate)
         return self._run(message, fds)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Birth:
+class ForkedRank:
     """A rank that is to be forked.
 
     Attributes:
@@ -50,7 +50,7 @@ class Birth:
 def serve_forked(
     control_fd: int,
     parent: int,
-    births: Sequence[Birth],
+    ranks: Sequence[ForkedRank],
     scratch: Scratch,
     call: tuple[Any, Any, Any],
     own_path: Sequence[str],
@@ -62,7 +62,7 @@ def serve_forked(
     Args:
         control_fd: this end of the control channel.
         parent: process id of the kernel.
-        births: the ranks.
+        ranks: the ranks.
         scratch: their folders.
         call: function, positional and keyword arguments.
         own_path: where ranks import what this package needs.
@@ -76,17 +76,17 @@ def serve_forked(
     adopt_orphans()
     server = os.getpid()
     pids: list[int] = []
-    for birth in births:
+    for rank in ranks:
         try:
             pid = os.fork()
         except OSError as error:
-            for missing in births[len(pids) :]:
+            for missing in ranks[len(pids) :]:
                 refuse_rank(missing.fds[0], missing.fds[1:], error)
                 scratch.remove(str(missing.key))
             break
         if pid == 0:
             try:
-                _be_rank(birth, server, births, control_fd, scratch, call, own_path)
+                _be_rank(rank, server, ranks, control_fd, scratch, call, own_path)
             finally:
                 os._exit(70)  # os.EX_SOFTWARE; only reached if the rank could not even say what went wrong
         pids.append(pid)
@@ -94,11 +94,11 @@ def serve_forked(
     set_name("nb-server")
     _close_streams()
     owner = Server(Channel.from_fd(control_fd), parent, scratch)
-    for birth in births:
-        for fd in birth.fds[1:]:
+    for rank in ranks:
+        for fd in rank.fds[1:]:
             os.close(fd)
-    for pid, birth in zip(pids, births, strict=False):  # the last ones may not have been born
-        owner.own(pid, birth.key, birth.fds[0])
+    for pid, rank in zip(pids, ranks, strict=False):  # the last ones may not have been born
+        owner.own(pid, rank.key, rank.fds[0])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
 
@@ -113,24 +113,24 @@ def _close_streams() -> None:
 
 
 def _be_rank(
-    birth: Birth,
+    rank: ForkedRank,
     server: int,
-    births: Sequence[Birth],
+    ranks: Sequence[ForkedRank],
     control_fd: int,
     scratch: Scratch,
     call: tuple[Any, Any, Any],
     own_path: Sequence[str],
 ) -> NoReturn:
     scratch.leave()
-    _, *ends = birth.fds
-    for fd in {control_fd, *(fd for one in births for fd in one.fds)}.difference(ends):
+    _, *ends = rank.fds
+    for fd in {control_fd, *(fd for one in ranks for fd in one.fds)}.difference(ends):
         os.close(fd)
     _forget_kernel()
     run_rank(
         RankEnds.from_tuple(tuple(ends)),
-        birth.mark,
+        rank.mark,
         server,
-        scratch=birth.scratch,
+        scratch=rank.scratch,
         inherited=call,
         own_path=own_path,
     )

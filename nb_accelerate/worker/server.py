@@ -69,7 +69,7 @@ class Serves:
     """The server takes messages from now on. It has imported what it was told to."""
 
 
-_ENDING = 3.0
+_KILL_ORPHANS_TIMEOUT = 3.0
 """Seconds in which processes that ranks have left behind are killed; they may fork for ever."""
 
 _KILLED_INTERVAL = 0.02
@@ -227,7 +227,7 @@ class Server:
 
     def _kill_adopted(self) -> None:
         """Kill the processes that ranks left behind."""
-        deadline = time.monotonic() + _ENDING
+        deadline = time.monotonic() + _KILL_ORPHANS_TIMEOUT
         asked: set[int] = set()
         while self._adopts and time.monotonic() < deadline:
             orphans = [pid for pid in children() if pid not in self._ranks and pid not in self._spare()]

@@ -234,7 +234,9 @@ open(END, ">", "$ARGV[0].end");
 @only_linux
 @pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
 def test_children_that_fork_and_exit_for_ever_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nb_accelerate.worker.server._ENDING", 30.0)  # however little of a processor it is given
+    monkeypatch.setattr(
+        "nb_accelerate.worker.server._KILL_ORPHANS_TIMEOUT", 30.0
+    )  # however little of a processor it is given
 
     def function() -> None:
         for number in range(4):

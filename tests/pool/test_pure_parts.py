@@ -1,4 +1,4 @@
-"""Life cycle, merging, names, ledger and arguments: no process, no kernel."""
+"""Life cycle, merging, names, name tracking and arguments: no process, no kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
 from nb_accelerate.pool.code_names import names_in
-from nb_accelerate.pool.group import came_apart
+from nb_accelerate.pool.group import breaks_group
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.names import free_names
 from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict, is_plain
@@ -30,18 +30,18 @@ class TestLifeCycle:
         ("facts", "state"),
         [
             ({"exists": False}, PoolState.STOPPED),
-            ({"starts": True, "lacks_ranks": True, "is_apart": True}, PoolState.STARTING),
+            ({"starts": True, "lacks_ranks": True, "is_disconnected": True}, PoolState.STARTING),
             ({"runs": True, "lacks_ranks": True}, PoolState.RUNNING),
-            ({"lacks_ranks": True, "is_apart": True}, PoolState.BROKEN),
-            ({"is_apart": True}, PoolState.APART),
+            ({"lacks_ranks": True, "is_disconnected": True}, PoolState.BROKEN),
+            ({"is_disconnected": True}, PoolState.DISCONNECTED),
             ({}, PoolState.IDLE),
         ],
     )
     def test_what_a_pool_does_follows_from_what_there_is(self, facts: dict[str, bool], state: PoolState):
-        nothing = {"exists": True, "starts": False, "runs": False, "lacks_ranks": False, "is_apart": False}
+        nothing = {"exists": True, "starts": False, "runs": False, "lacks_ranks": False, "is_disconnected": False}
         assert state_of(**{**nothing, **facts}) is state
 
-    @pytest.mark.parametrize("state", [PoolState.IDLE, PoolState.APART, PoolState.BROKEN])
+    @pytest.mark.parametrize("state", [PoolState.IDLE, PoolState.DISCONNECTED, PoolState.BROKEN])
     def test_ranks_that_do_nothing_run_cells_and_can_be_replaced(self, state: PoolState):
         check(state, "run")
         check(state, "repair")
@@ -164,49 +164,49 @@ class Thing:
 
 class TestNamespaceSync:
     def test_a_value_is_sent_once(self):
-        ledger, thing = NamespaceSync(), Thing()
-        assert ledger.judge("x", thing) is Verdict.SEND
-        ledger.sent({"x": thing}, frozenset())
-        assert ledger.judge("x", thing) is Verdict.HAS_IT
+        sync, thing = NamespaceSync(), Thing()
+        assert sync.judge("x", thing) is Verdict.SEND
+        sync.sent({"x": thing}, frozenset())
+        assert sync.judge("x", thing) is Verdict.HAS_IT
 
     def test_a_name_that_was_rebound_is_sent_again(self):
-        ledger = NamespaceSync()
-        ledger.sent({"x": 1}, frozenset())
-        assert ledger.judge("x", 2) is Verdict.SEND
+        sync = NamespaceSync()
+        sync.sent({"x": 1}, frozenset())
+        assert sync.judge("x", 2) is Verdict.SEND
 
     def test_plain_data_that_was_changed_in_place_is_sent_again(self):
-        ledger, settings = NamespaceSync(), {"lr": 0.1, "layers": [1, 2]}
-        ledger.sent({"settings": settings}, frozenset())
-        assert ledger.judge("settings", settings) is Verdict.HAS_IT
+        sync, settings = NamespaceSync(), {"lr": 0.1, "layers": [1, 2]}
+        sync.sent({"settings": settings}, frozenset())
+        assert sync.judge("settings", settings) is Verdict.HAS_IT
         settings["lr"] = 0.2
-        assert ledger.judge("settings", settings) is Verdict.SEND
+        assert sync.judge("settings", settings) is Verdict.SEND
 
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
-        ledger = NamespaceSync()
-        ledger.bound(["x"])
-        assert ledger.judge("x", 1) is Verdict.OWN
-        ledger.sent({"x": 1}, frozenset())
-        assert ledger.judge("x", 1) is Verdict.HAS_IT
+        sync = NamespaceSync()
+        sync.bound(["x"])
+        assert sync.judge("x", 1) is Verdict.OWN
+        sync.sent({"x": 1}, frozenset())
+        assert sync.judge("x", 1) is Verdict.HAS_IT
 
     def test_what_a_rank_deleted_is_sent_again(self):
-        ledger = NamespaceSync()
-        ledger.sent({"x": 1}, frozenset())
-        ledger.unbound(["x"])
-        assert ledger.judge("x", 1) is Verdict.SEND
+        sync = NamespaceSync()
+        sync.sent({"x": 1}, frozenset())
+        sync.unbound(["x"])
+        assert sync.judge("x", 1) is Verdict.SEND
 
     def test_a_rank_knows_its_rank_better_than_the_notebook(self):
         assert NamespaceSync().judge("rank", 3) is Verdict.OWN
 
     def test_the_user_is_told_once_for_each_value(self):
-        ledger = NamespaceSync()
-        assert [ledger.is_news("x", value) for value in (1, 1, 2)] == [True, False, True]
+        sync = NamespaceSync()
+        assert [sync.is_untold("x", value) for value in (1, 1, 2)] == [True, False, True]
 
     def test_a_large_thing_of_the_notebook_is_not_kept_alive(self):
-        ledger, thing = NamespaceSync(), Thing()
-        ledger.sent({"x": thing}, frozenset())
+        sync, thing = NamespaceSync(), Thing()
+        sync.sent({"x": thing}, frozenset())
         del thing
         gc.collect()
-        assert ledger.judge("x", Thing()) is Verdict.SEND
+        assert sync.judge("x", Thing()) is Verdict.SEND
 
     @pytest.mark.parametrize(
         ("value", "plain"), [([1, {"a": (2.0, None)}], True), ([Thing()], False), (Thing(), False)]
@@ -325,30 +325,30 @@ class TestHangs:
         assert verdict({0: WORKS}, [1]) == ""
 
 
-class TestGroupsThatCameApart:
+class TestCellsThatBreakTheGroup:
     """Whether the process group has to be made anew before the next cell."""
 
     @staticmethod
     def members(*steps: int) -> Any:
         return {rank: SimpleNamespace(steps={"default": count}) for rank, count in enumerate(steps)}
 
-    def apart(
+    def breaks(
         self, members: Any, *, ran: int = 2, fails: bool = False, cut: bool = False, backend: str = "nccl"
     ) -> bool:
         taken = {StepKind.CUT} if cut else set()
         request: Any = SimpleNamespace(ranks=[object()] * ran, incidents=["one"] * fails, taken=taken)
-        return came_apart(request, members, backend)
+        return breaks_group(request, members, backend)
 
     def test_after_a_failure_ranks_that_are_in_step_go_on(self):
-        assert not self.apart(self.members(3, 3), fails=True)
-        assert self.apart(self.members(3, 2), fails=True, backend="gloo")
-        assert self.apart(self.members(3, 3), fails=True, cut=True)
+        assert not self.breaks(self.members(3, 3), fails=True)
+        assert self.breaks(self.members(3, 2), fails=True, backend="gloo")
+        assert self.breaks(self.members(3, 3), fails=True, cut=True)
 
     def test_nccl_lets_a_cell_end_well_in_which_a_rank_waits_for_ever(self):
-        assert self.apart(self.members(3, 2))
-        assert not self.apart(self.members(3, 3))
-        assert not self.apart(self.members(3, 2), ran=1)  # the other comes with the next cell
-        assert not self.apart(self.members(3, 2), backend="gloo")  # it counts what is sent from one to another too
+        assert self.breaks(self.members(3, 2))
+        assert not self.breaks(self.members(3, 3))
+        assert not self.breaks(self.members(3, 2), ran=1)  # the other comes with the next cell
+        assert not self.breaks(self.members(3, 2), backend="gloo")  # it counts what is sent from one to another too
 
-    def test_one_rank_is_never_apart(self):
-        assert not self.apart(self.members(3), ran=1, fails=True, cut=True)
+    def test_one_rank_has_no_group_to_break(self):
+        assert not self.breaks(self.members(3), ran=1, fails=True, cut=True)

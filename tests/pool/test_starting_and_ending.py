@@ -73,7 +73,7 @@ class TestInterrupts:
         pool.start(PoolOptions(num_processes=2))
         assert run(pool, "rank") == [0, 1]
 
-    @pytest.mark.parametrize(("place", "name"), [(RankLoop, "add"), (RankLoop, "begin"), (LocalRank, "born")])
+    @pytest.mark.parametrize(("place", "name"), [(RankLoop, "add"), (RankLoop, "begin"), (LocalRank, "handed_over")])
     def test_ranks_that_are_being_started_are_ended(
         self, pool: Pool, monkeypatch: pytest.MonkeyPatch, place: type, name: str
     ):
@@ -89,7 +89,7 @@ class TestInterrupts:
         pool.start(PoolOptions(num_processes=1))
         pool.stop()
         monkeypatch.setattr(Pool, "timeouts", replace(Pool.timeouts, cut=50.0, rendezvous=50.0, kill=50.0))
-        before(monkeypatch, LocalRank, "born", stop_server)
+        before(monkeypatch, LocalRank, "handed_over", stop_server)
         before(monkeypatch, RankLoop, "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.start(PoolOptions(num_processes=2))
