@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -74,7 +73,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         return getattr(reader.source.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        reader = self.__dict__.get("_reader")
+        own = self.__dict__
+        reader = None if name in own else own.get("_reader")
         if reader is not None and name in reader.source.loader.__dict__:
             setattr(reader.source.loader, name, value)
         else:
@@ -229,7 +229,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._pass = current = Pass(reader, position)
         # torch draws a number when reading begins, and rows that are left out may draw some when they are read. An
         # epoch that is resumed has done so before, so what follows (dropout, say) gets the numbers it would have got.
-        with numbers_kept() if position else contextlib.nullcontext():
+        if position:
+            with numbers_kept():
+                batches = reader.read(self.epochs.epoch, resumed=resumed)
+        else:
             batches = reader.read(self.epochs.epoch, resumed=resumed)
         self.epochs.begins(current)
         return batches

@@ -9,7 +9,7 @@ which the loader opens. `IterableDatasetShard`, for loops of the user's, yields 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,7 +19,11 @@ from typing_extensions import override
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+_MISSING = object()
+"""Stands in an incomplete group for rows that the dataset did not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +139,20 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self._pieces())  # this costs less for each row than a generator of rows
 
-    def _pieces(self) -> Iterator[list[Any]]:
+    def _pieces(self) -> Iterator[Sequence[Any]]:
         """Yield the rows of this rank, group by group."""
         size = self._local * self.num_processes
         first = self.process_index * self._local
         end = first + self._local
         rows = islice(self.dataset, self._rows_left_out(), None)
-        start: list[Any] | None = None
-        while len(group := list(islice(rows, size))) == size:
-            yield group[first:end]
-            start = start or group
+        start: Sequence[Any] = ()
+        group: list[Any] = []
+        for full in zip_longest(*[rows] * size, fillvalue=_MISSING):  # costs less than a list of each group
+            if full[-1] is _MISSING:
+                group = [row for row in full if row is not _MISSING]
+                break
+            yield full[first:end]
+            start = start or full
         if not group or self.drop_last:
             return
         pieces = piece_of_last_group(

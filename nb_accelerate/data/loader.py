@@ -268,9 +268,7 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
     """
     if device is None:
         return None
-    leaves: list[Any] = []
-    map_tensors(leaves.append, first.batch if type(first) is LastBatch else first, movable=True)
-    if device.type == "cpu" and all(isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in leaves):
+    if device.type == "cpu" and _is_on_cpu(first.batch if type(first) is LastBatch else first):
         return None
 
     def place(batch: Any) -> Any:
@@ -286,6 +284,18 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
             ) from error
 
     return place
+
+
+def _is_on_cpu(batch: Any) -> bool:
+    """Return whether nothing in a batch has to be moved to get it to the CPU. Tensors in lists are the common case."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return batch.is_cpu  # type: ignore[no-any-return]
+    if kind is list or kind is tuple:
+        return all(map(_is_on_cpu, batch))
+    leaves: list[Any] = []
+    map_tensors(leaves.append, batch, movable=True)
+    return all(isinstance(leaf, torch.Tensor) and leaf.is_cpu for leaf in leaves)
 
 
 def check_loader_lengths(collectives: Collectives, loaders: Sequence[DataLoaderShard]) -> None:

@@ -147,7 +147,8 @@ class Reader:
         """
         dropped = 0 if resumed and self.source.is_restored else self.dropped
         batches = self.source.open(epoch, resumed=resumed)
-        skip(batches, dropped)
+        if dropped:
+            skip(batches, dropped)
         return batches
 
     def last(self, batch: Any) -> LastBatch:
