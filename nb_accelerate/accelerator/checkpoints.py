@@ -54,6 +54,13 @@ class CheckpointSlice(Slice):
         All processes call it together where models are sharded. There, only those that write weights (see
         `should_save_model`) get them, in host memory, and others an empty dict.
 
+        Example::
+
+            model = accelerator.prepare(model)
+            weights = accelerator.get_state_dict(model)  # on all processes
+            if accelerator.is_main_process:
+                torch.save(weights, "weights.pt")
+
         Args:
             model: prepared or not.
             unwrap: under the names of the user's model; else under those that the prepared one has.
@@ -74,6 +81,11 @@ class CheckpointSlice(Slice):
 
         The main process writes; others return at once. Weights that are there already are replaced when all new ones
         are on the disk.
+
+        Example::
+
+            model = accelerator.prepare(model)
+            accelerator.save_model(model, "weights")  # weights/model.safetensors
 
         Args:
             model: prepared or not.
@@ -100,6 +112,13 @@ class CheckpointSlice(Slice):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what `save_state` saves.
+
+        Example::
+
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            average = torch.optim.swa_utils.AveragedModel(model)
+            accelerator.register_for_checkpointing(average)
+            accelerator.save_state("checkpoint")
 
         Args:
             *objects: with methods ``state_dict()`` and ``load_state_dict(state)``.
@@ -168,6 +187,11 @@ class CheckpointSlice(Slice):
         Every process calls it, since each has random numbers of its own. Who comes late is waited for, as long as the
         process group waits, and named. Where only the main process ever calls it, as in some scripts, it goes on alone
         after a while, and says so. Numbered folders, and runs on several machines, need all processes.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.save_state("checkpoint")
 
         Args:
             output_dir: a folder. Not used with ``ProjectConfiguration(automatic_checkpoint_naming=True)``, which
@@ -285,6 +309,12 @@ class CheckpointSlice(Slice):
 
         Everything is read and checked on all processes before anything is changed. What somebody else has put into the
         folder is not looked at, and no code of it runs unless ``load_kwargs`` allows it.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.save_state("checkpoint")
+            accelerator.load_state("checkpoint")
 
         Args:
             input_dir: the folder. ``"latest"``, and by default, the newest numbered one of the project of which

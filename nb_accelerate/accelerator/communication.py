@@ -13,7 +13,7 @@ from nb_accelerate.pytree import map_tensors, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nb_accelerate.data.tracker import Tracked
+    from nb_accelerate.data.tracker import TrackedLoader
 
 
 class CommunicationSlice(Slice):
@@ -22,6 +22,11 @@ class CommunicationSlice(Slice):
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all processes, one after the other along dimension 0.
 
+        Example::
+
+            correct = torch.tensor([3], device=accelerator.device)  # of each process
+            accelerator.print(accelerator.gather(correct).sum())
+
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes.
         """
@@ -29,6 +34,11 @@ class CommunicationSlice(Slice):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum, mean or largest of tensors over all processes.
+
+        Example::
+
+            loss = torch.tensor(0.25, device=accelerator.device)  # of each process
+            mean = accelerator.reduce(loss, reduction="mean")
 
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes. It is not changed.
@@ -39,6 +49,12 @@ class CommunicationSlice(Slice):
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Return tensors padded to their greatest size on any process, ready for `gather`.
+
+        Example::
+
+            tokens = torch.ones(2, 5 + accelerator.process_index, dtype=torch.long, device=accelerator.device)
+            padded = accelerator.pad_across_processes(tokens, dim=1, pad_index=0)
+            everything = accelerator.gather(padded)
 
         Args:
             tensor: a tensor, or a structure of tensors, alike on all processes except in the size of ``dim``.
@@ -56,6 +72,16 @@ class CommunicationSlice(Slice):
         process, what has an entry for each row of a full batch (``loss.repeat(batch_size)``) is cut to the rows of the
         last one. Where batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are
         kept. Outside a loop everything is gathered: there is no last batch then.
+
+        Example::
+
+            model, loader = accelerator.prepare(model, loader)
+            correct = total = 0
+            for inputs, targets in loader:
+                predictions = model(inputs).argmax(dim=1)
+                predictions, targets = accelerator.gather_for_metrics((predictions, targets))
+                correct += (predictions == targets).sum().item()
+                total += len(targets)  # in the end the number of rows of the dataset
 
         Args:
             input_data: a tensor or a structure of tensors with the rows along dimension 0; or a list of objects,
@@ -89,7 +115,7 @@ class CommunicationSlice(Slice):
         return map_tensors(lambda tensor: tensor[:real], self.gather(input_data))
 
 
-def _real_rows(data: Any, loader: Tracked) -> Any:
+def _real_rows(data: Any, loader: TrackedLoader) -> Any:
     """Cut what a single process computed for a full batch to the rows of a smaller last one."""
     full = _rows_of_full_batch(loader)
     real = loader.batch_remainder or loader.rows_on_rank
@@ -102,7 +128,7 @@ def _real_rows(data: Any, loader: Tracked) -> Any:
     return map_tensors(lambda tensor: tensor[:real] if _rows(tensor) == full else tensor, data)
 
 
-def _rows_of_full_batch(loader: Tracked) -> int | None:
+def _rows_of_full_batch(loader: TrackedLoader) -> int | None:
     try:
         return getattr(loader, "total_batch_size", None)
     except TypeError:  # batches have no fixed size
@@ -116,7 +142,7 @@ def _only_tensors(data: Any) -> bool:
         return False
 
 
-def _check_rows(data: Any, loader: Tracked, *, as_objects: bool) -> None:
+def _check_rows(data: Any, loader: TrackedLoader, *, as_objects: bool) -> None:
     """Refuse data without one entry per row, of which none can be dropped. Called before any exchange, on all ranks."""
     if not loader.even:
         raise ValueError(

@@ -47,6 +47,15 @@ class LoadersSlice(Slice):
 
         A process that has no batch left takes part in what the gradients of the others need, and waits.
 
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for inputs, targets in loader:
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
         Args:
             joinables: prepared models that are trained in the block.
             even_batches: what prepared loaders do in the block, instead of what `DataLoaderConfiguration` says.

@@ -1,4 +1,4 @@
-"""Train on each rank alone for a while, then average the weights."""
+"""`LocalSGD`: average weights every few optimizer steps, instead of gradients at each."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A block in which gradients stay on their rank, and weights are averaged every few optimizer steps.
+    """Train each rank alone inside a block, and average the weights of all ranks every few optimizer steps.
 
-    Saves traffic on slow networks, for results that differ from those of ordinary training. Example::
+    This saves communication on slow networks. Results differ from those of ordinary training.
 
+    Example::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
-                    ...
+                    accelerator.backward(loss_function(model(inputs), targets))
                     optimizer.step()
+                    optimizer.zero_grad()
                     local_sgd.step()
 
     Args:
-        accelerator: who prepared the model.
-        model: what ``prepare`` returned.
-        local_sgd_steps: optimizer steps between averages.
-        enabled: False leaves training as it is.
+        accelerator: the `Accelerator` that prepared the model.
+        model: a model that ``prepare`` returned.
+        local_sgd_steps: number of optimizer steps between two averages.
+        enabled: False changes nothing: gradients are averaged as usual.
 
     Raises:
-        ConfigError: ``local_sgd_steps`` is not a whole number above 0, the Accelerator accumulates gradients in a
-            way that synchronises every batch, or its strategy shards models.
+        ConfigError: ``local_sgd_steps`` is not a whole number above 0, the Accelerator synchronises gradients after
+            every batch (``sync_each_batch=True``), or its strategy shards models.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -53,8 +57,8 @@ class LocalSGD:
             accelerator.core.strategy.check_supports("LocalSGD")
         if self.enabled and accelerator.core.accumulation.sync_each_batch:
             raise ConfigError(
-                "LocalSGD keeps gradients on their rank, but GradientAccumulationPlugin(sync_each_batch=True) sends "
-                "them after every batch. Leave one of them out."
+                "LocalSGD keeps gradients local, but GradientAccumulationPlugin(sync_each_batch=True) averages them "
+                "after every batch. Leave one of them out."
             )
 
     def __enter__(self) -> Self:
@@ -69,11 +73,11 @@ class LocalSGD:
         if self._block is not None:
             self._block.__exit__(kind, error, trace)
             self._block = None
-            if error is None:  # a rank that failed has no partner to average with
+            if error is None:  # after an error the other ranks may not average
                 self._average()
 
     def step(self) -> None:
-        """Count a batch, and average weights if it is time. Call it after ``optimizer.step``."""
+        """Count an optimizer step, and average weights if it is time. Call it after ``optimizer.step``."""
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

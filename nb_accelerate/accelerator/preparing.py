@@ -46,6 +46,10 @@ class PreparingSlice(Slice):
         loaders yield this process's part. What this `Accelerator` prepared before is returned as it is, and so is None;
         what another one prepared belongs to this one from then on.
 
+        Example::
+
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
         Args:
             *args: models, optimizers, loaders and learning rate schedulers.
             device_placement: for each object, whether to move it to the device; by default as the `Accelerator`
@@ -308,6 +312,11 @@ class PreparingSlice(Slice):
     ) -> nn.Module:
         """Return the user's model inside a prepared one.
 
+        Example::
+
+            model = accelerator.prepare(model)
+            torch.save(accelerator.unwrap_model(model).state_dict(), "weights.pt")
+
         Args:
             model: what ``prepare`` returned, or any other model.
             keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
@@ -319,6 +328,11 @@ class PreparingSlice(Slice):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything prepared, and give memory back to the device.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
 
         Args:
             *objects: to be replaced: ``model, optimizer = accelerator.free_memory(model, optimizer)``.

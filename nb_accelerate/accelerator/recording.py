@@ -69,6 +69,13 @@ class RecordingSlice(Slice):
     ) -> None:
         """Open a run in every tracker of ``log_with``. All processes call it.
 
+        Example::
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits", config={"learning_rate": 0.1})
+            accelerator.log({"loss": 0.5}, step=1)
+            accelerator.end_training()
+
         Args:
             project_name: what trackers call the run, or its project.
             config: settings of the run, to be shown with it.
@@ -144,6 +151,10 @@ class RecordingSlice(Slice):
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on others, do nothing.
+
+        Example::
+
+            accelerator.save({"epoch": 3, "best_loss": 0.25}, "progress.pt")
 
         Args:
             obj: what to save; with ``safe_serialization`` a dict of tensors.

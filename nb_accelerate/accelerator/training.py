@@ -86,6 +86,16 @@ class TrainingSlice(Slice):
         Inside, optimizers step and gradients are averaged over ranks only if the batch closes the window: after
         ``gradient_accumulation_steps`` batches, and at the last batch of a loader.
 
+        Example::
+
+            accelerator.gradient_accumulation_steps = 4
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
         Args:
             *models: those whose backward runs in the block; what ``prepare`` returned.
 
@@ -96,6 +106,16 @@ class TrainingSlice(Slice):
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return a block in which the gradients of a model are not averaged over ranks.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            first, *others = loader
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_function(model(first[0]), first[1]))  # gradients stay on their rank
+            for inputs, targets in others:
+                accelerator.backward(loss_function(model(inputs), targets))
+            optimizer.step()
 
         Args:
             model: what ``prepare`` returned.
@@ -116,7 +136,17 @@ class TrainingSlice(Slice):
         return self.core.strategy.sync_in_backward(model)
 
     def set_trigger(self) -> None:
-        """Tell all processes something at their next `check_trigger`: to stop early, say."""
+        """Tell all processes something at their next `check_trigger`: to stop early, say.
+
+        Example::
+
+            loader = accelerator.prepare(loader)
+            for inputs, targets in loader:
+                if torch.isnan(inputs).any():  # on one process only, perhaps
+                    accelerator.set_trigger()
+                if accelerator.check_trigger():  # True on all processes
+                    break
+        """
         self.core.trigger.is_set = True
 
     def check_trigger(self) -> bool:
@@ -127,6 +157,15 @@ class TrainingSlice(Slice):
         """Compute gradients, in place of ``loss.backward()``.
 
         The loss is divided by ``gradient_accumulation_steps``, and with fp16 multiplied by the loss scale.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for inputs, targets in loader:
+                loss = loss_function(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
 
         Args:
             loss: of shape ``()``.
@@ -179,6 +218,15 @@ class TrainingSlice(Slice):
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down so that their norm is at most ``max_norm``, when the window closes.
 
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for inputs, targets in loader:
+                accelerator.backward(loss_function(model(inputs), targets))
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
         Args:
             parameters: usually ``model.parameters()``.
             max_norm: the greatest norm allowed.
@@ -217,6 +265,13 @@ class TrainingSlice(Slice):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a block that computes in the mixed precision, for a loss outside of the model, say.
+
+        Example::
+
+            model, loader = accelerator.prepare(model, loader)
+            for inputs, targets in loader:
+                with accelerator.autocast():
+                    loss = loss_function(model(inputs), targets)
 
         Args:
             autocast_handler: arguments for this block; by default those given to the `Accelerator`.

@@ -10,7 +10,7 @@ from nb_accelerate import data
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.samplers import sampler_inside
+from nb_accelerate.data.samplers import innermost_sampler
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import resolve_rng_types
 from nb_accelerate.state import GradientState
@@ -144,4 +144,4 @@ class SkipDataLoader(DataLoaderShard):
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """Return the sampler that decides the order of rows, inside a batch sampler or not; None if there is none."""
-    return sampler_inside(dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler)
+    return innermost_sampler(dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler)

@@ -1,4 +1,4 @@
-"""A loader that knows its position: leaves out the beginning of an epoch, saves where it is, goes on from there."""
+"""A data loader with a position, which can be saved and restored, and which can begin in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
-from nb_accelerate.data.epochs import EpochCounter, Pass, numbers_kept
+from nb_accelerate.data.epochs import EpochCounter, EpochProgress, preserve_rng_state
 from nb_accelerate.data.reader import Reader
-from nb_accelerate.data.samplers import put_sampler, sampler_inside
+from nb_accelerate.data.samplers import innermost_sampler, replace_sampler
 from nb_accelerate.data.stateful import loader_class, source_of, stateful_class
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         batch_sampler: as for a DataLoader.
         skip_batches: batches to read and leave out at the beginning of every epoch. `skipping` does not read those of a
             dataset that is read by number.
-        reader: called with what reads the loader of torch, and ``dropped``, which is ``skip_batches``; returns what
-            yields this rank's batches.
+        reader: called with a `TorchSource` and ``dropped=skip_batches``; returns the `Reader` of this rank's batches.
         **kwargs: those of a DataLoader.
 
     Attributes:
@@ -61,10 +60,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._reader = reader(source_of(loader), dropped=skip_batches)
         self.epochs = EpochCounter(loader.batch_sampler, loader.sampler, dataset)
         self.dl_state_dict: dict[str, Any] = {}
-        self._pass = Pass(self._reader, 0)
+        self._progress = EpochProgress(self._reader, 0)
         self._loaded: SavedPosition | None = None  # where the next epoch begins, if a position was loaded
 
-    # The attributes of a DataLoader are those of the one that reads, so that both never differ.
+    # Attributes of torch's DataLoader are read from, and set on, the loader that reads, so that both never differ.
 
     def __getattr__(self, name: str) -> Any:
         reader = self.__dict__.get("_reader")
@@ -92,38 +91,38 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def skip_batches(self) -> int:
-        """Batches left out at the beginning of every epoch, by whatever means."""
+        """Batches left out at the beginning of every epoch, read or not."""
         return self._reader.skipped
 
     @property
     def left_out_by_reading(self) -> int:
-        """Batches at the beginning of every epoch that are left out after they were read."""
+        """Batches at the beginning of every epoch that are read, but not yielded."""
         return self._reader.dropped
 
     @property
     def position(self) -> int:
         """Batches of the epoch that were handed out or left out so far; 0 when it is over."""
-        return self._pass.position
+        return self._progress.position
 
     def skipping(self, batches: int) -> Self:
-        """Return a loader that leaves out the first batches of every epoch, and shares all else with this one.
+        """Return a loader that leaves out the first batches of every epoch.
 
-        Samplers stay the same, so that an epoch of one is an epoch of the other. Rows of an iterable dataset are read
-        to be left out, others are not.
+        Both loaders use the same samplers and count epochs together. Rows of an iterable dataset are read to be left
+        out, others are not.
 
         Args:
             batches: how many of this rank's batches to leave out.
         """
         later = copy.copy(self)
         later._reader = self._reader.starting_at(batches)  # noqa: SLF001 - this class
-        later._pass = Pass(later._reader, 0)  # noqa: SLF001 - this class
+        later._progress = EpochProgress(later._reader, 0)  # noqa: SLF001 - this class
         later._loaded = None  # noqa: SLF001 - this class
         later.dl_state_dict = {}
         return later
 
     @property
     def iteration(self) -> int:
-        """Epochs begun, or what `set_epoch` said."""
+        """Number of epochs that were begun; `set_epoch` sets it."""
         return self.epochs.epoch
 
     @iteration.setter
@@ -149,23 +148,23 @@ class DataLoaderAdapter(DataLoader[Any]):
         return loaded.position if loaded is not None and loaded.position else self._reader.skipped
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers and dataset which epoch comes, those that have a ``set_epoch``."""
+        """Set the epoch that comes next, also of samplers and datasets that have a ``set_epoch``."""
         self.epochs.set(epoch)
 
     def get_sampler(self) -> Any:
-        """Return what says in which order rows are read, inside of all that shares them out; None if nothing does."""
-        return sampler_inside(self._reader.source.sampler)
+        """Return the sampler that decides the order of rows, without wrappers; None if there is none."""
+        return innermost_sampler(self._reader.source.sampler)
 
     def set_sampler(self, sampler: Any) -> None:
         """Read rows in another order, from the next epoch on. All ranks call it with the same sampler.
 
         Args:
-            sampler: in the place of what `get_sampler` returns.
+            sampler: takes the place of what `get_sampler` returns.
 
         Raises:
-            ConfigError: there is no sampler that could be replaced.
+            ConfigError: the loader has no sampler that could be replaced.
         """
-        put_sampler(self._reader.source.sampler, sampler)
+        replace_sampler(self._reader.source.sampler, sampler)
         self.epochs.listen(self.batch_sampler, self.sampler, self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,24 +184,24 @@ class DataLoaderAdapter(DataLoader[Any]):
                 the first epoch; then call `set_epoch` if it was another.
 
         Raises:
-            CheckpointError: it is nothing of the kind.
+            CheckpointError: ``state_dict`` is not the position of such a loader.
         """
-        found = self._reader.source.find(state_dict, self._reader.per_batch)
+        found = self._reader.source.decode(state_dict, self._reader.per_batch)
         self.set_epoch(found.epoch)
         self._loaded = found
         self._reader.restore(found)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Change ``dl_state_dict`` before `state_dict` returns it: for subclasses that read ahead. It is exact here."""
+        """Change ``dl_state_dict`` before `state_dict` returns it. Does nothing; subclasses may override it."""
 
     def _state(self) -> dict[str, Any]:
         epoch, position = self.epoch_and_batch
         if self._loaded is not None:
-            return self._reader.source.saved(
+            return self._reader.source.encode(
                 replace(self._loaded, epoch=epoch, position=position), self._reader.per_batch
             )
-        last = self.epochs.current or self._pass  # of another loader if the beginning of the epoch is left out
-        return last.reader.saved(last.reached, epoch=epoch, position=position)
+        last = self.epochs.current or self._progress  # of another loader if the beginning of the epoch is left out
+        return last.reader.saved(last.read_state, epoch=epoch, position=position)
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -210,13 +209,13 @@ class DataLoaderAdapter(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that its position is counted
         self.epochs.announce()
         batches = self._begin()
-        current = self._pass
+        current = self._progress
         for batch in batches:
             current.position += 1
-            current.reached = current.reader.reached()
+            current.read_state = current.reader.read_state()
             yield batch
         current.position = 0
-        current.reached = current.reader.ended()
+        current.read_state = current.reader.end_state()
 
     def _begin(self) -> Iterator[Any]:
         """Begin an epoch: return its batches, without those that are left out, and note its position."""
@@ -224,13 +223,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         loaded, self._loaded = self._loaded, None
         resumed = loaded is not None and loaded.position > 0
         if resumed and not reader.source.is_restored:
-            # Where only the position counts, rows before it need not be drawn one by one.
+            # Without a saved sampler state, batches before the position need not be drawn.
             reader = reader.starting_at(max(position - reader.skipped, 0))
-        self._pass = current = Pass(reader, position)
-        # torch draws a number when reading begins, and rows that are left out may draw some when they are read. An
-        # epoch that is resumed has done so before, so what follows (dropout, say) gets the numbers it would have got.
+        self._progress = current = EpochProgress(reader, position)
+        # torch draws a random number when reading begins, and rows that are left out may draw some when they are read.
+        # A resumed epoch drew them before it was saved, so later draws (dropout) must not be shifted by drawing again.
         if position:
-            with numbers_kept():
+            with preserve_rng_state():
                 batches = reader.read(self.epochs.epoch, resumed=resumed)
         else:
             batches = reader.read(self.epochs.epoch, resumed=resumed)

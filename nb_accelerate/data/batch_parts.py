@@ -1,4 +1,4 @@
-"""Count the rows of batches, and share them out between ranks: evenly, and in the order in which they came."""
+"""Count the rows of batches, and split them into one part for each rank, in the order of the data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from nb_accelerate.data.iterable import LastBatch
-from nb_accelerate.data.plan import dealt, round_of_batches
+from nb_accelerate.data.plan import part_bounds, round_of_batches
 from nb_accelerate.data.rows import count_rows, join_rows, slice_rows
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedBatch:
     """A batch and its rows.
 
     Attributes:
@@ -33,13 +33,13 @@ class Counted:
     batch: Any
     rows: int | None
 
-    def pin_memory(self) -> Counted:
+    def pin_memory(self) -> CountedBatch:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
         return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
 class CountingCollate:
-    """A loader's ``collate_fn`` that counts the rows it is given: in what it returns they may not be found again.
+    """Wrap a loader's ``collate_fn`` to count rows, which may not be visible in what it returns.
 
     Args:
         collate: the loader's own.
@@ -48,49 +48,49 @@ class CountingCollate:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, rows: Any) -> Counted:
+    def __call__(self, rows: Any) -> CountedBatch:
         """Return rows as a batch. Called by the loader, perhaps in a worker process."""
         # A dataset that fetches many rows at once may return something else than a list.
         count = len(rows) if isinstance(rows, (list, tuple)) else None
         batch = self.collate(rows)
-        return Counted(batch, count_rows(batch) if count is None else count)
+        return CountedBatch(batch, count_rows(batch) if count is None else count)
 
 
-def counted(batch: Any) -> Counted:
-    """Return a batch with its rows, counted if its loader did not."""
-    return batch if type(batch) is Counted else Counted(batch, count_rows(batch))
+def count_batch(batch: Any) -> CountedBatch:
+    """Return a batch with its number of rows; one that `CountingCollate` made is returned as it is."""
+    return batch if type(batch) is CountedBatch else CountedBatch(batch, count_rows(batch))
 
 
 @dataclass(frozen=True, slots=True)
-class GroupEnd:
-    """What is known of an incomplete group.
+class LastGroup:
+    """The numbers of rows of an incomplete last group.
 
     Attributes:
-        real: rows that are no copies.
-        rows: how many each rank has.
+        real: rows of all ranks that are not copies.
+        rows: rows of each rank, copies included.
     """
 
     real: int
     rows: tuple[int, ...]
 
     def mark(self, part: Any, rank: int) -> LastBatch:
-        """Return a rank's part, with what the loader has to know of the group."""
+        """Return a rank's part together with these numbers."""
         return LastBatch(part, self.real, self.rows[rank], self.rows if len(set(self.rows)) > 1 else None)
 
 
-def joined(batches: Sequence[Counted]) -> Counted:
+def join_batches(batches: Sequence[CountedBatch]) -> CountedBatch:
     """Return several batches as one."""
     rows = [one.rows for one in batches]
-    return Counted(join_rows([one.batch for one in batches], rows), sum(count or 0 for count in rows))
+    return CountedBatch(join_rows([one.batch for one in batches], rows), sum(count or 0 for count in rows))
 
 
-def cut(whole: Counted, bounds: Sequence[tuple[int, int]], by: Cut | None = None) -> list[Any]:
-    """Return a part of a batch for each rank; None for those that get no row.
+def split_batch(whole: CountedBatch, bounds: Sequence[tuple[int, int]], by: Cut | None = None) -> list[Any]:
+    """Split a batch into one part for each rank; None for ranks that get no row.
 
     Args:
         whole: the batch.
         bounds: where in it each part begins and ends.
-        by: takes rows out of a batch; by default slices of every tensor and list.
+        by: returns a slice of a batch for a rank; by default a slice of every tensor and list.
     """
 
     def plain(batch: Any, wanted: slice, _rank: int) -> Any:
@@ -102,51 +102,51 @@ def cut(whole: Counted, bounds: Sequence[tuple[int, int]], by: Cut | None = None
     ]
 
 
-def deal_rows(
-    group: list[Counted], start: list[Counted], ranks: int, *, even: bool, by: Cut | None = None
-) -> tuple[list[Any], GroupEnd | None]:
-    """Share out the rows of an incomplete group.
+def split_last_group(
+    group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool, by: Cut | None = None
+) -> tuple[list[Any], LastGroup | None]:
+    """Split the rows of an incomplete last group.
 
     Args:
         group: its batches, with known numbers of rows.
         start: the batches with whose rows it is filled up.
-        ranks: how many there are.
-        even: give all ranks equally many.
-        by: as for `cut`.
+        ranks: number of ranks.
+        even: give all ranks equally many rows.
+        by: as for `split_batch`.
 
     Returns:
-        The parts, None for ranks that get none; and what is known of the group, None if it is as good as complete.
+        The parts, None for ranks that get none; and the numbers of rows, None if the real rows divide evenly.
     """
     real = sum(one.rows or 0 for one in group)
-    bounds = dealt(real, ranks, even=even)
+    bounds = part_bounds(real, ranks, even=even)
     filled, rows = list(group), real
     copied = start if any(one.rows for one in start) else group
     while rows < bounds[-1][1]:
         filled += copied
         rows += sum(one.rows or 0 for one in copied)
-    parts = cut(joined(filled), bounds, by)
-    return parts, None if real % ranks == 0 else GroupEnd(real, tuple(end - first for first, end in bounds))
+    parts = split_batch(join_batches(filled), bounds, by)
+    return parts, None if real % ranks == 0 else LastGroup(real, tuple(end - first for first, end in bounds))
 
 
-def deal_whole(
-    group: list[Counted], start: list[Counted], ranks: int, *, even: bool
-) -> tuple[list[Any], GroupEnd | None]:
-    """Share out batches of an incomplete group without taking them apart. Arguments are those of `deal_rows`."""
+def assign_batches(
+    group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool
+) -> tuple[list[Any], LastGroup | None]:
+    """Give each rank a whole batch of an incomplete last group. See `split_last_group`."""
     given = round_of_batches(group, start or group, ranks, even_batches=even)
     nothing = ranks - len(given)
     rows = [one.rows or 1 for one in given] + [0] * nothing
-    end = None if len(group) == ranks else GroupEnd(sum(rows[: len(group)]), tuple(rows))
+    end = None if len(group) == ranks else LastGroup(sum(rows[: len(group)]), tuple(rows))
     return [one.batch for one in given] + [None] * nothing, end
 
 
-def failing(error: Exception) -> Iterator[T]:
+def raise_on_next(error: Exception) -> Iterator[T]:
     """Return an iterator that raises an error when its first item is asked for."""
     raise error
     yield
 
 
-def next_of(items: Iterator[T]) -> tuple[T | None, Exception | None]:
-    """Return the next item, or None and what was raised instead; None and None at the end."""
+def next_or_error(items: Iterator[T]) -> tuple[T | None, Exception | None]:
+    """Return the next item and None, or None and the error that was raised; None and None at the end."""
     try:
         return next(items, None), None
     except Exception as error:

@@ -1,4 +1,6 @@
-"""Loaders whose data is read by rank 0 alone.
+"""Read data on rank 0 alone, and send the other ranks their part of each group.
+
+A group is what all ranks together see in one step, see `nb_accelerate.data.plan`.
 
 ::
 
@@ -21,13 +23,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from nb_accelerate.data.dealing import GroupEnd, counted, cut, deal_rows, deal_whole, failing, joined, next_of
+from nb_accelerate.data.batch_parts import (
+    LastGroup,
+    assign_batches,
+    count_batch,
+    join_batches,
+    next_or_error,
+    raise_on_next,
+    split_batch,
+    split_last_group,
+)
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
-from nb_accelerate.data.plan import dealt
-from nb_accelerate.data.reader import CollectiveReader, Reached
+from nb_accelerate.data.plan import part_bounds
+from nb_accelerate.data.reader import CollectiveReader, ReadState
 from nb_accelerate.data.rows import count_rows
-from nb_accelerate.data.samplers import sampler_inside
+from nb_accelerate.data.samplers import innermost_sampler
 from nb_accelerate.errors import DispatchError
 
 if TYPE_CHECKING:
@@ -36,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.data.dealing import Counted
+    from nb_accelerate.data.batch_parts import CountedBatch
     from nb_accelerate.data.positions import SavedPosition
     from nb_accelerate.data.reader import Reader
     from nb_accelerate.data.source import TorchSource
@@ -49,21 +60,30 @@ _CODE_BYTES = ALIGNMENT_BYTES  # in front of the tensors; the first of them is t
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One batch for each rank, ready to be sent."""
+    """One batch for each rank, ready to be sent.
 
-    parts: list[Any]  # None where a rank gets nothing
-    end: GroupEnd | None  # if some rows are copies or missing
+    Attributes:
+        parts: a batch for each rank; None for a rank that gets nothing.
+        end: set if some rows of the group are copies or missing.
+        layouts: what the bytes for each rank are.
+        tensors: those of each part, in the order of its layout.
+        read_state: the state of reading after this group was read.
+    """
+
+    parts: list[Any]
+    end: LastGroup | None
     layouts: list[BatchLayout]
     tensors: list[list[Tensor]]
-    reached: Reached  # where reading was when it had read this
+    read_state: ReadState
 
     @property
     def row_bytes(self) -> int:
+        """Bytes that each rank receives."""
         return _CODE_BYTES + max(layout.size for layout in self.layouts)
 
 
 class DispatchingReader(CollectiveReader):
-    """Reads all data on rank 0 and sends the others their part. If ``even``, the last parts are filled up.
+    """Reads all data on rank 0 and sends the others their part. With ``even_batches`` the last parts are filled up.
 
     Args:
         source: the user's loader, whole.
@@ -89,8 +109,10 @@ class DispatchingReader(CollectiveReader):
         self._ranks = self.collectives.world_size
         self.per_batch = 1 if split_batches else self._ranks
         self._buffer: Tensor | None = None
-        self._beginning: list[Counted] = []  # what was left out of this epoch and may be needed to fill up its end
-        self._dealt = Reached()  # where reading was when it had read the parts that were yielded last
+        self._beginning: list[
+            CountedBatch
+        ] = []  # first batches of the epoch that were left out: the end is filled with them
+        self._yielded_state = ReadState()  # after the group whose part was yielded last
 
     @override
     def __len__(self) -> int:
@@ -107,9 +129,10 @@ class DispatchingReader(CollectiveReader):
             return False
         if size is None:
             return 0 < batches % self.per_batch <= rank
-        counted: Any = self.source.loader.dataset if self.source.reads_in_order else sampler_inside(self.source.sampler)
-        real = len(counted) % (size * self.per_batch)
-        first, end = dealt(real, self._ranks, even=False)[rank]
+        source = self.source
+        sized: Any = source.loader.dataset if source.reads_in_order else innermost_sampler(source.sampler)
+        real = len(sized) % (size * self.per_batch)
+        first, end = part_bounds(real, self._ranks, even=False)[rank]
         return real > 0 and first == end
 
     @property
@@ -133,12 +156,12 @@ class DispatchingReader(CollectiveReader):
 
     @override
     def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
-        self._dealt = Reached()
+        self._yielded_state = ReadState()
         if self.collectives.rank == 0:
             try:
-                return self._deal(self._opened(epoch, resumed=resumed))
+                return self._send(self._opened(epoch, resumed=resumed))
             except Exception as error:
-                return self._deal(failing(error))  # the others have to be told
+                return self._send(raise_on_next(error))  # the others have to be told
         loader = self.source.loader
         if not (loader.persistent_workers and epoch):
             # Rank 0 draws a number when reading begins. With it here, ranks that began with the same numbers keep them.
@@ -146,7 +169,7 @@ class DispatchingReader(CollectiveReader):
         return self._receive()
 
     def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
-        """Begin to read, and read what is left out of the epoch, as far as it has to be read."""
+        """Begin to read, and drop the batches that are left out at the beginning of the epoch."""
         self._beginning = []
         dropped = self.reread + self.dropped * self.per_batch + self.drop_reads
         dropped = 0 if resumed and self.source.is_restored else dropped
@@ -154,35 +177,35 @@ class DispatchingReader(CollectiveReader):
         keep = self._to_reread()
         for batch in itertools.islice(batches, dropped):
             if len(self._beginning) < keep:
-                self._beginning.append(counted(batch))
+                self._beginning.append(count_batch(batch))
         return batches
 
     @override
-    def reached(self) -> Reached:
-        return self._dealt
+    def read_state(self) -> ReadState:
+        return self._yielded_state
 
     @override
-    def ended(self) -> Reached:
-        return super().ended() if self.collectives.rank == 0 else Reached()
+    def end_state(self) -> ReadState:
+        return super().end_state() if self.collectives.rank == 0 else ReadState()
 
     @override
     def restore(self, saved: SavedPosition) -> None:
         if self.collectives.rank == 0:
             super().restore(saved)
 
-    def _deal(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Read, send the others their parts, and yield our own. Runs on rank 0."""
+    def _send(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0."""
         collectives = self.collectives
         groups = self._groups(source)
-        message, failure = next_of(groups)
+        message, failure = next_or_error(groups)
         collectives.broadcast_objects([_header(message, failure)], 0)
         while message is not None:
-            following, failure = next_of(groups)
+            following, failure = next_or_error(groups)
             code = _code(message, following, failure)
             collectives.scatter(*self._filled(message, code), 0)
             if code in (_OTHER, _FAILED):
                 collectives.broadcast_objects([_header(following, failure)], 0)
-            self._dealt = message.reached
+            self._yielded_state = message.read_state
             if message.parts[0] is not None:
                 yield message.parts[0] if message.end is None else message.end.mark(message.parts[0], 0)
             message = following
@@ -212,7 +235,7 @@ class DispatchingReader(CollectiveReader):
                 yield part if end is None else end.mark(part, rank)
 
     def _filled(self, message: _Message, code: int) -> tuple[Tensor, Tensor]:
-        """Return what rank 0 hands to scatter: a row of bytes for each rank, and room for its own."""
+        """Return the arguments of rank 0 for scatter: bytes of shape (ranks, row_bytes) and (row_bytes,)."""
         size = message.row_bytes
         device = self.collectives.device
         if self._buffer is None or self._buffer.shape[1] != size:
@@ -224,11 +247,11 @@ class DispatchingReader(CollectiveReader):
         return buffer, torch.empty(size, dtype=torch.uint8, device=device)
 
     def _groups(self, source: Iterator[Any]) -> Iterator[_Message]:
-        """Yield what all ranks get in one step, ready to be sent."""
+        """Yield a message for each group that ``source`` yields, the incomplete last one included."""
         start = self._beginning
-        group: list[Counted] = []
+        group: list[CountedBatch] = []
         size = self._batch_rows
-        for batch in map(counted, source):
+        for batch in map(count_batch, source):
             group.append(batch)
             if len(group) < self.per_batch:
                 continue
@@ -242,19 +265,21 @@ class DispatchingReader(CollectiveReader):
         if group and not self._drops_last:
             yield self._message(*self._parts_of_rest(group, start or group))
 
-    def _parts_of_full(self, group: list[Counted]) -> list[Any]:
+    def _parts_of_full(self, group: list[CountedBatch]) -> list[Any]:
         if self._slice is None and not self.split_batches:
             return [one.batch for one in group]  # each rank gets one of the batches as it is
-        whole = joined(group)
-        return cut(whole, dealt(whole.rows or 0, self._ranks, even=True), self._cut_by_user)
+        whole = join_batches(group)
+        return split_batch(whole, part_bounds(whole.rows or 0, self._ranks, even=True), self._cut_by_user)
 
-    def _parts_of_rest(self, group: list[Counted], start: list[Counted]) -> tuple[list[Any], GroupEnd | None]:
+    def _parts_of_rest(
+        self, group: list[CountedBatch], start: list[CountedBatch]
+    ) -> tuple[list[Any], LastGroup | None]:
         countable = self._batch_rows is not None and all(one.rows is not None for one in group)
         if self._slice is None and not self.split_batches and not countable:
-            return deal_whole(group, start, self._ranks, even=self.even_batches)
-        parts, end = deal_rows(group, start, self._ranks, even=self.even_batches, by=self._cut_by_user)
+            return assign_batches(group, start, self._ranks, even=self.even_batches)
+        parts, end = split_last_group(group, start, self._ranks, even=self.even_batches, by=self._cut_by_user)
         if end is not None and self._slice is not None:
-            end = GroupEnd(end.real, tuple(count_rows(part) or 0 for part in parts))
+            end = LastGroup(end.real, tuple(count_rows(part) or 0 for part in parts))
         return parts, end
 
     @property
@@ -264,13 +289,13 @@ class DispatchingReader(CollectiveReader):
             return None
         return lambda batch, wanted, rank: own(batch, wanted, process_index=rank, num_processes=self._ranks)
 
-    def _message(self, parts: list[Any], end: GroupEnd | None) -> _Message:
+    def _message(self, parts: list[Any], end: LastGroup | None) -> _Message:
         layouts, tensors = [], []
         for rank, part in enumerate(parts):
             layout, inside = pack(part) if rank and part is not None else (BatchLayout(None), [])
             layouts.append(layout)
             tensors.append(inside)
-        return _Message(parts, end, layouts, tensors, super().reached())
+        return _Message(parts, end, layouts, tensors, super().read_state())
 
 
 class DataLoaderDispatcher(DataLoaderShard):
@@ -318,7 +343,7 @@ def _code(message: _Message, following: _Message | None, failure: Exception | No
 
 
 def _header(message: _Message | None, failure: Exception | None) -> Any:
-    """Return what others have to know before bytes come: sizes and layouts, what failed, or None at the end."""
+    """Return what ranks need before they receive bytes: sizes and layouts, an error as text, or None at the end."""
     if failure is not None:
         return f"{type(failure).__name__}: {failure}"
     return None if message is None else (message.row_bytes, message.layouts, message.end)

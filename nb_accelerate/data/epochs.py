@@ -1,4 +1,4 @@
-"""Count a loader's epochs, and tell samplers and datasets that shuffle by the epoch which one comes."""
+"""Count the epochs of a loader, and call ``set_epoch`` of its samplers and datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nb_accelerate.data.reader import Reached
+from nb_accelerate.data.reader import ReadState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from nb_accelerate.data.reader import Reader
 
 
-class Pass:
-    """One epoch of a loader, as far as it has come.
+class EpochProgress:
+    """The progress of one epoch of a loader.
 
     Args:
-        reader: reads it.
+        reader: reads the epoch.
         position: batches that were left out at its beginning.
 
     Attributes:
         position: batches that were handed out or left out so far; 0 when it is over.
-        reached: where reading was after the batch that was handed out last.
+        read_state: the state of reading after the batch that was handed out last.
     """
 
-    __slots__ = ("__weakref__", "position", "reached", "reader")
+    __slots__ = ("__weakref__", "position", "read_state", "reader")
 
     def __init__(self, reader: Reader, position: int) -> None:
         self.reader = reader
         self.position = position
-        self.reached = Reached()
+        self.read_state = ReadState()
 
 
 class EpochCounter:
-    """Epochs of a loader, and of those that read from the same samplers.
+    """Counts the epochs of a loader and of those that `DataLoaderAdapter.skipping` made of it.
 
     Args:
-        *things: the loader's samplers and dataset. They are searched for samplers and datasets inside; those that
-            have a ``set_epoch`` are told.
+        *things: the loader's samplers and dataset. ``set_epoch`` is called of those that have it, and of samplers
+            inside them.
 
     Attributes:
         epoch: which one comes next, from 0.
@@ -51,15 +51,17 @@ class EpochCounter:
 
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
-        self._current: weakref.ref[Pass] | None = None  # or a loader that was dropped would keep its workers
+        self._current: weakref.ref[EpochProgress] | None = (
+            None  # a strong reference would keep the workers of a dropped loader
+        )
         self.listen(*things)
 
     @property
-    def current(self) -> Pass | None:
-        """The epoch that was begun last; None since the epoch was set, or if its loader is no more."""
+    def current(self) -> EpochProgress | None:
+        """The epoch that was begun last; None after `set`, or when its loader was garbage-collected."""
         return None if self._current is None else self._current()
 
-    def begins(self, current: Pass) -> None:
+    def begins(self, current: EpochProgress) -> None:
         """Count an epoch that begins."""
         self.epoch += 1
         self._current = weakref.ref(current)
@@ -68,16 +70,16 @@ class EpochCounter:
         return vars(self) | {"_current": None}
 
     def listen(self, *things: Any) -> None:
-        """Tell samplers and datasets from now on, and those inside of them, instead of the ones before.
+        """Replace the samplers and datasets whose ``set_epoch`` is called.
 
         Args:
-            *things: those of the loader.
+            *things: as for the constructor.
         """
         self._listeners = _listeners(things)
         self._told: list[Any] = [getattr(one, "epoch", None) for one in self._listeners]
 
     def set(self, epoch: int) -> None:
-        """Count from ``epoch`` on, and tell all samplers and datasets."""
+        """Set the epoch that comes next, here and in all samplers and datasets."""
         self.epoch = epoch
         self._current = None
         for index, one in enumerate(self._listeners):
@@ -85,7 +87,7 @@ class EpochCounter:
             self._told[index] = getattr(one, "epoch", None)
 
     def announce(self) -> None:
-        """Tell samplers and datasets which epoch comes, except those that others told or that count by themselves."""
+        """Call ``set_epoch``, except of samplers and datasets whose epoch was changed by others, or by themselves."""
         if not self.epoch:
             return  # the first epoch is what they were made for
         for index, one in enumerate(self._listeners):
@@ -111,7 +113,7 @@ def _listeners(things: tuple[Any, ...]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def numbers_kept() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore the random states of Python, numpy and torch, on the CPU, at the end of a block."""
     states = random.getstate(), np.random.get_state()
     try:

@@ -1,9 +1,9 @@
-"""One rank's part of an iterable dataset, where rank 0 does not read for all (``dispatch_batches=False``).
+"""Read a whole iterable dataset on every rank, and keep the rows of this one (``dispatch_batches=False``).
 
-Every rank reads the whole stream and keeps its rows. The dataset may be read in a worker process of the
-loader, which has no way to say at the end how many rows of the last group are real. So the rows of that group
-carry the number with them: `MarkingShard` wraps each in `LastRow`, and `MarkingCollate` makes a `LastBatch` of them,
-which the loader opens. `IterableDatasetShard`, for loops of the user's, yields rows as they are.
+The dataset may be read in a worker process of the loader, which cannot report at the end how many rows of the last
+group are real (not copies). So the rows of that group carry the number: `MarkingShard` wraps each in `LastRow`,
+`MarkingCollate` makes a `LastBatch` of them, and the prepared loader unwraps it. `IterableDatasetShard`, for users,
+yields rows as they are.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 _MISSING = object()
-"""Stands in an incomplete group for rows that the dataset did not have."""
+"""Fills an incomplete last group up to its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastRow:
-    """A row of an incomplete last group, and how many rows of that group are real."""
+    """A row of an incomplete last group, with the number of real rows of that group."""
 
     row: Any
     real: int
@@ -36,13 +36,13 @@ class LastRow:
 
 @dataclass(frozen=True, slots=True)
 class LastBatch:
-    """A rank's part of the last group of an epoch, and how many rows of that group are real.
+    """A rank's part of the last group of an epoch, with the number of real rows of that group.
 
     Attributes:
         batch: this rank's part of the group.
-        real: how many rows of the group are real; None if all are.
-        rows: how many this part has; None if that is not known.
-        rows_of_ranks: how many the parts of all ranks have, if they differ; else None.
+        real: real rows of the group, of all ranks together; None if all are real.
+        rows: rows of this part; None if not known.
+        rows_of_ranks: rows of the parts of all ranks, if they differ; else None.
     """
 
     batch: Any
@@ -56,7 +56,7 @@ class LastBatch:
 
 
 class MarkingCollate:
-    """A loader's ``collate_fn`` that carries the mark of the last group on.
+    """Wrap a loader's ``collate_fn`` to make a `LastBatch` of rows that are `LastRow`.
 
     Args:
         collate: the loader's own.
@@ -78,7 +78,7 @@ class MarkingCollate:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One rank's part of an iterable dataset that yields the same rows, in the same order, on all ranks.
+    """Yield one rank's part of an iterable dataset that yields the same rows, in the same order, on all ranks.
 
     Args:
         dataset: the user's.
@@ -117,7 +117,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._local = rows_per_rank(batch_size, num_processes, split_batches=split_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch comes, if it has a ``set_epoch``."""
+        """Call ``set_epoch`` of the dataset, if it has one."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -137,7 +137,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.full_groups * self._local + min(max(rest, 0), self._local)
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._pieces())  # this costs less for each row than a generator of rows
+        return chain.from_iterable(self._pieces())  # faster than a generator that yields each row
 
     def _pieces(self) -> Iterator[Sequence[Any]]:
         """Yield the rows of this rank, group by group."""
@@ -147,7 +147,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         rows = islice(self.dataset, self._rows_left_out(), None)
         start: Sequence[Any] = ()
         group: list[Any] = []
-        for full in zip_longest(*[rows] * size, fillvalue=_MISSING):  # costs less than a list of each group
+        for full in zip_longest(*[rows] * size, fillvalue=_MISSING):  # faster than a list of each group
             if full[-1] is _MISSING:
                 group = [row for row in full if row is not _MISSING]
                 break
@@ -179,10 +179,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class MarkingShard(IterableDatasetShard):
-    """What prepared loaders read: the rows of an incomplete last group say how many rows of it are real."""
+    """Like `IterableDatasetShard`, but rows of an incomplete last group are yielded as `LastRow`."""
 
     def real_rows(self, rows_on_rank: int) -> None:
-        """Return None: the rows of an incomplete last group carry their number with them."""
+        """Return None: the `LastRow` objects carry the number."""
 
     @override
     def _last_rows(self, rows: list[Any], real: int) -> list[Any]:

@@ -29,35 +29,35 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.data.epochs import Pass
+    from nb_accelerate.data.epochs import EpochProgress
     from nb_accelerate.data.tracker import HasTracker, LoaderTracker
 
 
 class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
-    """A user's loader, prepared. Made by `prepare_data_loader`; all else is as in `torch.utils.data.DataLoader`.
+    """A `torch.utils.data.DataLoader` that yields the batches of one rank. Made by `prepare_data_loader`.
 
-    It reads one batch ahead, so that while a batch is used it is known whether it is the last. Random augmentations
-    therefore draw the numbers that they draw under accelerate, which reads ahead as well.
+    It reads one batch ahead, to know while a batch is used whether it is the last. accelerate reads ahead as well, so
+    random augmentations draw the same numbers.
 
     Args:
         dataset: the user's, or this rank's part of an iterable one.
         device: where batches go; None leaves them where they are.
-        gradient_state: has the tracker that is told when an epoch begins and ends; one of its own by default.
-        rng_types: which random numbers get the state of rank 0's before each epoch.
-        on_start: called before each epoch, to that end.
-        rows: of the user's dataset; None if it does not say.
+        gradient_state: has the `LoaderTracker` that is told when an epoch begins and ends; a new one by default.
+        rng_types: which random states are set to those of rank 0 before each epoch.
+        on_start: called before each epoch to set them.
+        rows: length of the user's dataset; None if it has none.
         total_batch_size: rows of all ranks together in one step.
         non_blocking: do not wait for copies to the device; batches are then sent there one ahead.
-        prepared: whether its rows are shared out between ranks; `prepare_data_loader` does it if they are not.
+        prepared: whether its rows are divided among ranks already, so that `prepare_data_loader` returns it as it is.
         **kwargs: those of `DataLoaderAdapter`.
 
     Attributes:
         end_of_dataloader: whether the batch handed out is the last.
-        remainder: real rows in the last batch of all ranks together; 0 if all are, -1 if not known yet.
+        remainder: real rows (not copies) in the last batch of all ranks together; 0 if all are real, -1 if not known.
         batch_remainder: the same for the current batch; None if all its rows are real.
         rows_on_rank: rows of the current batch on this rank; set together with ``batch_remainder``.
         rows_of_ranks: those of all ranks, if batches have no fixed size and ranks have different numbers.
-        gradient_state: where the loop is in its loaders, and of an `Accelerator`, in its accumulation window.
+        gradient_state: the position of the loop in its loaders and, of an `Accelerator`, in its accumulation window.
     """
 
     batch_remainder: int | None = None
@@ -100,14 +100,14 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
 
     @property
     def rng_types(self) -> list[RNGType]:
-        """Which random numbers get the state of rank 0's before each epoch, as far as there are such."""
+        """Which random states are set to those of rank 0 before each epoch, without generators that do not exist."""
         generator = self.synchronized_generator
         return [kind for kind in self._rng_types if kind is not RNGType.GENERATOR or generator is not None]
 
     @property
     def synchronized_generator(self) -> torch.Generator | None:
-        """The generator of the sampler or dataset that is among these; None if there is none."""
-        called = (self._on_start, getattr(self._reader.share, "on_start", None))
+        """The generator of the sampler or dataset that is set to the state of rank 0's; None if there is none."""
+        called = (self._on_start, getattr(self._reader.shard, "on_start", None))
         found = (getattr(one, "generator", None) for one in called)
         return next((generator for generator in found if generator is not None), None)
 
@@ -150,7 +150,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         self._tracker.begin(self)
 
     def track(self, tracker: LoaderTracker) -> None:
-        """Tell this tracker, from now on, when an epoch begins and ends. Called by ``prepare``."""
+        """Report epochs to this tracker from now on. Called by ``prepare``."""
         self._tracker = tracker
 
     @override
@@ -177,9 +177,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         enter(reads)
         try:
             batches = self._begin()
-            progress = self._pass
+            progress = self._progress
             if progress.reader.source.is_stateful:
-                batches = _reached_before_each(batches, progress)
+                batches = _with_read_states(batches, progress)
             try:
                 current = next(batches)
             except StopIteration:
@@ -214,7 +214,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             self.end()
 
     def _note_last(self, last: LastBatch) -> Any:
-        """Note how many rows of the last group are real, and return the batch without that."""
+        """Store how many rows of the last group are real, and return the batch alone."""
         self.batch_remainder = last.real
         self.remainder = last.real or 0
         self.rows_on_rank = last.rows
@@ -222,7 +222,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         return last.batch
 
     def extent(self) -> tuple[int, int] | None:
-        """Return rows of the dataset and batches of this rank, if they have to be the same on all ranks; else None."""
+        """Return the rows of the dataset and the batches of this rank, or None if ranks may differ in them."""
         if not self._reader.compares_lengths or self._rows is None:
             return None
         batches = self._known_length()
@@ -248,23 +248,23 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             loader._IterableDataset_len_called = asked  # noqa: SLF001 - torch's
 
 
-def _reached_before_each(batches: Iterator[Any], progress: Pass) -> Iterator[Any]:
-    """Yield batches, and note before each is read where reading is: there, the batch before it was handed out."""
+def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterator[Any]:
+    """Yield batches; store in ``progress``, before each is read, the state of reading after the one handed out last."""
     reader = progress.reader
     while True:
-        progress.reached = reader.reached()
+        progress.read_state = reader.read_state()
         try:
             batch = next(batches)
         except StopIteration:
-            progress.reached = reader.ended()
+            progress.read_state = reader.end_state()
             return
         yield batch
 
 
 def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """Return what moves batches to a device; None if the first is there already and so nothing has to move.
+    """Return a function that moves batches to a device, or None if batches are there already.
 
-    Only the CPU is believed to be where all batches are if the first is: datasets live there.
+    If the first batch is on the CPU, and that is the device, later ones are taken to be there too.
     """
     if device is None:
         return None
@@ -287,7 +287,7 @@ def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -
 
 
 def _is_on_cpu(batch: Any) -> bool:
-    """Return whether nothing in a batch has to be moved to get it to the CPU. Tensors in lists are the common case."""
+    """Return whether all tensors of a batch are on the CPU, and it has no other objects that move themselves."""
     kind = type(batch)
     if kind is torch.Tensor:
         return batch.is_cpu  # type: ignore[no-any-return]

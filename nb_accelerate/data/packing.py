@@ -1,7 +1,7 @@
-"""Pack a batch for a rank into bytes, and a layout that says what they are.
+"""Pack a batch into bytes and a layout that describes them.
 
-The tensors of a batch lie one after the other in one buffer, at offsets that fit every dtype, so that a rank uses
-them where they arrived. All else in the batch is in the layout, which has to be sent only when it changes.
+The tensors of a batch lie one after the other in one buffer, at offsets aligned for every dtype, so that a
+receiver makes views of the buffer. Everything else is in the layout, which is sent only when it changes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 16
-"""Of the offset of a tensor; the largest item, of complex128, has 16 bytes."""
+"""Alignment of the offset of a tensor, in bytes: the size of the largest item, complex128."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where in a buffer a tensor lies.
+    """The position of a tensor in a buffer.
 
     Attributes:
         offset: bytes before it.
@@ -41,7 +41,7 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """What the bytes for a rank are.
+    """A description of the bytes for a rank.
 
     Attributes:
         skeleton: the batch without its tensors, pickled; None if there is no batch for this rank.
@@ -55,14 +55,14 @@ class BatchLayout:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a structure, and puts its tensors aside."""
+    """Pickles a structure without its tensors, which it collects in ``tensors``."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number of a tensor; None pickles any other object as usual."""
+        """Return the index of a tensor, and None for other objects, which are then pickled as usual."""
         if not isinstance(obj, Tensor):
             return None
         self.tensors.append(obj.detach())
@@ -70,14 +70,14 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Rebuilds a structure around tensors that came by another way."""
+    """Unpickles a structure that `_Packer` pickled, with the tensors given."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
 
     def persistent_load(self, pid: int) -> Tensor:
-        """Return the tensor with a number."""
+        """Return the tensor with an index."""
         return self.tensors[pid]
 
 
@@ -102,12 +102,12 @@ def write(layout: BatchLayout, tensors: list[Tensor], buffer: Tensor) -> None:
 
 
 def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> Any:
-    """Return the batch that arrived. Its tensors lie in the buffer.
+    """Return the batch that `write` wrote. Its tensors are views of the buffer.
 
     Args:
-        layout: what the bytes are; of a batch.
-        buffer: the bytes, on the device that carried them.
-        bring_back: copy tensors to the CPU that came from there, instead of leaving them on that device.
+        layout: that of the batch; its ``skeleton`` is not None.
+        buffer: the bytes, on the device that received them.
+        bring_back: copy tensors that were on the CPU back to it, instead of leaving them on that device.
     """
     assert layout.skeleton is not None
     tensors = [_view(slot, buffer) for slot in layout.slots]

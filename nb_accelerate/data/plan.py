@@ -1,4 +1,4 @@
-"""Which rows go to which rank: arithmetic, nothing else.
+"""Compute which rows go to which rank. Pure functions, without data or processes.
 
 A loader's rows, in the order of its sampler, are cut into *groups*: what all ranks together see in one step. Each
 rank takes its slice of each group. With batches of 2 and 2 ranks::
@@ -115,7 +115,7 @@ def _listed(rows: Sequence[T]) -> list[T]:
 def piece_of_last_group(
     last: list[T], start: Sequence[T], rank: int, *, local_size: int, group_size: int, even_batches: bool
 ) -> Iterator[list[T]]:
-    """Yield what a rank gets of an incomplete group: one piece, or nothing.
+    """Yield the rows that a rank gets of an incomplete group: one list, or nothing.
 
     Args:
         last: the real rows of the group, at least one.
@@ -164,11 +164,11 @@ def real_rows_of_padded(rows_of_ranks: Sequence[int], real: int) -> int:
     return batches * max(rows_of_ranks)
 
 
-def dealt(rows: int, world_size: int, *, even: bool) -> list[tuple[int, int]]:
-    """Return, for each rank, where its rows of an incomplete group that rank 0 deals out begin and end.
+def part_bounds(rows: int, world_size: int, *, even: bool) -> list[tuple[int, int]]:
+    """Return the first row and the end of each rank's part of an incomplete group that rank 0 splits.
 
-    With ``even``, the group is filled up with as few copies as possible, so ends may lie behind ``rows``; otherwise
-    the last ranks may get fewer rows, or none.
+    With ``even``, the group is filled up with as few copies as possible, so ends may exceed ``rows``; otherwise the
+    last ranks may get fewer rows, or none.
 
     Args:
         rows: real rows of the group.

@@ -1,4 +1,4 @@
-"""What a loader built on torchdata's saves: the state of torchdata's own loader, and what that does not know.
+"""Encode the position of a loader that reads by torchdata: torchdata's state, plus what that lacks.
 
 ::
 
@@ -7,9 +7,9 @@
     nothing read      {}
     beyond            {..., "nb_accelerate": {"epoch": 2, "position": 3}}
 
-torchdata counts batches of the epoch, but no epochs. Our own key is there only if it says something else than one would
-assume: that it is the first epoch (the second, if that is over), and that as many batches were handed out as were read.
-So states travel to torchdata, and to others that are built on it, and back.
+torchdata counts the batches of an epoch, but not epochs. The key ``nb_accelerate`` is left out where its values are the
+default: the first epoch (the second, if the first is over), and as many batches handed out as read. So such states can
+be loaded by torchdata itself and by other loaders built on it, and theirs can be loaded here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from nb_accelerate.errors import CheckpointError
 
 OVER = "_iterator_finished"
-"""Where torchdata says whether the epoch is over."""
+"""torchdata's key for whether the epoch is over."""
 
 _OURS = "nb_accelerate"
 _OF_SAMPLERS = ("_index_sampler_state", "_sampler_iter_state")
@@ -30,14 +30,14 @@ _OF_DATASETS = ("dataset_state", "dataset_iter_state")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPosition:
-    """A position in the data, as saved.
+    """A saved position in the data.
 
     Attributes:
-        epoch: the one it is in, from 0.
+        epoch: the current epoch, from 0.
         position: batches of it that were handed out.
-        reading: torchdata's part; empty for loaders that are not torchdata's.
-        repeat: batches to leave out once reading is taken up where ``to_restore`` says.
-        to_restore: the same as ``reading`` if samplers or datasets have a state in it; else empty, and the position
+        reading: the state of torchdata's loader; empty for other loaders.
+        repeat: batches to leave out after ``to_restore`` was restored.
+        to_restore: the same as ``reading`` if samplers or datasets have a state in it; else empty, since the position
             is enough.
     """
 
@@ -48,8 +48,8 @@ class SavedPosition:
     to_restore: dict[str, Any] = field(default_factory=dict)
 
 
-def complete(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
-    """Return a position in the form in which it is saved: torchdata's part, and ours where that does not say it.
+def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
+    """Return a position in the form in which it is saved: torchdata's state, and our key where it is needed.
 
     Args:
         position: in the data.
@@ -62,19 +62,19 @@ def complete(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
     return {**reading, _OURS: own}
 
 
-def find(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
+def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
     """Return the position that was saved in a state.
 
     Args:
-        state: what `complete` returned, or torchdata, or something else that is built on it.
+        state: what `encode`, torchdata's loader or another loader built on it returned.
         per_batch: how many batches are read for one that is handed out.
         workers: how many worker processes the loader has.
 
     Raises:
-        CheckpointError: it is no such state, or one of samplers or datasets in another number of workers.
+        CheckpointError: it is no such state, or one with states of samplers or datasets in another number of workers.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"A loader was given a {type(state).__name__} as its position. {_WHAT}")
+        raise CheckpointError(f"A loader cannot load a {type(state).__name__} as its position. {_WHAT}")
     reading = {key: value for key, value in state.items() if key != _OURS}
     try:
         epoch, position = _assumed(reading, per_batch)
@@ -84,8 +84,8 @@ def find(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
         were = len(reading["_snapshot"]["_worker_snapshots"]) if "_snapshot" in reading else 0
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"A loader was given a position that it cannot read ({type(error).__name__}: {error}). {_WHAT} This has "
-            f"{', '.join(map(repr, state)) or 'nothing'}."
+            f"A loader cannot load this position ({type(error).__name__}: {error}). {_WHAT} The keys given: "
+            f"{', '.join(map(repr, state)) or 'none'}."
         ) from error
     if were != workers and any(set(state) - {"samples_yielded"} for state in states if isinstance(state, Mapping)):
         raise CheckpointError(
@@ -98,17 +98,17 @@ def find(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
 
 
 def is_over(reading: Mapping[str, Any]) -> bool:
-    """Return whether torchdata's part of a position is of an epoch that is over."""
+    """Return whether the epoch of a state of torchdata is over."""
     return bool(reading.get(OVER, False))
 
 
-def moved(reading: Mapping[str, Any], batches: int, *, over: bool = False) -> dict[str, Any]:
-    """Return torchdata's part of a position, as of a loader that reads some batches more before it, or fewer.
+def shifted(reading: Mapping[str, Any], batches: int, *, over: bool = False) -> dict[str, Any]:
+    """Return a state of torchdata with its counts of batches changed.
 
     Args:
-        reading: torchdata's part; empty if nothing was read.
-        batches: how many more, or with a minus, fewer.
-        over: say that the epoch is over, even if its loop was left in the middle.
+        reading: the state; empty if nothing was read.
+        batches: added to each count; may be negative.
+        over: set that the epoch is over, even if its loop was left in the middle.
     """
     if not reading:
         return {}
@@ -122,7 +122,7 @@ def moved(reading: Mapping[str, Any], batches: int, *, over: bool = False) -> di
     return {**reading, "_snapshot": snapshot}
 
 
-_WHAT = "It has to be what state_dict() of a stateful loader returned, or what torchdata's own loader returns."
+_WHAT = "Pass what state_dict() of a stateful loader, or of torchdata's own loader, returned."
 
 
 def _added(counts: Mapping[str, Any], batches: int, *names: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _added(counts: Mapping[str, Any], batches: int, *names: str) -> dict[str, An
 
 
 def _assumed(reading: Mapping[str, Any], per_batch: int) -> tuple[int, int]:
-    """Return epoch and position, where nothing but torchdata's part is there."""
+    """Return the epoch and position that a state of torchdata implies without our key."""
     if not reading:
         return 0, 0
     if "_snapshot" in reading:
@@ -141,7 +141,7 @@ def _assumed(reading: Mapping[str, Any], per_batch: int) -> tuple[int, int]:
 
 
 def _states(reading: Mapping[str, Any]) -> list[Any]:
-    """Return the states of their own that samplers and datasets have put there."""
+    """Return the states of samplers and datasets in a state of torchdata."""
     main, places = reading, [reading]
     if "_snapshot" in reading:
         main = reading["_snapshot"]["_main_snapshot"]
@@ -155,5 +155,5 @@ def _states(reading: Mapping[str, Any]) -> list[Any]:
 
 def _whole(number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"{number!r} is no number of batches")
+        raise ValueError(f"{number!r} is not a number of batches")
     return number

@@ -1,4 +1,4 @@
-"""Make a user's loader into one rank's part of it.
+"""Rebuild a user's loader so that it yields one rank's part of the data.
 
 torch does not let the sampler of a loader be changed, so a new loader is made, with all other settings as they were.
 """
@@ -24,25 +24,25 @@ from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.adapter import DataLoaderAdapter
-from nb_accelerate.data.dealing import CountingCollate
+from nb_accelerate.data.batch_parts import CountingCollate
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher, DispatchingReader
 from nb_accelerate.data.iterable import MarkingCollate, MarkingShard
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.native import (
-    DataLoaderNativeShard,
+from nb_accelerate.data.plan import rows_per_rank
+from nb_accelerate.data.reader import Reader
+from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.data.shuffling import RNGSync, sampler_sync
+from nb_accelerate.data.skipping import skipping, split_skip
+from nb_accelerate.data.source import settings_of
+from nb_accelerate.data.stateful import is_stateful
+from nb_accelerate.data.streams import (
+    DataLoaderStreamShard,
     StreamReader,
     is_split,
     shard_of,
     shards_itself,
     shuffled_without_seed,
 )
-from nb_accelerate.data.order import SharedNumbers, shared_order
-from nb_accelerate.data.plan import rows_per_rank
-from nb_accelerate.data.reader import Reader
-from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.data.skipping import left_out, skipping
-from nb_accelerate.data.source import settings_of
-from nb_accelerate.data.stateful import is_stateful
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import RNGType
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.data.dispatcher import SliceFunction
-    from nb_accelerate.data.samplers import InStep
+    from nb_accelerate.data.samplers import MakeSync
     from nb_accelerate.data.source import TorchSource
     from nb_accelerate.data.tracker import HasTracker
 
@@ -78,16 +78,16 @@ def prepare_data_loader(
 
     Args:
         loader: the user's. Its samplers are copied before they are changed, where that is possible.
-        collectives: knows the ranks, and keeps random numbers in step.
-        config: how to share out.
+        collectives: those of the ranks; also used to synchronise random states.
+        config: how data is divided among ranks.
         device: where batches go; None leaves them where they are.
         gradient_state: has the tracker that is told when epochs begin and end.
-        rng_types: which random numbers get the state of rank 0 before each epoch.
-        slice_fn: cuts a batch into parts, where rank 0 reads for all: called with the batch, a slice,
+        rng_types: which random states are set to those of rank 0 before each epoch.
+        slice_fn: splits a batch, where rank 0 reads for all: called with the batch, a slice,
             ``process_index`` and ``num_processes``.
 
     Raises:
-        ConfigError: the loader is sharded already, or cannot be shared out as ``config`` says.
+        ConfigError: the loader is sharded already, or cannot be sharded as ``config`` says.
         MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
     """
     if isinstance(loader, DataLoaderDispatcher) or (isinstance(loader, DataLoaderShard) and loader.prepared):
@@ -152,12 +152,12 @@ def _rebuilt(
 _LOADERS: dict[type[Reader], type[DataLoaderShard]] = {
     Reader: DataLoaderShard,
     DispatchingReader: DataLoaderDispatcher,
-    StreamReader: DataLoaderNativeShard,
+    StreamReader: DataLoaderStreamShard,
 }
 
 
 def _reader(kind: type[Reader], source: TorchSource, *, not_read: int, **options: Any) -> Reader:
-    """Return a reader that leaves out ``not_read`` batches of the loader of torch, which positions do not count."""
+    """Return a reader that leaves out the first ``not_read`` batches of torch's loader, without counting them."""
     reader = kind(source, **options)
     return reader.without_reads(not_read) if not_read else reader
 
@@ -210,12 +210,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 class _Arguments:
-    """Chooses those arguments of the new loader that differ from the old one's.
+    """Choose the arguments of the new loader that differ from those of the user's.
 
     Attributes:
         reader: arguments of the new loader's reader.
-        later: batches of the new loader to leave out, where the old one does so.
-        reads_later: batches that rank 0 is not to read for the same reason, if these are no whole steps.
+        later: steps of the new loader to leave out, because the user's loader leaves out its first batches.
+        reads_later: batches that rank 0 does not read for the same reason, where they are not whole steps.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class _Arguments:
         return 0
 
     def mapped(self) -> dict[str, Any]:
-        """Return the arguments for a dataset whose rows can be asked for by number."""
+        """Return the arguments for a map-style dataset."""
         loader = self.loader
         # A loader with batch_size=None has no batch sampler; its sampler may be one (datasets that fetch many rows
         # at once are read that way), or may yield items that are batches by themselves.
@@ -254,7 +254,7 @@ class _Arguments:
         outer: Any = loader.batch_sampler if batched else loader.sampler
         skipped = 0
         if isinstance(loader, DataLoaderShard):  # not prepared: made to leave out the beginning
-            outer, skipped = left_out(outer)
+            outer, skipped = split_skip(outer)
             skipped = self._skipped(skipped + loader.left_out_by_reading)
         batches = batched or isinstance(outer, BatchSampler)
         inner = getattr(outer, "sampler", None) if batches else outer
@@ -273,13 +273,13 @@ class _Arguments:
                     self.rank,
                     self.config.split_batches,
                     self.config.even_batches,
-                    in_step=self._in_step(),
+                    make_sync=self._make_sync(),
                 )
             else:
                 outer = SamplerShard(
-                    outer, self.ranks, self.rank, even_batches=self.config.even_batches, in_step=self._in_step()
+                    outer, self.ranks, self.rank, even_batches=self.config.even_batches, make_sync=self._make_sync()
                 )
-            self.reader |= {"share": outer, "items_are_batches": not batches}
+            self.reader |= {"shard": outer, "items_are_batches": not batches}
         if batched:
             parts["batch_sampler"] = outer
         else:
@@ -288,7 +288,7 @@ class _Arguments:
         return parts
 
     def iterable(self) -> dict[str, Any]:
-        """Return the arguments for a dataset that is read from its beginning."""
+        """Return the arguments for an iterable dataset."""
         loader, batched = self.loader, self.loader.batch_size is not None
         parts: dict[str, Any] = {
             "dataset": loader.dataset,
@@ -321,7 +321,7 @@ class _Arguments:
             even_batches=self.config.even_batches,
             skip_batches=skipped,
         )
-        self.reader |= {"share": shard, "items_are_batches": not batched}
+        self.reader |= {"shard": shard, "items_are_batches": not batched}
         parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
         return parts
 
@@ -361,7 +361,7 @@ class _Arguments:
             data_seed=seed,
         )
 
-    def _in_step(self) -> InStep | None:
+    def _make_sync(self) -> MakeSync | None:
         if RNGType.GENERATOR not in self.rng_types:
             return None
         return partial(_order_sync, broadcast=partial(self.collectives.broadcast, source=0))
@@ -372,7 +372,7 @@ class _Arguments:
             return None
         if RNGType.GENERATOR not in types:
             generator = None
-        return SharedNumbers(types, partial(self.collectives.broadcast, source=0), generator)
+        return RNGSync(types, partial(self.collectives.broadcast, source=0), generator)
 
     def _total(self, batch_size: int | None) -> int | None:
         if batch_size is None or self.config.split_batches:
@@ -383,7 +383,7 @@ class _Arguments:
 def _order_sync(outer: Any, inner: Any, *, broadcast: Callable[[Tensor], Tensor]) -> Callable[[], None] | None:
     if isinstance(inner, SeedableRandomSampler):
         return None  # its seed is in step
-    return shared_order(inner, broadcast) or shared_order(outer, broadcast)
+    return sampler_sync(inner, broadcast) or sampler_sync(outer, broadcast)
 
 
 def _copied(sampler: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Readers: which batches of what a loader reads are this rank's, and how to begin in the middle of an epoch.
+"""Read the batches of one rank, from the beginning of an epoch or from the middle.
 
 A prepared loader owns a `Reader`, and a reader owns a `TorchSource`::
 
@@ -6,8 +6,9 @@ A prepared loader owns a `Reader`, and a reader owns a `TorchSource`::
       Reader              this rank's batches: `Reader`, `DispatchingReader`, `StreamReader`
         TorchSource       a loader of torch: `TorchSource`, or of torchdata: `StatefulSource`
 
-`Reader.read` begins an epoch; `Reader.starting_at` returns a reader that begins later; `Reader.reached` and
-`Reader.restore` save and restore where reading is.
+`Reader.read` begins an epoch; `Reader.starting_at` returns a reader that begins later; `Reader.read_state` and
+`Reader.restore` save and restore the state of reading. A group is what all ranks see in one step, see
+`nb_accelerate.data.plan`; its real rows are those that are not copies.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from nb_accelerate.data.source import TorchSource
 
 
-class Share(Protocol):
-    """What decides which rows are this rank's: a sampler's shard, or that of an iterable dataset."""
+class Shard(Protocol):
+    """One rank's part of the data: a `BatchSamplerShard`, `SamplerShard` or `MarkingShard`."""
 
     even_batches: bool
     """Whether all ranks get equal batches."""
@@ -47,12 +48,12 @@ class Share(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """Where reading was when a batch was handed out.
+class ReadState:
+    """The state of reading after a batch, from which reading can go on.
 
     Attributes:
-        reading: torchdata's state; None if there is none.
-        repeat: batches that were handed out since then.
+        reading: the state of torchdata's loader; None for loaders of torch.
+        repeat: batches handed out after that state was taken.
     """
 
     reading: dict[str, Any] | None = None
@@ -64,7 +65,7 @@ class Reader:
 
     Args:
         source: the loader of torch.
-        share: what decides which rows are this rank's; None if all are.
+        shard: the rank's part of the data; None if the rank reads everything.
         items_are_batches: the loader has no batch size: what it reads are batches by themselves.
         dropped: batches to read and leave out at the beginning of every epoch, counted in positions.
 
@@ -78,28 +79,28 @@ class Reader:
     per_batch = 1
 
     def __init__(
-        self, source: TorchSource, *, share: Share | None = None, items_are_batches: bool = False, dropped: int = 0
+        self, source: TorchSource, *, shard: Shard | None = None, items_are_batches: bool = False, dropped: int = 0
     ) -> None:
         self.source = source
-        self.share = share
+        self.shard = shard
         self.items_are_batches = items_are_batches
         self.dropped = dropped
         self.not_drawn = self.reread = 0
 
     @property
     def skipped(self) -> int:
-        """Batches left out at the beginning of every epoch: where positions begin."""
+        """Batches left out at the beginning of every epoch; the position of the first batch that is read."""
         return self.not_drawn + self.dropped
 
     @property
     def even(self) -> bool:
         """Whether all ranks get equal batches at the end of the data."""
-        return self.share is None or self.share.even_batches
+        return self.shard is None or self.shard.even_batches
 
     @even.setter
     def even(self, value: bool) -> None:
-        if self.share is not None:
-            self.share.even_batches = value
+        if self.shard is not None:
+            self.shard.even_batches = value
 
     @property
     def compares_lengths(self) -> bool:
@@ -132,8 +133,8 @@ class Reader:
         later.source = self.source.without(reads, self._to_reread())
         if not self.source.reads_in_order:
             later.reread = getattr(later.source.sampler, "reread", 0)
-        if self.share is self.source.sampler:
-            later.share = later.source.sampler
+        if self.shard is self.source.sampler:
+            later.shard = later.source.sampler
         return later
 
     def _to_reread(self) -> int:
@@ -152,7 +153,7 @@ class Reader:
         return batches
 
     def last(self, batch: Any) -> LastBatch:
-        """Return the last batch of an epoch with what is known of its group: how many rows are real.
+        """Return the last batch of an epoch with the number of real rows of its group.
 
         Args:
             batch: one that `read` yielded; the loop may call this for a `LastBatch` in the middle of an epoch as well.
@@ -162,45 +163,45 @@ class Reader:
                 return batch
             rows = find_batch_size(batch.batch) or 1
             return LastBatch(batch.batch, (batch.real or 0) * rows, rows, batch.rows_of_ranks)
-        if self.share is None:
+        if self.shard is None:
             return LastBatch(batch, None, count_rows(batch))
         rows = (find_batch_size(batch) or 1) if self.items_are_batches else count_rows(batch) or 0
-        real = self.share.real_rows(rows)
-        return LastBatch(batch, real, rows, getattr(self.share, "last_rows_of_ranks", None))
+        real = self.shard.real_rows(rows)
+        return LastBatch(batch, real, rows, getattr(self.shard, "last_rows_of_ranks", None))
 
-    def reached(self) -> Reached:
-        """Return where reading is after the batch that `read` yielded last."""
-        return Reached(self.source.state())
+    def read_state(self) -> ReadState:
+        """Return the state of reading after the batch that `read` yielded last."""
+        return ReadState(self.source.state())
 
-    def ended(self) -> Reached:
-        """Return where reading is at the end of the data."""
-        return Reached(self.source.state())
+    def end_state(self) -> ReadState:
+        """Return the state of reading at the end of the data."""
+        return ReadState(self.source.state())
 
-    def saved(self, reached: Reached, *, epoch: int, position: int) -> dict[str, Any]:
+    def saved(self, read_state: ReadState, *, epoch: int, position: int) -> dict[str, Any]:
         """Return a position to be saved.
 
         Args:
-            reached: what `reached` returned after the batch that was handed out last.
+            read_state: what `Reader.read_state` returned after the batch that was handed out last.
             epoch: the current one; between epochs the next.
             position: batches of it that were handed out or left out.
         """
-        reading = positions.moved(reached.reading or {}, self._uncounted, over=not position)
-        return self.source.saved(
-            SavedPosition(epoch=epoch, position=position, reading=reading, repeat=reached.repeat), self.per_batch
+        reading = positions.shifted(read_state.reading or {}, self._uncounted, over=not position)
+        return self.source.encode(
+            SavedPosition(epoch=epoch, position=position, reading=reading, repeat=read_state.repeat), self.per_batch
         )
 
     def restore(self, saved: SavedPosition) -> None:
-        """Begin the next epoch at a saved position, as far as samplers or datasets have a state there."""
-        self.source.restore(positions.moved(saved.to_restore, -self._uncounted))
+        """Restore the states of samplers and datasets in a saved position, for the next epoch."""
+        self.source.restore(positions.shifted(saved.to_restore, -self._uncounted))
 
     @property
     def _uncounted(self) -> int:
-        """How many batches samplers leave out, which torchdata therefore does not count."""
+        """Batches that samplers leave out, so that torchdata does not count them."""
         return self.not_drawn * self.per_batch - self.reread
 
 
 class CollectiveReader(Reader):
-    """Reads in step with the other ranks, which learn from each other what they have.
+    """Reads in lockstep with the other ranks, by collectives. Base of `DispatchingReader` and `StreamReader`.
 
     Args:
         source: the loader of torch.
@@ -210,7 +211,7 @@ class CollectiveReader(Reader):
         drop_reads: batches of ``source`` to read and leave out at the beginning of every epoch.
     """
 
-    compares_lengths = False  # the lengths of datasets on other ranks do not count, or may differ
+    compares_lengths = False  # other ranks read nothing, or parts of other lengths
 
     def __init__(
         self,
@@ -237,6 +238,6 @@ class CollectiveReader(Reader):
 
 
 def skip(batches: Iterator[Any], number: int) -> None:
-    """Read some batches, or as many as there are, and leave them out."""
+    """Read and drop up to ``number`` batches."""
     for _ in islice(batches, number):
         pass

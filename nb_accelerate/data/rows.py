@@ -1,4 +1,4 @@
-"""Rows of whole batches: count, slice and join them, whatever structure they have."""
+"""Count, slice and join the rows of batches of any structure."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def slice_rows(
     Args:
         batch: any structure.
         tensor_slice: which rows.
-        process_index: whom they are for.
-        num_processes: how many ranks there are.
-        rows: how many ``batch`` has; counted by default.
+        process_index: the rank they are for.
+        num_processes: number of ranks.
+        rows: number of rows of ``batch``; counted by default.
     """
     return _slice(batch, tensor_slice, count_rows(batch) if rows is None else rows)
 
@@ -94,15 +94,15 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(
-            f"batches to be dealt out together have tensors of shapes {shapes}, which cannot be joined row by row. "
-            "Pad them to one size in collate_fn, or write dispatch_batches=False."
+            f"Batches with tensors of shapes {shapes} cannot be joined row by row to be sent to ranks. Pad them to one "
+            "size in collate_fn, or write dispatch_batches=False."
         ) from error
 
 
 def _is_column(data: Any, rows: int | None) -> bool:
-    """Return whether something is a list with one entry for each row, such as the texts of a batch.
+    """Return whether an object is a list with one entry for each row, such as the texts of a batch.
 
-    A list of as many columns as there are rows is none: all tensors in it have that many rows.
+    A list of columns that happen to be as many as rows is not: all tensors in it have that many rows.
     """
     if type(data) not in (list, tuple) or len(data) != rows:
         return False
@@ -113,7 +113,7 @@ def _is_column(data: Any, rows: int | None) -> bool:
 
 
 def _is_of_columns(data: Any, rows: int) -> bool | None:
-    """Return whether all in something has that many rows; None if nothing in it could have."""
+    """Return whether everything in an object has ``rows`` rows; None if nothing in it can have rows."""
     if isinstance(data, Tensor):
         return data.dim() > 0 and len(data) == rows
     if _is_column(data, rows):

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
-from nb_accelerate.data.order import listed_rows
 from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
+from nb_accelerate.data.shuffling import as_row_numbers
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-InStep = Callable[[Any, Any], Callable[[], None] | None]
+MakeSync = Callable[[Any, Any], Callable[[], None] | None]
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -62,10 +62,10 @@ class SeedableRandomSampler(RandomSampler):
 
 
 def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
-    """Return the rows of an epoch, in order, as cheaply as they can be had.
+    """Return the row numbers of an epoch, in the order of a sampler, without listing all of them where possible.
 
     Returns:
-        The rows; and a generator with which as many rows have to be permuted when the epoch is over, or None.
+        The row numbers; and the generator from which one more permutation is drawn when the epoch is over, or None.
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler)), None
@@ -83,16 +83,15 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     # torch permutes once more than it uses, at the end of the epoch; the next epoch shows it.
-    return listed_rows(torch.randperm(rows, generator=generator)), sampler.generator
+    return as_row_numbers(torch.randperm(rows, generator=generator)), sampler.generator
 
 
-# These yield as many rows as they say they have, and take no decision while they do, so their whole order may be
-# asked for at once.
+# The order of these is fixed when iteration begins and has the length that they state, so it may be asked for at once.
 FINITE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler)
 
 
 SHUFFLING = (RandomSampler, SeedableRandomSampler)
-"""Those of whose order a part can be had without a list of the whole."""
+"""Samplers whose order is one permutation, of which slices are taken without a list of the whole."""
 
 
 class BatchSamplerShard(BatchSampler):
@@ -105,11 +104,11 @@ class BatchSamplerShard(BatchSampler):
         split_batches: cut each batch into pieces instead of handing out whole batches.
         even_batches: fill up the last batches, so that all ranks have equally many of equal size. Where batches have
             no fixed size, the last round is completed with whole batches from the beginning.
-        in_step: called with the batch sampler and the sampler in it; returns what is called when an epoch starts,
-            before the first row is drawn, so that all ranks draw the same. None if nothing has to be.
+        make_sync: called with the batch sampler and the sampler in it; returns a function that is called when an epoch
+            starts, before the first row is drawn, so that all ranks draw the same; None if none is needed.
 
     Attributes:
-        on_start: what ``in_step`` returned.
+        on_start: what ``make_sync`` returned.
         start: how many batches of this rank are left out at the beginning of every epoch.
         reread: how many of those are yielded all the same, before the others.
         last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
@@ -129,7 +128,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
         *,
-        in_step: InStep | None = None,
+        make_sync: MakeSync | None = None,
     ) -> None:
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -148,18 +147,18 @@ class BatchSamplerShard(BatchSampler):
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
         self.last_group_rows: int | None = None
         self.last_rows_of_ranks: tuple[int, ...] | None = None
-        self._in_step = in_step
+        self._make_sync = make_sync
         self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
         self._examine()
 
     def _examine(self) -> None:
-        """Note whether rows can be planned, and how to make all ranks shuffle alike, for the samplers inside."""
+        """Set what depends on the samplers inside: whether rows can be planned, and how ranks shuffle alike."""
         self._plannable = type(self.batch_sampler) is BatchSampler and type(self.sampler) in FINITE
-        self.on_start = self._in_step(self.batch_sampler, self.sampler) if self._in_step else None
+        self.on_start = self._make_sync(self.batch_sampler, self.sampler) if self._make_sync else None
 
     def use_sampler(self, sampler: Any) -> None:
         """Replace the sampler inside."""
-        put_sampler(self.batch_sampler, sampler)
+        replace_sampler(self.batch_sampler, sampler)
         self.sampler = sampler
         self._examine()
 
@@ -169,7 +168,7 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def starting_at(self, batch: int) -> BatchSamplerShard:
-        """Return this sampler without the first batches of each epoch. Where rows are planned, they cost nothing."""
+        """Return this sampler without the first batches of each epoch; planned rows are skipped in constant time."""
         return _starting_at(self, batch)
 
     def real_rows(self, rows_on_rank: int) -> int | None:  # noqa: ARG002 - SamplerShard needs to know
@@ -207,7 +206,7 @@ class BatchSamplerShard(BatchSampler):
         )
 
     def _planned(self) -> Iterator[list[Any]]:
-        """Yield slices of the whole order; rows of other ranks are never collected."""
+        """Yield slices of the order of the epoch."""
         order, drawn_again = _order_of(self.sampler)
         plan = self._plan(len(order))
         self._note_last(plan.remainder)
@@ -218,7 +217,7 @@ class BatchSamplerShard(BatchSampler):
             torch.randperm(len(order), generator=drawn_again)
 
     def _streamed(self) -> Iterator[list[Any]]:
-        """Go through all batches of a sampler whose order is not known before, and yield this rank's."""
+        """Iterate a sampler whose order is not known before, and yield this rank's batches."""
         self.last_group_rows = self.last_rows_of_ranks = None
         per_group = 1 if self.split_batches else self.num_processes
         start: list[Any] = []  # of the data: rows, or whole batches where these have no fixed size
@@ -245,12 +244,12 @@ class BatchSamplerShard(BatchSampler):
 
     def _end(self, group: list[list[Any]], start: list[Any]) -> Iterator[list[Any]]:
         if self._local is None:
-            dealt = round_of_batches(group, start, self.num_processes, even_batches=self.even_batches)
-            if len(dealt) > self.process_index:
-                rows_of_ranks = tuple(len(batch) for batch in dealt)
+            assigned = round_of_batches(group, start, self.num_processes, even_batches=self.even_batches)
+            if len(assigned) > self.process_index:
+                rows_of_ranks = tuple(len(batch) for batch in assigned)
                 self.last_group_rows = sum(rows_of_ranks[: len(group)])
                 self.last_rows_of_ranks = rows_of_ranks if len(set(rows_of_ranks)) > 1 else None
-                yield dealt[self.process_index]
+                yield assigned[self.process_index]
             return
         rows = [row for batch in group for row in batch]
         self._note_last(len(rows))
@@ -276,10 +275,10 @@ class SamplerShard(Sampler[Any]):
         num_processes: how many ranks there are.
         process_index: the number of this one.
         even_batches: start again from the beginning at the end, so that all ranks have equally many.
-        in_step: as for `BatchSamplerShard`.
+        make_sync: as for `BatchSamplerShard`.
 
     Attributes:
-        on_start: what ``in_step`` returned.
+        on_start: what ``make_sync`` returned.
         start: how many items of this rank are left out at the beginning of every epoch.
         last_group_items: after an epoch, the real items of an incomplete last round that this rank has a part of.
     """
@@ -291,20 +290,20 @@ class SamplerShard(Sampler[Any]):
         process_index: int,
         *,
         even_batches: bool = True,
-        in_step: InStep | None = None,
+        make_sync: MakeSync | None = None,
     ) -> None:
         self.num_processes = num_processes
         self.process_index = process_index
         self.even_batches = even_batches
         self.start = 0
         self.last_group_items: int | None = None
-        self._in_step = in_step
+        self._make_sync = make_sync
         self.use_sampler(sampler)
 
     def use_sampler(self, sampler: Any) -> None:
         """Replace the sampler inside."""
         self.sampler = sampler
-        self.on_start = self._in_step(sampler, sampler) if self._in_step else None
+        self.on_start = self._make_sync(sampler, sampler) if self._make_sync else None
 
     def _plan(self, items: int) -> ShardPlan:
         return ShardPlan(rows=items, batch_size=1, world_size=self.num_processes, even_batches=self.even_batches)
@@ -332,19 +331,19 @@ class SamplerShard(Sampler[Any]):
             yield batch[0]
 
 
-def sampler_inside(outer: Any) -> Any:
-    """Return what says in which order rows are read, inside of all samplers around it; None where nothing does."""
+def innermost_sampler(outer: Any) -> Any:
+    """Return the sampler that decides the order of rows, inside all wrappers; ``outer`` itself if it wraps none."""
     while getattr(outer, "batch_sampler", None) is not None:  # ours and others' wrap the user's
         outer = outer.batch_sampler
     inner = getattr(outer, "sampler", None)
     return outer if inner is None else inner
 
 
-def put_sampler(outer: Any, sampler: Any) -> None:
+def replace_sampler(outer: Any, sampler: Any) -> None:
     """Replace the sampler inside of a batch sampler, or of a rank's part of one.
 
     Raises:
-        ConfigError: there is none inside.
+        ConfigError: ``outer`` has no sampler inside.
     """
     if hasattr(outer, "use_sampler"):
         outer.use_sampler(sampler)

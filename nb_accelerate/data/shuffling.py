@@ -12,17 +12,17 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from nb_accelerate.process.rng import RNGType, synchronize
 
 _FIRST_BLOCK_ROWS = 1 << 10
-"""Rows that are made Python numbers before the first batch."""
+"""Row numbers that are converted to Python numbers before the first batch."""
 
 _BLOCK_ROWS = 1 << 14
-"""Rows that are made Python numbers at a time at the most; each block is twice as long as the one before."""
+"""Most row numbers converted at a time; each block is twice as long as the one before, up to this."""
 
 
-class Rows(Sequence[int]):
-    """Row numbers in a tensor, as a sequence of Python numbers, which are made block by block.
+class RowNumbers(Sequence[int]):
+    """A tensor of row numbers as a sequence of Python numbers, converted block by block.
 
     Args:
-        numbers: of shape (rows,), whole.
+        numbers: whole numbers, of shape (rows,).
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -56,21 +56,21 @@ class Rows(Sequence[int]):
         return self._block[first - self._first : end - self._first]
 
 
-def listed_rows(numbers: Tensor) -> Sequence[int]:
-    """Return row numbers as a sequence: a list where they are few, whose slices are the cheapest."""
+def as_row_numbers(numbers: Tensor) -> Sequence[int]:
+    """Return row numbers as a sequence: a list where they are few, since slices of a list cost least."""
     few: list[int] | None = numbers.tolist() if len(numbers) <= _FIRST_BLOCK_ROWS else None
-    return Rows(numbers) if few is None else few
+    return RowNumbers(numbers) if few is None else few
 
 
 Broadcast = Callable[[Tensor], Tensor]
 
 
-class SharedOrder:
-    """Puts a sampler in step with rank 0 at the start of each epoch.
+class SamplerSync:
+    """Give a sampler the random state of rank 0's at the start of each epoch.
 
     A sampler with a generator of its own gets the state of rank 0's. One without would draw from torch's global
-    numbers, which differ between ranks; it gets a generator, seeded with a number drawn where the sampler
-    itself would have drawn it. So the order on all ranks is the one that rank 0 would see if it were alone.
+    numbers, which differ between ranks; it gets a generator of its own, seeded with the number that the
+    sampler itself would have drawn. So the order on all ranks is the one that rank 0 would see if it were alone.
 
     Args:
         sampler: has a ``generator`` attribute.
@@ -86,7 +86,7 @@ class SharedOrder:
 
     @property
     def generator(self) -> Any:
-        """What the sampler draws with."""
+        """The generator of the sampler."""
         return self.sampler.generator
 
     def __call__(self) -> None:
@@ -98,11 +98,11 @@ class SharedOrder:
         self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))
 
 
-class SharedNumbers:
-    """Gives global random numbers, and perhaps a generator, the state of rank 0's at the start of each epoch.
+class RNGSync:
+    """Give global random states, and perhaps a generator, the state of rank 0's at the start of each epoch.
 
     Args:
-        rng_types: which; `RNGType.GENERATOR` means ``generator``.
+        rng_types: which states; `RNGType.GENERATOR` means ``generator``.
         broadcast: returns rank 0's tensor on every rank.
         generator: that of a dataset, or None.
     """
@@ -117,8 +117,8 @@ class SharedNumbers:
         synchronize(self.rng_types, self.broadcast, self.generator)
 
 
-def shared_order(sampler: Any, broadcast: Broadcast) -> SharedOrder | None:
-    """Return what makes a sampler shuffle alike on all ranks, or None if it has no generator of torch.
+def sampler_sync(sampler: Any, broadcast: Broadcast) -> SamplerSync | None:
+    """Return a function that makes a sampler shuffle alike on all ranks, or None if it has no generator of torch.
 
     Args:
         sampler: that of a loader.
@@ -127,5 +127,5 @@ def shared_order(sampler: Any, broadcast: Broadcast) -> SharedOrder | None:
     # Others may have a generator that is not torch's, or none and no use for one.
     known = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
     if known or isinstance(getattr(sampler, "generator", None), torch.Generator):
-        return SharedOrder(sampler, broadcast)
+        return SamplerSync(sampler, broadcast)
     return None

@@ -1,4 +1,4 @@
-"""Leave out the beginning of what a sampler yields."""
+"""Leave out the first batches of a sampler."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from nb_accelerate.data.samplers import FINITE, BatchSamplerShard, SamplerShard, put_sampler, without_first
+from nb_accelerate.data.samplers import FINITE, BatchSamplerShard, SamplerShard, replace_sampler, without_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
 class SkipBatchSampler(BatchSampler):
-    """A sampler of any kind without its first batches. Their rows are drawn, but not read.
+    """Leave out the first batches of any sampler. Their row numbers are drawn, but not read.
 
     Args:
         batch_sampler: yields batches of row numbers, or row numbers.
-        skip_batches: how many to leave out at the beginning of every epoch.
+        skip_batches: number of batches to leave out at the beginning of every epoch.
 
     Attributes:
-        reread: how many of those are yielded all the same, before the others.
+        reread: how many of these are yielded all the same, before the others.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
@@ -34,7 +34,7 @@ class SkipBatchSampler(BatchSampler):
 
     def use_sampler(self, sampler: Any) -> None:
         """Replace the sampler inside."""
-        put_sampler(self.batch_sampler, sampler)
+        replace_sampler(self.batch_sampler, sampler)
         self.sampler = sampler
 
     @property
@@ -55,15 +55,15 @@ class SkipBatchSampler(BatchSampler):
 
 
 def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
-    """Return any sampler or batch sampler without the first batches of each epoch, as cheaply as can be.
+    """Return a sampler or batch sampler without the first batches of each epoch, which are not drawn where possible.
 
     Args:
         sampler: a rank's, or the user's own.
-        batches: how many to leave out.
-        reread: how many of those to yield all the same, before the others, if there are so many.
+        batches: number of batches to leave out.
+        reread: how many of these to yield all the same, before the others.
     """
     later: Any
-    inner, before = left_out(sampler)
+    inner, before = split_skip(sampler)
     if isinstance(sampler, (BatchSamplerShard, SamplerShard)):
         later = sampler.starting_at(batches)
     elif type(sampler) is BatchSampler and type(sampler.sampler) in FINITE:
@@ -75,8 +75,8 @@ def skipping(sampler: Any, batches: int, *, reread: int = 0) -> Any:
     return later
 
 
-def left_out(sampler: Any) -> tuple[Any, int]:
-    """Return the sampler that `skipping` was given, and how many batches it leaves out in all."""
+def split_skip(sampler: Any) -> tuple[Any, int]:
+    """Return the sampler inside a result of `skipping`, and the number of batches that this leaves out."""
     if isinstance(sampler, SkipBatchSampler):
         return sampler.batch_sampler, sampler.skip_batches
     if isinstance(sampler, BatchSamplerShard) and sampler.num_processes == 1 and sampler.start:

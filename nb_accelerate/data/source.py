@@ -1,4 +1,4 @@
-"""What a prepared loader reads: a loader of torch, which can leave out its beginning and save where it is."""
+"""Wrap a loader of torch so that it can leave out the beginning of an epoch, and save its position."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TorchSource:
 
     @property
     def sampler(self) -> Any:
-        """What yields batches of row numbers, or row numbers if the loader makes no batches of them."""
+        """The batch sampler of the loader, or its sampler if it makes no batches."""
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
     @property
@@ -67,12 +67,11 @@ class TorchSource:
     def without(self, batches: int, reread: int = 0) -> Self:
         """Return a source with a new loader, whose sampler leaves out the first batches of each epoch.
 
-        The samplers inside are shared with this source, so an epoch of one is an epoch of the other. If the dataset is
-        read in order, the new loader leaves out nothing.
+        Both sources share the samplers inside. If the dataset is read in order, the new loader leaves out nothing.
 
         Args:
-            batches: how many.
-            reread: how many of those come first all the same.
+            batches: number of batches to leave out.
+            reread: how many of these are yielded all the same, before the others.
         """
         loader = self.loader
         changed: dict[str, Any] = {"batch_size": loader.batch_size}
@@ -87,10 +86,10 @@ class TorchSource:
         return later
 
     def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:  # noqa: ARG002 - for the subclass
-        """Begin to read.
+        """Begin an epoch, and return its batches.
 
         Args:
-            epoch: epochs that were begun before.
+            epoch: number of epochs that were begun before.
             resumed: whether a position in the middle of the epoch was loaded.
         """
         loader = self.loader
@@ -106,10 +105,10 @@ class TorchSource:
             loader.generator = own
 
     def _sliced(self, batches: Any) -> Iterator[Any]:
-        """Let torch's iterator take row numbers as slices of the whole order, where its sampler allows it.
+        """Replace the sampler iterator of torch's iterator by one that slices the order of the epoch, if it shuffles.
 
-        These are the rows, and the random numbers, of torch's `BatchSampler`, which makes a list of Python numbers of
-        all rows before the first.
+        It yields the same rows and draws the same random numbers as torch's `BatchSampler`, without converting all row
+        numbers to a Python list before the first batch.
         """
         sampler: Any = self.loader.batch_sampler
         if type(sampler) is BatchSampler and type(sampler.sampler) in SHUFFLING and not self.loader.num_workers:
@@ -117,7 +116,7 @@ class TorchSource:
         return batches  # type: ignore[no-any-return]
 
     def state(self) -> dict[str, Any] | None:
-        """Return where reading is, as torchdata saves it; None if only the number of batches is saved."""
+        """Return the state of torchdata's loader; None if a position is only a number of batches."""
         return None
 
     @property
@@ -126,30 +125,29 @@ class TorchSource:
         return False
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch at a state that `state` returned; empty for the beginning."""
+        """Begin the next epoch at a state that `state` returned; an empty one is the beginning."""
 
-    def saved(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
-        """Return a position as it is to be saved.
+    def encode(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
+        """Return a position in the form in which it is saved.
 
         Args:
-            position: with torchdata's part counted from the beginning of the epoch.
+            position: its ``reading`` counts from the beginning of the epoch.
             per_batch: batches that are read for one that is handed out.
         """
         del per_batch
         return {"epoch": position.epoch, "position": position.position}
 
-    def find(self, state: Any, per_batch: int) -> SavedPosition:
-        """Return the position in what `saved` returned.
+    def decode(self, state: Any, per_batch: int) -> SavedPosition:
+        """Return the position in what `encode` returned.
 
         Raises:
-            CheckpointError: ``state`` is nothing of the kind.
+            CheckpointError: ``state`` is not a position of such a loader.
         """
         del per_batch
         try:
             return SavedPosition(epoch=int(state["epoch"]), position=int(state["position"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"A loader was given a position that it cannot read ({type(error).__name__}: {error}). It has to be "
-                "what state_dict() of such a loader returned. Positions of torchdata's loaders are for loaders with "
-                "use_stateful_dataloader=True."
+                f"A loader cannot load this position ({type(error).__name__}: {error}). Pass what state_dict() of such "
+                "a loader returned. A position of torchdata's loader needs use_stateful_dataloader=True."
             ) from error

@@ -1,7 +1,7 @@
 """Loaders that save the state of samplers and datasets with their position, by means of torchdata.
 
-What such a loader saves is what torchdata's own would save after the batch that was handed out last, although prepared
-loaders have read further by then; see `nb_accelerate.data.positions`.
+Such a loader saves what torchdata's own would save after the batch that was handed out last, although it has read
+further; see `nb_accelerate.data.positions`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def is_stateful(loader: object) -> bool:
-    """Return whether a loader is torchdata's. Does not import torchdata: where it was not imported there is none."""
+    """Return whether a loader is torchdata's, without importing torchdata."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
@@ -49,7 +49,7 @@ def loader_class(*, stateful: bool) -> type[DataLoader[Any]]:
 
 @functools.cache
 def stateful_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Return a class of prepared loaders that is torchdata's as well, for ``isinstance``. It has nothing of its own."""
+    """Return a subclass of a class of prepared loaders and of torchdata's loader, for ``isinstance``."""
     name = f"Stateful{kind.__name__}"
     return type(name, (kind, loader_class(stateful=True)), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
@@ -100,14 +100,14 @@ class StatefulSource(TorchSource):
         self.loader.load_state_dict(state)
 
     @override
-    def saved(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
-        return positions.complete(position, per_batch=per_batch)
+    def encode(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
+        return positions.encode(position, per_batch=per_batch)
 
     @override
-    def find(self, state: Any, per_batch: int) -> SavedPosition:
-        return positions.find(state, per_batch=per_batch, workers=self.loader.num_workers)
+    def decode(self, state: Any, per_batch: int) -> SavedPosition:
+        return positions.decode(state, per_batch=per_batch, workers=self.loader.num_workers)
 
 
 def source_of(loader: DataLoader[Any]) -> TorchSource:
-    """Return what reads a loader of torch, or of torchdata."""
+    """Return the source for a loader of torch, or of torchdata."""
     return StatefulSource(loader) if is_stateful(loader) else TorchSource(loader)

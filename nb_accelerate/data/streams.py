@@ -1,9 +1,9 @@
-"""Loaders over a stream that shards itself: each rank reads its own part, and nothing else.
+"""Read a stream that can be sharded: each rank reads its own shards, and nothing else.
 
 No rank knows how long its part is, or those of the others. So before each step all ranks compare what they have::
 
     all have a full batch   ->  each hands out its own                     one number per rank travels
-    otherwise               ->  what they have is dealt out to all         the rows of this step travel
+    otherwise               ->  what they have is divided among all        the rows of this step travel
     none has anything       ->  what is left is the incomplete last group
 
 All ranks hand out equally many batches, and every row of the stream is handed out once.
@@ -18,9 +18,17 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from nb_accelerate.data.dealing import Counted, counted, deal_rows, deal_whole, failing, joined, next_of
+from nb_accelerate.data.batch_parts import (
+    CountedBatch,
+    assign_batches,
+    count_batch,
+    join_batches,
+    next_or_error,
+    raise_on_next,
+    split_last_group,
+)
 from nb_accelerate.data.loader import DataLoaderShard
-from nb_accelerate.data.reader import CollectiveReader, Reached, skip
+from nb_accelerate.data.reader import CollectiveReader, ReadState, skip
 from nb_accelerate.data.rows import slice_rows
 from nb_accelerate.errors import ConfigError, DispatchError
 
@@ -102,7 +110,7 @@ def _of_datasets(thing: Any) -> bool:
 
 
 class StreamReader(CollectiveReader):
-    """Reads this rank's shards of a stream, in step with the other ranks. If not ``even``, each ends with its own.
+    """Reads this rank's shards of a stream, in lockstep with the other ranks; without ``even_batches``, independently.
 
     Args:
         source: a loader of this rank's shards.
@@ -115,9 +123,11 @@ class StreamReader(CollectiveReader):
         super().__init__(source, **kwargs)
         self._drop_last_group = drop_last_group
         self._repeat = 0  # batches to leave out once, after reading was taken up at a saved state
-        self._pool: list[Counted] = []  # what all ranks have read and not dealt out yet, the same on all
-        self._before_pool = Reached()  # where reading was before there was anything in it
-        self._since_pool = 0  # batches handed out since then
+        self._pool: list[
+            CountedBatch
+        ] = []  # batches of all ranks that were gathered and not handed out; the same on all ranks
+        self._state_before_pool = ReadState()  # the state of reading when the pool was last empty
+        self._yielded_since = 0  # batches handed out since then
 
     @override
     def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
@@ -128,32 +138,34 @@ class StreamReader(CollectiveReader):
             own = self.source.open(epoch, resumed=resumed)
             skip(own, 0 if is_restored else self.drop_reads)
         except Exception as error:
-            own = failing(error)  # the others have to be told
-        batches = self._in_step(map(counted, own)) if self.even_batches else self._apart(map(counted, own))
+            own = raise_on_next(error)  # the others have to be told
+        yield_batches = self._in_lockstep if self.even_batches else self._independently
+        batches = yield_batches(map(count_batch, own))
         skip(batches, (0 if is_restored else self.dropped) + repeat)
         return batches
 
     @override
-    def reached(self) -> Reached:
-        return replace(self._before_pool, repeat=self._since_pool) if self._pool else super().reached()
+    def read_state(self) -> ReadState:
+        return replace(self._state_before_pool, repeat=self._yielded_since) if self._pool else super().read_state()
 
     @override
     def restore(self, saved: SavedPosition) -> None:
         super().restore(saved)
         self._repeat = saved.repeat
 
-    def _apart(self, own: Iterator[Counted]) -> Iterator[Any]:
+    def _independently(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
+        """Return this rank's own batches, without communication."""
         return (
             batch.batch for batch in own if not self._drop_last_group or batch.rows == self.source.loader.batch_size
         )
 
-    def _in_step(self, own: Iterator[Counted]) -> Iterator[Any]:
-        """Yield what this rank gets in each step. All ranks read together."""
+    def _in_lockstep(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
+        """Yield this rank's batch of each step. All ranks iterate it together."""
         size = self.source.loader.batch_size
         while True:
             if not self._pool:
-                self._before_pool, self._since_pool = super().reached(), 0
-            batch, failure = next_of(own)
+                self._state_before_pool, self._yielded_since = super().read_state(), 0
+            batch, failure = next_or_error(own)
             full = batch is not None and (size is None or batch.rows == size)
             worst = self._worst_of_ranks(_FAILED if failure else _FULL if full and not self._pool else _OTHER)
             if worst == _FULL and batch is not None:
@@ -167,19 +179,23 @@ class StreamReader(CollectiveReader):
                     raise DispatchError(f"Rank {rank}, which reads its own part of the data, failed: {text}")
             read = [other for other, _ in of_ranks if other is not None]
             self._pool += read
-            for part in self._dealt(last=not read):
-                self._since_pool += 1
+            for part in self._take_groups(last=not read):
+                self._yielded_since += 1
                 yield part
             if not read:
                 return
 
     def _worst_of_ranks(self, code: int) -> int:
-        """Return the largest code of all ranks: one has no full batch, or failed. All ranks call it together."""
+        """Return the largest code of all ranks, `_FAILED` if any failed. All ranks call it together."""
         number = torch.tensor(code, device=self.collectives.device)
         return int(self.collectives.all_reduce(number, "max").item())
 
-    def _dealt(self, *, last: bool) -> Iterator[Any]:
-        """Take full groups out of the pool, and an incomplete one at the end of the data; yield this rank's parts."""
+    def _take_groups(self, *, last: bool) -> Iterator[Any]:
+        """Remove full groups from the pool, and an incomplete one at the end of the data; yield this rank's parts.
+
+        Args:
+            last: all ranks are at the end of their data.
+        """
         rank, ranks = self.collectives.rank, self.collectives.world_size
         size = self.source.loader.batch_size
         if size is None:
@@ -187,7 +203,7 @@ class StreamReader(CollectiveReader):
                 mine, self._pool = self._pool[rank], self._pool[ranks:]
                 yield mine.batch
         elif self._pool:
-            whole = joined(self._pool)
+            whole = join_batches(self._pool)
             rows, first = whole.rows or 0, 0
             while rows - first >= size * ranks:
                 begin = first + rank * size
@@ -195,18 +211,18 @@ class StreamReader(CollectiveReader):
                 self._pool = [_part(whole, first, rows)] if first < rows else []
                 yield _part(whole, begin, begin + size).batch
         if last and self._pool and not self._drop_last_group:
-            deal = deal_whole if size is None else deal_rows
-            parts, end = deal(self._pool, self._pool, ranks, even=True)
+            divide = assign_batches if size is None else split_last_group
+            parts, end = divide(self._pool, self._pool, ranks, even=True)
             self._pool = []
             yield parts[rank] if end is None else end.mark(parts[rank], rank)
 
 
-class DataLoaderNativeShard(DataLoaderShard):
+class DataLoaderStreamShard(DataLoaderShard):
     """A user's loader, prepared so that each rank reads its own shards of a stream."""
 
 
-def _part(whole: Counted, first: int, end: int) -> Counted:
-    return Counted(slice_rows(whole.batch, slice(first, end), rows=whole.rows), end - first)
+def _part(whole: CountedBatch, first: int, end: int) -> CountedBatch:
+    return CountedBatch(slice_rows(whole.batch, slice(first, end), rows=whole.rows), end - first)
 
 
 def _described(failure: Exception | None) -> str | None:

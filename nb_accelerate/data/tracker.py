@@ -1,4 +1,4 @@
-"""Which prepared loader is being iterated right now, and whether it is at its end.
+"""Track which prepared loader is being iterated, and whether it is at its end.
 
 A process has one tracker, and prepared loaders report to it. Loaders nest: evaluation inside a training loop puts
 its loader on top until it ends.
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Tracked(Protocol):
-    """What a loader shows of itself while it is iterated."""
+class TrackedLoader(Protocol):
+    """The members that a loader has while a `LoaderTracker` tracks it."""
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -56,16 +56,16 @@ class LoaderTracker:
     __slots__ = ("_loaders", "active")
 
     def __init__(self) -> None:
-        self._loaders: list[Tracked] = []
-        self.active: Tracked | None = None
+        self._loaders: list[TrackedLoader] = []
+        self.active: TrackedLoader | None = None
 
-    def begin(self, loader: Tracked) -> None:
-        """Note that a loader starts an epoch."""
+    def begin(self, loader: TrackedLoader) -> None:
+        """Add a loader that begins an epoch."""
         self._loaders.append(loader)
         self.active = loader
 
-    def end(self, loader: Tracked) -> None:
-        """Note that a loader ended its epoch, or that its loop was left."""
+    def end(self, loader: TrackedLoader) -> None:
+        """Remove a loader whose epoch ended, or whose loop was left."""
         # An abandoned iterator can end late, under a newer one, so it is not always the innermost.
         for index in range(len(self._loaders) - 1, -1, -1):
             if self._loaders[index] is loader:
@@ -73,14 +73,14 @@ class LoaderTracker:
                 break
         self.active = self._loaders[-1] if self._loaders else None
 
-    def forget(self, loaders: Iterable[Tracked]) -> None:
-        """Forget some loaders, and those that leave out the beginning of one of them."""
+    def forget(self, loaders: Iterable[TrackedLoader]) -> None:
+        """Remove loaders, and those that `DataLoaderAdapter.skipping` made of them."""
         gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
         self._loaders = [one for one in self._loaders if id(getattr(one, "epochs", one)) not in gone]
         self.active = self._loaders[-1] if self._loaders else None
 
     @property
-    def loaders(self) -> tuple[Tracked, ...]:
+    def loaders(self) -> tuple[TrackedLoader, ...]:
         """All loaders that are being iterated, innermost last."""
         return tuple(self._loaders)
 
@@ -96,7 +96,7 @@ class LoaderTracker:
 
 
 class HasTracker(Protocol):
-    """What leads to a `LoaderTracker`: a ``GradientState``."""
+    """An object with a `LoaderTracker`, such as a ``GradientState``."""
 
     @property
     def tracker(self) -> LoaderTracker:
@@ -105,7 +105,7 @@ class HasTracker(Protocol):
 
 
 class LoaderView:
-    """What a ``GradientState`` shows of loaders.
+    """The members of ``GradientState`` about loaders.
 
     Args:
         tracker: of these loaders; a new one by default.
@@ -125,13 +125,13 @@ class LoaderView:
         return self.active_dataloader is not None
 
     @property
-    def active_dataloader(self) -> Tracked | None:
+    def active_dataloader(self) -> TrackedLoader | None:
         """The prepared loader that is being iterated, the innermost of several."""
         return self.tracker.active
 
     @property
-    def dataloader_references(self) -> list[Tracked | None]:
-        """None, then all prepared loaders that are being iterated, innermost last; None stands for no loader."""
+    def dataloader_references(self) -> list[TrackedLoader | None]:
+        """None (for code outside of loops), then all loaders that are being iterated, innermost last."""
         return [None, *self.tracker.loaders]
 
     @property
@@ -146,7 +146,7 @@ class LoaderView:
 
 
 class DataLoaderStateMixin:
-    """Make a loader known to the loop while it is iterated. Prepared loaders have it; loaders of yours can.
+    """Report the epochs of a loader to a `LoaderTracker`. Prepared loaders do; a loader of yours can inherit it.
 
     Such a loader sets ``gradient_state = GradientState()``, calls `begin` before its first batch and `end` after its
     last, and sets ``end_of_dataloader`` to True before it hands out the last. Then accumulation windows close there,
@@ -167,12 +167,12 @@ class DataLoaderStateMixin:
         return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
 
     def reset(self) -> None:
-        """Forget the last epoch."""
+        """Clear what is known of the last epoch."""
         self.end_of_dataloader = False
         self.remainder = -1
 
     def begin(self) -> None:
-        """Tell the loop that an epoch starts."""
+        """Report that an epoch begins."""
         self.reset()
         rows = getattr(self, "total_dataset_length", None)
         if rows is None and hasattr(getattr(self, "dataset", None), "__len__"):
@@ -183,7 +183,7 @@ class DataLoaderStateMixin:
         self._tracked_by().begin(self)
 
     def end(self) -> None:
-        """Tell the loop that the epoch is over, or was left."""
+        """Report that the epoch is over, or that its loop was left."""
         self._tracked_by().end(self)
 
     def _tracked_by(self) -> LoaderTracker:

@@ -85,7 +85,12 @@ class Identity(ABC):
         return self.use_distributed and self._process().distributed_type is not DistributedType.MULTI_CPU
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print, on the first process of each machine."""
+        """Print, on the first process of each machine.
+
+        Example::
+
+            accelerator.print(f"training on {accelerator.num_processes} processes")
+        """
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 - printing is what the user asked for
 
@@ -93,6 +98,14 @@ class Identity(ABC):
         """Make a function run on process 0 only; elsewhere it returns None. Use it as a decorator.
 
         Methods and generators can be decorated too; elsewhere a generator yields nothing.
+
+        Example::
+
+            @accelerator.on_main_process
+            def report(loss):
+                print(f"loss {loss:.3f}")
+
+            report(0.5)  # prints once
         """
         return main_process.only_if(self.is_main_process, function)
 
@@ -135,7 +148,15 @@ class Identity(ABC):
         return main_process.only_if(self.local_process_index == (index or 0), function)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block that process 0 runs before the others. All processes enter it."""
+        """Return a block that process 0 runs before the others. All processes enter it.
+
+        Example::
+
+            with accelerator.main_process_first():
+                if not Path("data.pt").exists():
+                    torch.save(torch.zeros(100, 8), "data.pt")  # by process 0; the others find it
+                data = torch.load("data.pt")
+        """
         return main_process.first(self.is_main_process, self.wait_for_everyone)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
@@ -143,12 +164,26 @@ class Identity(ABC):
         return main_process.first(self.is_local_main_process, self.wait_for_everyone)
 
     def wait_for_everyone(self) -> None:
-        """Block until all processes have called it: a barrier."""
+        """Block until all processes have called it: a barrier.
+
+        Example::
+
+            if accelerator.is_main_process:
+                Path("ready.txt").write_text("yes")
+            accelerator.wait_for_everyone()
+            assert Path("ready.txt").exists()
+        """
         self._collectives().barrier()
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this process's part of ``inputs``: a list, tuple, dict of those, or tensor, cut in order.
+
+        Example::
+
+            with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
+                for prompt in prompts:  # each prompt on one process
+                    print(accelerator.process_index, prompt)
 
         Args:
             inputs: the same on all processes. The first processes get one item more where it does not divide evenly.

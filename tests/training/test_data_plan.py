@@ -11,9 +11,9 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nb_accelerate.data.iterable import IterableDatasetShard, LastRow, MarkingShard
-from nb_accelerate.data.order import Rows
 from nb_accelerate.data.plan import ShardPlan, real_rows_of_padded
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
+from nb_accelerate.data.shuffling import RowNumbers
 from nb_accelerate.data.split import split_between
 from nb_accelerate.errors import ConfigError
 
@@ -182,7 +182,7 @@ def test_the_order_of_a_random_sampler_is_the_one_it_would_yield(rows, options):
 
 def test_rows_in_a_tensor_read_like_a_list():
     numbers = torch.randperm(40_000)
-    rows, listed = Rows(numbers), numbers.tolist()
+    rows, listed = RowNumbers(numbers), numbers.tolist()
     assert len(rows) == len(listed)
     assert (rows[5], rows[-1]) == (listed[5], listed[-1])
     for part in (slice(0, 3), slice(16_380, 16_390), slice(39_999, 50_000), slice(2, 30_000), slice(0, 9, 2), slice(3)):

@@ -14,7 +14,7 @@ from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.packing import pack, unpack, write
-from nb_accelerate.data.plan import dealt
+from nb_accelerate.data.plan import part_bounds
 from nb_accelerate.errors import DispatchError
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
@@ -45,7 +45,7 @@ def dispatching(**config):
 @settings(max_examples=200, deadline=None)
 @given(rows=st.integers(1, 40), ranks=st.integers(1, 6), even=st.booleans())
 def test_the_last_group_is_dealt_out_with_as_few_copies_as_can_be(rows, ranks, even):
-    bounds = dealt(rows, ranks, even=even)
+    bounds = part_bounds(rows, ranks, even=even)
     hands = [list(range(first, end)) for first, end in bounds]
     assert [row for hand in hands for row in hand][:rows] == list(range(rows))
     if even:
@@ -257,7 +257,7 @@ def test_rows_that_cannot_be_joined_are_refused_with_what_to_write(run_ranks):
         return None
 
     for text in run_ranks(read):
-        assert "shapes (1, 3), (1, 1), (1, 2), which cannot be joined row by row. Pad them" in text
+        assert "shapes (1, 3), (1, 1), (1, 2) cannot be joined row by row to be sent to ranks. Pad" in text
 
 
 def test_packed_batches_hold_any_tensors():

@@ -345,9 +345,12 @@ def test_accelerate_and_we_go_on_where_the_other_stopped(run_ranks, dispatch, tm
 
 
 MALFORMED = {
-    "nothing of the kind": ([3], "given a list as its position"),
-    "positions without torchdata": ({"epoch": 0, "position": 2}, r"KeyError: '_num_yielded'.*has 'epoch', 'position'"),
-    "no number": ({"_num_yielded": -2, "_sampler_iter_yielded": 0}, "-2 is no number of batches"),
+    "nothing of the kind": ([3], "cannot load a list as its position"),
+    "positions without torchdata": (
+        {"epoch": 0, "position": 2},
+        r"KeyError: '_num_yielded'.*given: 'epoch', 'position'",
+    ),
+    "no number": ({"_num_yielded": -2, "_sampler_iter_yielded": 0}, "-2 is not a number of batches"),
     "half of ours": ({"nb_accelerate": {"epoch": 1}}, "KeyError: 'position'"),
     "half of theirs": ({"_snapshot": {"_snapshot_step": 1}}, "KeyError: '_steps_since_snapshot'"),
 }

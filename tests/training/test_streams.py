@@ -199,7 +199,7 @@ def test_each_rank_reads_its_own_shards_and_no_row_is_lost(run_ranks):
         elif not case["drop"]:
             assert ranks[0][2] == list(range(total)), case
         for rank, (kind, _, _, reads) in enumerate(ranks):
-            assert kind == "DataLoaderNativeShard", case
+            assert kind == "DataLoaderStreamShard", case
             assert reads <= 2 * sum(case["sizes"][rank::2]), case
 
 
@@ -331,7 +331,7 @@ def test_datasets_of_hugging_face_are_read_shard_by_shard_where_ranks_agree_on_t
             return found | {"between": list(part["a"])}
 
     for rank, found in enumerate(run_ranks(read, deadline=55)):
-        own, dealt = "NativeShard", "Dispatcher"
+        own, dealt = "StreamShard", "Dispatcher"
         assert {name: found[name] for name in ("plain", "seeded", "mapped", "split")} == dict.fromkeys(
             ("plain", "seeded", "mapped", "split"), own
         )
