@@ -149,9 +149,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                     f"zero_grad was given set_to_none={set_to_none}, which the zero_grad of "
                     f"{type(self.optimizer).__name__} does not take. Write optimizer.zero_grad()."
                 )
-            self.accelerated_step.discard()
-            if self._drop_gradients is not None:
-                self._drop_gradients()
+            self._discard()
+
+    def drop_gradients(self) -> None:
+        """Drop gradients, also in the middle of an accumulation window. Called when ranks go on after a failure."""
+        self.optimizer.zero_grad()
+        self._discard()
+
+    def _discard(self) -> None:
+        """Drop gradients that are kept elsewhere, once those of the parameters are dropped."""
+        self.accelerated_step.discard()
+        if self._drop_gradients is not None:
+            self._drop_gradients()
 
     @property
     def step_was_skipped(self) -> bool:

@@ -49,6 +49,17 @@ class SharedTraining:
         if not any(one is optimizer for one in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all prepared models and optimizers.
+
+        Called when a pool of ranks goes on after a failure: some ranks have accumulated batches that others have not,
+        or gradients that are averaged on some ranks only.
+        """
+        for model in self.models:
+            model.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.drop_gradients()
+
 
 def shared_training() -> SharedTraining:
     """Return the `SharedTraining` of this process."""

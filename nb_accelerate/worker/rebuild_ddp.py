@@ -42,7 +42,7 @@ def rebuild_ddp(models: list[Any]) -> None:
 
 
 def restart_accumulation() -> None:
-    """Begin new accumulation windows: ranks that failed at different batches would not exchange gradients together."""
+    """Begin new accumulation windows, and drop gradients, because ranks may have failed at different batches."""
     accumulation: Any = sys.modules.get("nb_accelerate.optim.accumulation")
     if accumulation is None:
         return
@@ -50,3 +50,6 @@ def restart_accumulation() -> None:
         if type(one) is accumulation.AccumulationState:
             one.step = 0
             one.window.join()
+    shared = sys.modules["nb_accelerate.process.context"].training.value
+    if shared is not None:
+        shared.drop_gradients()

@@ -173,6 +173,9 @@ class TestExceptions:
             "            accelerator.backward(model(torch.ones(1, 2)).sum())\n    return closed\nepoch(-1)"
         ).ok()
         assert notebook.run("%%distributed\nepoch(world_size - 1)").error == "ZeroDivisionError"
+        if ranks > 1:
+            notebook.run("%%distributed --quiet --out dropped\nlinear.weight.grad is None").ok()
+            assert ast.literal_eval(notebook.run("dropped").ok().value) == [True] * ranks
         notebook.run("%%distributed --quiet --out closed\nepoch(-1)").ok()
         # A rank alone meets nobody, so that its window goes on.
         expected = [[False, True, False, True]] * ranks if ranks > 1 else [[True, False, True, True]]
