@@ -17,7 +17,6 @@ from nb_accelerate.comm import Trigger
 from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
-from nb_accelerate.config.engines import resolve_engines
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
@@ -31,6 +30,7 @@ from nb_accelerate.progress_page import here
 from nb_accelerate.state.choices import Choices, inherited, remember
 from nb_accelerate.state.shared import shared_training
 from nb_accelerate.strategies import select_strategy
+from nb_accelerate.strategies.select import resolve_engines
 from nb_accelerate.tracking import Recording, resolve_recording
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.accumulation import GradientAccumulationPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
-    from nb_accelerate.config.engines import EngineOptions
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.loader import DataLoaderConfiguration
     from nb_accelerate.config.precision import PrecisionType
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from nb_accelerate.progress_page import ProgressPage
     from nb_accelerate.state.shared import SharedTraining
     from nb_accelerate.strategies import Strategy
+    from nb_accelerate.strategies.select import EngineOptions
 
 logger = logging.getLogger("nb_accelerate")
 

@@ -14,6 +14,7 @@ from nb_accelerate.process import context
 from nb_accelerate.process.setup import setup_process
 from nb_accelerate.state.shared import shared_training
 from nb_accelerate.strategies import select_collectives
+from nb_accelerate.strategies.select import ENGINE_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
-    from nb_accelerate.config.engines import EngineOptions
     from nb_accelerate.data.tracker import LoaderTracker
     from nb_accelerate.process.context import ProcessContext
+    from nb_accelerate.strategies.select import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def inherited(environment: Environment) -> Choices | None:
 
 
 def _variables(environment: Environment) -> dict[str, str]:
-    names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_", "ACCELERATE_USE_FSDP", "FSDP_")
+    names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_", *ENGINE_VARIABLES)
     return {name: value for name, value in environment.variables.items() if name.startswith(names)}
 
 

@@ -1,24 +1,71 @@
-"""Choose how ranks exchange data, and how they train models. Nobody else asks which one was chosen."""
+"""Choose how ranks exchange data, and which strategy trains models. Other code does not ask which one was chosen.
+
+A strategy with options has a field of `EngineOptions`, set by `resolve_engines`, and a branch of `select_strategy`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from nb_accelerate.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.config.checks import first_given
 from nb_accelerate.config.env import DEBUG_MODE, Environment
+from nb_accelerate.config.fsdp import resolve_fsdp
+from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
 from nb_accelerate.devices import backend_named
 from nb_accelerate.strategies.ddp import DDPStrategy
 from nb_accelerate.strategies.fsdp import FSDPStrategy
 from nb_accelerate.strategies.single import SingleStrategy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.config.engines import EngineOptions
+    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.process.context import ProcessContext
     from nb_accelerate.strategies.strategy import Strategy
+
+ENGINE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_")
+"""Beginnings of the names of environment variables that `resolve_engines` reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options of the engines that can train a model; `select_strategy` chooses by them.
+
+    Attributes:
+        ddp: arguments of DistributedDataParallel, the engine of several ranks if no other one is asked for.
+        fsdp: how models are sharded; None if they are not.
+    """
+
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    fsdp: FullyShardedDataParallelPlugin | None = None
+
+
+def resolve_engines(
+    plugins: Mapping[str, Any],
+    *,
+    ddp: DistributedDataParallelKwargs,
+    before: EngineOptions | None,
+    environment: Environment,
+) -> EngineOptions:
+    """Choose the options of each engine: the argument, else those of an earlier `Accelerator`, else the environment.
+
+    Args:
+        plugins: arguments of the `Accelerator` by name, such as ``fsdp_plugin``; None for what was not given.
+        ddp: arguments of DistributedDataParallel.
+        before: the options of the newest `Accelerator` of this process, if it is to be followed.
+        environment: variables that ask for an engine.
+
+    Raises:
+        ConfigError: a value is not supported.
+    """
+    given = plugins.get("fsdp_plugin")
+    fsdp = before.fsdp if given is None and before is not None else given
+    return EngineOptions(ddp=ddp, fsdp=resolve_fsdp(fsdp, environment))
 
 
 def select_collectives(process: ProcessContext) -> Collectives:

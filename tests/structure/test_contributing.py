@@ -171,6 +171,70 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
     assert '<td class="nba-retries">3</td>' in shown
 
 
+MIRROR_OPTIONS = """\
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class MirrorPlugin:
+    angle: float
+"""
+
+MIRROR = """\
+from nb_accelerate.strategies.strategy import Strategy
+
+class MirrorStrategy(Strategy):
+    def __init__(self, process, collectives, options):
+        super().__init__(process.device, collectives, process.distributed_type)
+        self.angle = options.angle
+
+    def wrap(self, model):
+        model.angle = self.angle
+        return model
+"""
+
+
+@pytest.mark.slow
+def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
+    strategies = copy / "nb_accelerate" / "strategies"
+    (strategies / "mirror.py").write_text(MIRROR)
+    (copy / "nb_accelerate" / "config" / "mirror.py").write_text(MIRROR_OPTIONS)
+    select = strategies / "select.py"
+    _insert(
+        select, "from nb_accelerate.strategies.single", "from nb_accelerate.strategies.mirror import MirrorStrategy\n"
+    )
+    _insert(select, "    fsdp: Fully", "    mirror: Any = None\n")
+    _insert(
+        select, "    return EngineOptions", "    mirror = plugins.get('mirror_plugin') or (before and before.mirror)\n"
+    )
+    chosen = select.read_text(encoding="utf-8").replace(
+        "EngineOptions(ddp=ddp, ", "EngineOptions(ddp=ddp, mirror=mirror, "
+    )
+    select.write_text(chosen, encoding="utf-8")
+    _insert(
+        select,
+        "    if engines.fsdp is not None",
+        "    if engines.mirror is not None:\n        return MirrorStrategy(process, collectives, engines.mirror)\n",
+    )
+    accelerator = copy / "nb_accelerate" / "accelerator" / "accelerator.py"
+    _insert(accelerator, "        fsdp_plugin: FullyShardedDataParallelPlugin", "        mirror_plugin: Any = None,\n")
+    passed = accelerator.read_text(encoding="utf-8").replace("plugins={", "plugins={'mirror_plugin': mirror_plugin, ")
+    accelerator.write_text(passed, encoding="utf-8")
+    new, lines, _ = _rows()["strategy"]
+    assert _new_and_changed(copy) == sorted([*_paths(new), *_paths(lines)])
+    said = _run(
+        copy,
+        "from nb_accelerate import notebook_launcher\n"
+        "def angles():\n"
+        "    from torch import nn\n"
+        "    from nb_accelerate import Accelerator\n"
+        "    from nb_accelerate.config.mirror import MirrorPlugin\n"
+        "    first = Accelerator(mirror_plugin=MirrorPlugin(45.0)).prepare(nn.Linear(2, 1))\n"
+        "    return first.angle, Accelerator().prepare(nn.Linear(2, 1)).angle\n"
+        "print(notebook_launcher(angles, num_processes=2, devices='cpu', start_method='fork'))",
+    )
+    assert said.splitlines()[-1] == "[(45.0, 45.0), (45.0, 45.0)]"
+
+
 ABACUS = """\
 from nb_accelerate.devices.kind import DeviceKind
 
