@@ -1,4 +1,4 @@
-"""The loss on the progress page, and how a device is used, without making it wait."""
+"""Report the loss and the use of the device to the progress page, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 0.1
-"""Least time between two reports: nobody reads faster, and each copies a number from the device."""
+"""Least time between two reports. Each copies a number from the device, and the panel is redrawn no faster."""
 
 _UTILISATION_SECONDS = 1.0
 """Least time between two queries of the utilisation: drivers average over up to a second and answer slowly."""
 
 
 class LossReport:
-    """Puts the loss of some steps on the page, and with it the memory and the utilisation of the device.
+    """Writes the loss of some steps, and the memory and utilisation of the device, to the progress page.
 
-    A loss on a device is copied without waiting, into memory that stays; what is read there is the newest one that
-    has arrived, usually that of the look before.
+    A loss on a device is copied asynchronously into one buffer on the CPU. The value reported is the newest one whose
+    copy has finished, usually that of the report before.
 
     Args:
-        page: of this process.
-        kind: of its device.
+        page: the progress page of this process.
+        kind: the row of its device in the device table.
     """
 
     def __init__(self, page: ProgressPage, kind: DeviceKind) -> None:

@@ -29,26 +29,26 @@ _TRACE = "profile_{rank}.json"
 
 
 class RecordingSlice(Slice):
-    """Trackers, directories, profiles."""
+    """The methods of `Accelerator` about trackers, folders and profiles."""
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where this run writes its files."""
+        """The folders and numbering of checkpoints and logs."""
         return self.core.recording.project
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
-        """Where checkpoints go."""
+        """The folder of checkpoints; None if none was given."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | os.PathLike[str] | None:
-        """Where trackers write their files."""
+        """The folder of trackers that write files; None if none was given."""
         return self.project_configuration.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next checkpoint, where they are numbered by themselves."""
+        """The number of the next checkpoint, with ``automatic_checkpoint_naming``."""
         return self.project_configuration.iteration
 
     @property
@@ -77,8 +77,8 @@ class RecordingSlice(Slice):
             accelerator.end_training()
 
         Args:
-            project_name: what trackers call the run, or its project.
-            config: settings of the run, to be shown with it.
+            project_name: the name of the run or of its project, depending on the tracker.
+            config: hyperparameters to record with the run.
             init_kwargs: arguments for the library of a tracker, by its name: ``{"wandb": {"entity": "me"}}``.
 
         Raises:
@@ -98,11 +98,11 @@ class RecordingSlice(Slice):
         return [tracker for tracker in trackers if is_main or not tracker.main_process_only]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return an open tracker. On other processes than the main one it is one that does nothing.
+        """Return an open tracker. On processes that do not record, return a `BlankTracker`, which does nothing.
 
         Args:
-            name: that of the tracker.
-            unwrap: return the run of its library instead.
+            name: the name of the tracker, such as ``"tensorboard"``.
+            unwrap: return the run object of its library instead.
 
         Raises:
             NotPreparedError: ``init_trackers`` was not called.
@@ -113,11 +113,11 @@ class RecordingSlice(Slice):
             known = [tracker.name for tracker in self.trackers]
             if not known:
                 raise NotPreparedError(
-                    f"There is no tracker {name!r}, because none was opened. Write "
+                    f"No tracker {name!r} is open: init_trackers was not called. Write "
                     f"Accelerator(log_with={name!r}), then accelerator.init_trackers('my project')."
                 )
             raise ConfigError(
-                f"There is no tracker {name!r}; open are {', '.join(known)}.{suggest(name, known)} Write "
+                f"No tracker {name!r} is open, only {', '.join(known)}.{suggest(name, known)} Write "
                 f"Accelerator(log_with={[*known, name]!r})."
             )
         if found.main_process_only and not self.core.process.topology.is_main:
@@ -130,9 +130,9 @@ class RecordingSlice(Slice):
         """Record values in every open tracker. All processes may call it; the main one records.
 
         Args:
-            values: numbers, and what else a tracker takes, by name.
-            step: at which step.
-            log_kwargs: arguments for the library of a tracker, by its name.
+            values: numbers by name; some trackers take text and other values too.
+            step: the number of the step.
+            log_kwargs: arguments for the library of a tracker, by the name of the tracker.
         """
         self.core.page.log(values)
         self.core.registry.progress.note(values)
@@ -140,7 +140,7 @@ class RecordingSlice(Slice):
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Close the trackers, and leave the process group if an `Accelerator` made it. The end of a script."""
+        """Close the trackers, wait for background saves, and destroy the process group if an `Accelerator` made it."""
         for tracker in self._recording(self.trackers):
             tracker.finish()
         self.trackers.clear()
@@ -157,9 +157,9 @@ class RecordingSlice(Slice):
             accelerator.save({"epoch": 3, "best_loss": 0.25}, "progress.pt")
 
         Args:
-            obj: what to save; with ``safe_serialization`` a dict of tensors.
-            f: the file.
-            safe_serialization: write safetensors.
+            obj: the object; with ``safe_serialization`` a dict of tensors.
+            f: the path of the file.
+            safe_serialization: write safetensors instead of what `torch.save` writes.
         """
         self.core.page.enter(Phase.SAVING)
         try:
@@ -169,7 +169,7 @@ class RecordingSlice(Slice):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
-        """Profile a block, and write a trace for each process if there is a folder for them.
+        """Profile a block, and write a Chrome trace for each process if ``output_trace_dir`` is set.
 
         Example::
 
@@ -178,7 +178,7 @@ class RecordingSlice(Slice):
             accelerator.print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
 
         Args:
-            profile_handler: how; by default as the `Accelerator` was told in ``kwargs_handlers``.
+            profile_handler: options of the profiler; by default those in ``kwargs_handlers`` of the `Accelerator`.
         """
         options = profile_handler or self.core.recording.profile
         with options.build() as profiler:
@@ -188,4 +188,4 @@ class RecordingSlice(Slice):
         folder = Path(options.output_trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / _TRACE.format(rank=self.core.process.topology.rank)))
-        self.core.collectives.barrier()  # whoever goes on may read the traces of all
+        self.core.collectives.barrier()  # afterwards every process can read all traces

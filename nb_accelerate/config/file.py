@@ -51,11 +51,12 @@ _YES_OR_NO = {"yes": True, "true": True, "no": False, "false": False}
 
 
 def default_path(variables: Mapping[str, str] | None = None) -> Path:
-    """Return where the configuration file lies if nobody names another one.
+    """Return the path of the default configuration file.
 
     Args:
-        variables: environment variables; those of this process by default. ``NB_ACCELERATE_CONFIG_FILE`` names a file.
-            Otherwise it lies below ``HF_HOME``, ``XDG_CACHE_HOME/huggingface`` or ``~/.cache/huggingface``.
+        variables: environment variables; by default those of this process. ``NB_ACCELERATE_CONFIG_FILE`` is the path
+            if it is set. Otherwise the file is in the folder ``accelerate`` of ``HF_HOME``, of
+            ``XDG_CACHE_HOME/huggingface`` or of ``~/.cache/huggingface``.
     """
     variables = os.environ if variables is None else variables
     if variables.get(CONFIG_FILE):
@@ -72,8 +73,8 @@ class ConfigFile:
     """A configuration file that was read and checked.
 
     Attributes:
-        path: where it lies.
-        values: all keys and values, with today's names for those of older versions.
+        path: the file.
+        values: all keys and values; keys of older versions of accelerate are renamed to those of 1.15.
         unknown: keys that neither accelerate 1.15 nor this package knows. They are kept when the file is written again.
     """
 
@@ -91,9 +92,9 @@ class ConfigFile:
         return self.get(name, {})  # type: ignore[no-any-return]
 
     def launch_options(self) -> dict[str, Any]:
-        """Return what it says about the ranks of one machine, as arguments of `notebook_launcher`.
+        """Return the values about the ranks of one machine, as arguments of `notebook_launcher`.
 
-        Empty for a file about several machines: a cell does not wait for others unless it says so itself.
+        A file for several machines gives no arguments: a cell waits for other machines only if its own call says so.
         """
         if self.get("num_machines", 1) > 1:
             return {}
@@ -107,7 +108,7 @@ class ConfigFile:
         return found
 
     def as_variables(self) -> dict[str, str]:
-        """Return the environment variables that say the same to an `Accelerator`."""
+        """Return the values that an `Accelerator` reads, as environment variables."""
         found: dict[str, str] = {}
         for key, name in (
             ("mixed_precision", "ACCELERATE_MIXED_PRECISION"),
@@ -129,13 +130,13 @@ def read_config(path: str | os.PathLike[str] | None = None) -> ConfigFile | None
     """Read and check a configuration file.
 
     Args:
-        path: YAML or JSON. None is the file at `default_path`, which need not be there.
+        path: YAML or JSON. None is the file at `default_path`, which need not exist.
 
     Returns:
         The file; None where ``path`` is None and there is no default file.
 
     Raises:
-        ConfigError: the file is not there, cannot be read, or has a value that cannot be. The text names file and key.
+        ConfigError: the file does not exist, cannot be read, or has a wrong value. The text names file and key.
     """
     file = default_path() if path is None else Path(path).expanduser()
     try:
@@ -167,14 +168,14 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write a configuration file, as YAML or, where its name ends so, as JSON. Keys are in alphabetical order.
 
-    A file that is there is replaced as a whole: whoever reads it meanwhile sees the old one or the new one.
+    An existing file is replaced atomically: a reader sees the old file or the new one.
 
     Args:
         values: keys and values; None values are left out.
-        path: where to write; folders are made.
+        path: the file; missing folders are made.
 
     Raises:
-        ConfigError: a value cannot be, or the folder cannot be written to.
+        ConfigError: a value is wrong, or the folder cannot be written to.
     """
     file = Path(path).expanduser()
     checked = _checked(file, dict(values))["values"]
@@ -196,7 +197,7 @@ def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Pat
 
 
 def _parsed(file: Path, text: str) -> dict[str, Any]:
-    import yaml  # JSON is YAML too, but for details that no configuration file has
+    import yaml  # here, because it is slow to import
 
     try:
         found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
@@ -208,12 +209,12 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
 
 
 def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values under today's names, each converted to its type."""
+    """Return the arguments of `ConfigFile`: values checked, converted and under the names of accelerate 1.15."""
     values = dict(values)
     if values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(
-            f"The configuration file {str(file)!r} is for compute_environment={values['compute_environment']!r}, and "
-            f"this package starts processes on machines of your own only. Write compute_environment: LOCAL_MACHINE"
+            f"The configuration file {str(file)!r} is for compute_environment={values['compute_environment']!r}, but "
+            f"this package starts processes on your own machines only. Write compute_environment: LOCAL_MACHINE"
         )
     if "fp16" in values:
         was_on = values.pop("fp16")
@@ -234,16 +235,16 @@ def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_unknown(file: ConfigFile) -> str:
-    """Return a sentence about the keys that nobody knows, or an empty string."""
+    """Return a sentence about the unknown keys of a file; empty if there are none."""
     if not file.unknown:
         return ""
     known = {*_KEYS, *_TPU_PODS}
     listed = ", ".join(f"{key!r}{suggest(key, known)}" for key in file.unknown)
-    return f"{file.path} has keys that mean nothing here, which are kept and not used: {listed}"
+    return f"{file.path} has unknown keys, which are kept and not used: {listed}"
 
 
 def _flag(key: str, value: object) -> bool:
-    # Older files have 'no' in quotation marks, which YAML takes for text.
+    # Older files have 'no' in quotation marks, which YAML reads as text.
     return check_flag(key, _YES_OR_NO.get(value.lower(), value) if isinstance(value, str) else value)
 
 
@@ -256,12 +257,12 @@ def _distributed_type(key: str, value: object) -> str:
 
 
 def _unquoted(value: object) -> object:
-    """Return the word for a value that YAML 1.1 reads as a boolean: an unquoted ``no`` is False."""
+    """Return ``"no"`` for False, which is how YAML 1.1 reads an unquoted ``no``."""
     return "no" if value is False else value
 
 
 def _count(key: str, value: object) -> int:
-    return -1 if value == -1 else check_whole(key, value, at_least=1)  # accelerate's word for "not said"
+    return -1 if value == -1 else check_whole(key, value, at_least=1)  # -1 is accelerate's value for "not set"
 
 
 def _index(key: str, value: object) -> int:
@@ -284,7 +285,7 @@ def _text(key: str, value: object) -> str:
 def _gpu_ids(key: str, value: object) -> str:
     text = _text(key, value)
     if text != "all" and not all(part.strip().isdecimal() for part in text.split(",")):
-        raise ConfigError(f"{key}={text!r} are no numbers of GPUs. Write {key}: 0,1 or {key}: all.")
+        raise ConfigError(f"{key}={text!r} is not a list of GPU numbers. Write {key}: 0,1 or {key}: all.")
     return text
 
 

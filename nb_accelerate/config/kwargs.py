@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole
-from nb_accelerate.config.ddp_hooks import DDPCommunicationHookType, register_hook
 from nb_accelerate.config.options import Options
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +35,19 @@ class KwargsHandler(Options):
         """Return the fields that differ from their defaults."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+class DDPCommunicationHookType(str, Enum):
+    """How DistributedDataParallel sends gradients: unchanged, as 16-bit numbers, or as low-rank factors (PowerSGD)."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 _HOOKS = tuple(member.value for member in DDPCommunicationHookType)
@@ -106,13 +119,37 @@ class DistributedDataParallelKwargs(KwargsHandler):
         Args:
             model: wrapped in DistributedDataParallel by you.
         """
-        if self.comm_hook is not DDPCommunicationHookType.NO:
-            register_hook(model, self)
+        if self.comm_hook is DDPCommunicationHookType.NO:
+            return
+        # Imported when used: torch compiles a part of PowerSGD when it is imported.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hooks: dict[Any, Any] = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers: dict[Any, Any] = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        hook = hooks[self.comm_hook]
+        if self.comm_wrapper in wrappers:
+            hook = wrappers[self.comm_wrapper](hook)
+        low_rank = self.comm_hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if low_rank else None
+        model.register_comm_hook(state=state, hook=_renamed(hook))
 
     def to_ddp(self) -> dict[str, Any]:
         """Return the arguments of DistributedDataParallel's constructor that differ from their defaults."""
         # check_reduction is deprecated in torch and warns when it is passed.
         return {name: value for name, value in self.to_kwargs().items() if name != "check_reduction"}
+
+
+def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook under another name: torch refuses its bfloat16 hooks by name where there is no NCCL."""
+    return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108 - torch reads names and annotations
 
 
 @dataclass

@@ -33,10 +33,10 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """The arguments of `nb_accelerate.launch.notebook_launcher`, checked.
+    """The arguments of one launch, checked. `nb_accelerate.launch.notebook_launcher` describes each of them.
 
     Raises:
-        ConfigError: a value that cannot be; the text says what was given, why not, and what to write.
+        ConfigError: a value is wrong; the text says what was given, why it is wrong, and what to write.
     """
 
     function: Callable[..., Any]
@@ -81,7 +81,7 @@ class LaunchOptions:
         _check_env(self.env)
         for module in self.by_value:
             if not isinstance(module, ModuleType):
-                raise ConfigError(f"by_value has {module!r}, which is no module. Write by_value=[my_module]")
+                raise ConfigError(f"by_value has {module!r}, which is not a module. Write by_value=[my_module]")
         _check_seconds("timeout", self.timeout, "None means no limit")
         _check_seconds("monitor_interval", self.monitor_interval, "0.1 is the default")
 
@@ -101,31 +101,31 @@ class LaunchOptions:
             )
         if self.rdzv_backend == "c10d" and not self.rdzv_endpoint:
             raise ConfigError(
-                "rdzv_backend='c10d' needs the place where machines meet. Write rdzv_endpoint='HOST:29400' with the "
-                "address of one of them, the same on all"
+                "rdzv_backend='c10d' needs an address at which machines meet. Write rdzv_endpoint='HOST:29400' with "
+                "the name of one machine, the same on all machines"
             )
         if self.rdzv_backend == "static" and not self.rdzv_endpoint and self.master_addr in ("127.0.0.1", "localhost"):
             raise ConfigError(
-                f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is each machine itself. Write the "
-                f"address of machine 0 as the others see it, the same on all: master_addr='10.0.0.1'"
+                f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is the local machine on each. Write "
+                f"the address of machine 0 that the others can reach: master_addr='10.0.0.1'"
             )
         if self.rdzv_backend == "static" and self.max_restarts:
-            # A machine whose ranks have failed does not know that those of the others are about to.
+            # With the static rendezvous, a machine does not learn that ranks of another one failed.
             raise ConfigError(
-                f"max_restarts={self.max_restarts} on num_nodes={self.num_nodes} machines needs somebody who tells all "
-                f"of them to start again. Write rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
+                f"max_restarts={self.max_restarts} on num_nodes={self.num_nodes} machines needs a rendezvous that "
+                f"restarts all of them. Write rdzv_backend='c10d' and rdzv_endpoint='HOST:29400' on all machines"
             )
 
 
 def check_start_method(value: object, names: Iterable[str]) -> str:
-    """Return the name of a start method; ``"auto"`` is one too.
+    """Return a start method if it is ``"auto"`` or one of ``names``.
 
     Args:
-        value: what was given.
-        names: those that there are.
+        value: what the user gave.
+        names: of the start methods that exist.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: there is no such start method.
     """
     return check_choice("start_method", value, ("auto", *names))
 

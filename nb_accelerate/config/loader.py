@@ -1,4 +1,4 @@
-"""How prepared data loaders share out their batches."""
+"""`DataLoaderConfiguration`: how prepared loaders divide data among ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from nb_accelerate.errors import ConfigError
 
 @dataclass
 class DataLoaderConfiguration(Options):
-    """How prepared data loaders share out their batches. Counts for loaders that are prepared after it was set.
+    """Options for how prepared loaders divide data among ranks. They apply to loaders that are prepared afterwards.
 
     Attributes:
-        split_batches: a batch of the loader is cut into one piece for each rank, so the batch size you wrote is
-            that of all ranks together. By default every rank gets whole batches of that size.
-        dispatch_batches: rank 0 reads all data and sends the others their part, for data that only one process
-            can or should read. False: every rank reads, of an iterable dataset all rows, and keeps its own; they have
-            to come in the same order on all ranks. None: rank 0 reads iterable datasets. Those that can shard
-            themselves (``datasets.IterableDataset`` with a shard for each rank) are read by all ranks, each its own
-            shards, unless this is True.
-        even_batches: fill up the last batches with rows from the start, so that all ranks have equally many; with
-            whole batches from the start, where a batch sampler has no ``batch_size`` and its batches vary in size.
+        split_batches: split each batch of the loader into one part for each rank: its ``batch_size`` is then that of
+            all ranks together. By default every rank gets whole batches of that size.
+        dispatch_batches: True: rank 0 reads all data and sends the other ranks their part, for data that only one
+            process can or should read. False: every rank reads and keeps its own rows; an iterable dataset is read
+            whole, and has to yield the same rows in the same order on all ranks. None: rank 0 reads iterable datasets,
+            except those that can be sharded (``datasets.IterableDataset`` with a shard for each rank), of which each
+            rank reads its own shards.
+        even_batches: fill up the last batches with rows from the start, so that all ranks get equally many rows; with
+            whole batches from the start, if the batch sampler has no ``batch_size`` because batches vary in size.
         use_seedable_sampler: shuffle by ``data_seed`` plus the epoch, independent of all other random numbers.
-        data_seed: the seed for that; None takes the seed of torch when the loader is prepared.
+        data_seed: the seed of ``use_seedable_sampler``; None is the seed of torch when the loader is prepared.
         non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
-        use_stateful_dataloader: make loaders that can save and restore their position, and the state of a dataset that
-            has one (the package torchdata). Where rank 0 reads for all, the state is its own. What a sampler of yours
-            has of a state beyond its position is saved only by torchdata's own loaders, on one rank or dispatching.
+        use_stateful_dataloader: make loaders of the package torchdata, which save their position together with the
+            state of a dataset that has a ``state_dict``. If rank 0 reads for all, the state is that of rank 0. The
+            state of a sampler of yours is saved on a single rank and with ``dispatch_batches=True`` only.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
@@ -58,10 +58,14 @@ class DataLoaderConfiguration(Options):
 
 
 def resolve_loader(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """Write the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``, and return that.
+    """Merge the ``split_batches`` argument of `Accelerator` into its ``dataloader_config``, and return that.
+
+    Args:
+        split_batches: the argument; None if it was not given.
+        given: the ``dataloader_config``, which is changed; None if it was not given.
 
     Raises:
-        ConfigError: they contradict each other, or ``given`` is something else.
+        ConfigError: the two contradict each other, or ``given`` is not a `DataLoaderConfiguration`.
     """
     config = check_options("dataloader_config", given, DataLoaderConfiguration) or DataLoaderConfiguration()
     if split_batches is None:

@@ -2,7 +2,6 @@
 
 from nb_accelerate.bigmodel.sizes import CustomDtype as CustomDtype
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
-from nb_accelerate.config.ddp_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from nb_accelerate.config.distributed import DistributedType as DistributedType
 from nb_accelerate.config.dynamo import (
     DynamoBackend as DynamoBackend,
@@ -11,6 +10,7 @@ from nb_accelerate.config.dynamo import (
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from nb_accelerate.config.kwargs import (
     AutocastKwargs as AutocastKwargs,
+    DDPCommunicationHookType as DDPCommunicationHookType,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     GradScalerKwargs as GradScalerKwargs,
     InitProcessGroupKwargs as InitProcessGroupKwargs,
