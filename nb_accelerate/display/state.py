@@ -236,6 +236,8 @@ class PanelState:
             return f"{self._where(rank, doing)}, for {words.brief(now - track.moved_at)}"
         if track.phase is Phase.RUNNING and track.sample.in_loop:
             doing = "between steps"
+        if track.sample.saves and track.phase is not Phase.SAVING:
+            doing += ", saving"
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
 
     def _where(self, rank: int, doing: str) -> str:

@@ -8,7 +8,16 @@ from nb_accelerate.errors import PoolError
 from nb_accelerate.pool.rank import PoolRank
 from nb_accelerate.protocol.messages import CutOff
 from nb_accelerate.ranks.failures import Wording
-from nb_accelerate.ranks.steps import Step, StepKind, ask_for_stacks, give_up, interrupt, kill, leave_alone
+from nb_accelerate.ranks.steps import (
+    Step,
+    StepKind,
+    ask_for_stacks,
+    give_up,
+    interrupt,
+    kill,
+    leave_alone,
+    saves_in_background,
+)
 from nb_accelerate.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
@@ -87,7 +96,15 @@ def stop_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
     )
     if not seconds:
         return by_signal
-    return Step(kind=StepKind.WAIT, act=leave_alone, seconds=seconds, on_interrupt=StepKind.KILL), *by_signal
+    by_itself = Step(
+        kind=StepKind.WAIT,
+        act=leave_alone,
+        seconds=seconds,
+        save=timeouts.save,
+        is_saving=saves_in_background,
+        on_interrupt=StepKind.KILL,
+    )
+    return by_itself, *by_signal
 
 
 def cut_from(ranks: Sequence[RankProxy], rendezvous: int) -> Callable[[RankProxy], None]:

@@ -29,7 +29,8 @@ IN_LOOP = 16  # the current loop has not ended
 TRAINS = 17  # there was a backward, or an optimizer's step, in the current loop
 TRAINED_EPOCH = 18  # of the last loop that trained and has ended, or has another in it
 UTILISATION = 19  # percent of the device's time; -1 if the device does not say
-NUM_WORDS = 20
+SAVES = 20  # a checkpoint is written in the background, which may outlast the call or cell that began it
+NUM_WORDS = 21
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""

@@ -54,11 +54,20 @@ class ProgressPage:
         """Number of the call or cell."""
         return self._words[layout.REQUEST]
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether that call or cell is over, and no other has begun."""
+        return self._words[layout.PHASE] == Phase.ENDED
+
+    def save_in_background(self, begins: bool) -> None:
+        """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
+        self._words[layout.SAVES] = begins
+
     def begin_request(self) -> None:
         """Begin a call or a cell, and clear what the page says about the one before."""
         words = self._words
         request = words[layout.REQUEST] + 1
-        for index in range(layout.PHASE, layout.NUM_WORDS):
+        for index in range(layout.PHASE, layout.SAVES):
             words[index] = 0
         self._memory[layout.SCALARS_AT :] = bytes(layout.SIZE - layout.SCALARS_AT)
         self._scalars.clear()

@@ -61,6 +61,7 @@ class Sample:
         loss: the newest, or None.
         scalars: what was logged last, by name.
         bars: progress bars, outermost first.
+        saves: a checkpoint is written in the background.
     """
 
     request: int = 0
@@ -82,6 +83,7 @@ class Sample:
     loss: float | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)
     bars: tuple[Bar, ...] = ()
+    saves: bool = False
 
     @property
     def steps(self) -> int:
@@ -128,6 +130,7 @@ def read(memory: Buffer) -> Sample:
         loss=None if loss == layout.NO_LOSS else loss,
         scalars=_scalars(memory),
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
+        saves=bool(words[layout.SAVES]),
     )
 
 

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import STOPPED
 from nb_accelerate.display.words import label
-from nb_accelerate.progress_page import Phase
 from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
 from nb_accelerate.ranks.input_requests import InputRequests
@@ -118,6 +117,7 @@ class Request:
     _again_at: float = NEVER
     _start_ends: float = NEVER
     _late_at: float = NEVER
+    _ending_since: float = NEVER
     _told_of_save: bool = False
     _given_away: set[int] = field(default_factory=set)
     _unasked: set[int] = field(default_factory=set)
@@ -356,18 +356,26 @@ class Request:
         )
 
     def _is_saving(self, now: float) -> bool:
-        """Return whether ranks still have time to write a checkpoint: the user has interrupted, and only once."""
+        """Return whether ranks still have time to write a checkpoint, which the user has not asked to give up."""
         assert self.step is not None
-        interrupts = [one.when for one in self.incidents if one.kind is IncidentKind.INTERRUPTED]
-        if len(interrupts) != 1 or now >= interrupts[0] + self.step.save:
+        if now >= self._ending_since + self.step.save:
             return False
-        saving = [one.rank for one in self.waiting if one.handle.page.read().phase is Phase.SAVING]
+        kinds = [one.kind for one in self.incidents]
+        # The first interrupt asks ranks to end; one more, or one after a failure, not to wait.
+        if kinds.count(IncidentKind.INTERRUPTED) > (kinds[:1] == [IncidentKind.INTERRUPTED]):
+            return False
+        if kinds[:1] == [IncidentKind.LATE]:
+            return False
+        saving = [one.rank for one in self.waiting if self.step.is_saving(one.handle.page.read())]
         if saving and not self._told_of_save:
             self._told_of_save = True
-            self.say(f"{label(saving)} {'is' if len(saving) == 1 else 'are'} saving. Interrupt once more not to wait")
+            again = "Interrupt once more" if self.was_interrupted else "Interrupt"
+            self.say(f"{label(saving)} {'is' if len(saving) == 1 else 'are'} saving. {again} not to wait")
         return bool(saving)
 
     def _enter(self, kind: StepKind) -> None:
+        if self.step is None:
+            self._ending_since = time.monotonic()
         step = self.step = next(one for one in self.steps if one.kind >= kind)
         seconds = step.for_user if step.for_user is not None and self.was_interrupted else step.seconds
         now = time.monotonic()

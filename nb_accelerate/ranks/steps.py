@@ -10,11 +10,13 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nb_accelerate.progress_page import Phase
 from nb_accelerate.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nb_accelerate.progress_page import Sample
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.timeouts import Timeouts
 
@@ -36,6 +38,21 @@ class StepKind(enum.IntEnum):
     GIVE_UP = 6
 
 
+def saves_in_call(sample: Sample) -> bool:
+    """Return whether the call or cell of a rank writes a checkpoint."""
+    return sample.phase is Phase.SAVING
+
+
+def saves_in_background(sample: Sample) -> bool:
+    """Return whether a rank writes a checkpoint in a thread, which would end with its process."""
+    return sample.saves
+
+
+def saves(sample: Sample) -> bool:
+    """Return whether a rank writes a checkpoint in either way."""
+    return saves_in_call(sample) or saves_in_background(sample)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One row of a table.
@@ -47,7 +64,8 @@ class Step:
         for_user: the same if the user has interrupted; None if that makes no difference.
         on_interrupt: the step that another interrupt leads to; None ignores it.
         answered: called with each rank that has answered, or answers during this step.
-        save: seconds from the user's interrupt in which ranks may finish writing a checkpoint.
+        save: seconds in which ranks may finish writing a checkpoint, unless the user interrupts what ends already.
+        is_saving: tells these ranks by what their progress pages say.
         cause: seconds from the first failure in which the real cause is waited for, if all failures so far only say
             that another rank was lost.
         notice: a line for the user if ranks have not answered when the step begins; ``{ranks}`` stands for them.
@@ -60,6 +78,7 @@ class Step:
     on_interrupt: StepKind | None = None
     answered: Callable[[RankProxy], object] | None = None
     save: float = 0.0
+    is_saving: Callable[[Sample], bool] = saves_in_call
     cause: float = 0.0
     notice: str = ""
 
@@ -110,6 +129,7 @@ def call_steps(timeouts: Timeouts) -> tuple[Step, ...]:
             seconds=seconds,
             for_user=user,
             save=timeouts.save,
+            is_saving=saves,
             on_interrupt=StepKind.KILL,
             answered=done,
         ),
@@ -132,7 +152,14 @@ def quit_steps(timeouts: Timeouts, *, seconds: float) -> tuple[Step, ...]:
         seconds: how long they have to leave by themselves, before they are sent signals.
     """
     return (
-        Step(kind=StepKind.WAIT, act=leave_alone, seconds=seconds, on_interrupt=StepKind.TERMINATE),
+        Step(
+            kind=StepKind.WAIT,
+            act=leave_alone,
+            seconds=seconds,
+            save=timeouts.save,
+            is_saving=saves_in_background,
+            on_interrupt=StepKind.TERMINATE,
+        ),
         Step(kind=StepKind.TERMINATE, act=terminate, seconds=timeouts.terminate, on_interrupt=StepKind.KILL),
         Step(kind=StepKind.KILL, act=kill),
     )

@@ -20,7 +20,8 @@ class Timeouts:
             wait for it.
         interrupt: from a user's interrupt until the next step. Users' code handles KeyboardInterrupt in it.
         unwind: the same after a failure. Shorter, since ranks are then usually in a collective and cannot react.
-        save: from a user's interrupt until checkpoints that ranks write are given up, as by another interrupt.
+        save: from what ends a call until checkpoints that ranks write are given up, as by an interrupt (the second if
+            the user's interrupt ended it).
         cut: from breaking the connections of a collective until the next step. The collective fails in it.
         wait: for C code that cannot be interrupted to return, before its rank is killed.
         rendezvous: the same while ranks of a pool are set up and join a process group, when no code of users runs.

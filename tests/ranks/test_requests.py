@@ -267,6 +267,29 @@ def test_an_interrupt_leaves_ranks_the_time_to_save_unless_the_user_insists(loop
     assert said == ["rank 0 is saving. Interrupt once more not to wait"]
 
 
+@pytest.mark.parametrize("insists", [False, True])
+def test_a_failure_leaves_ranks_the_time_to_save_in_the_background(loop: RankLoop, insists: bool) -> None:
+    fails, saves = ActorRank(0, failure("First", 1.0)), ActorRank(1, None, ends_on=["terminate"])
+    page = ProgressPage(saves.page._memory)
+    page.begin_request()
+    page.save_in_background(True)
+    del page  # it holds on to the memory, which is closed at the end
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        loop.post((lambda: loop.interrupt(request)) if insists else end_of_save)
+
+    def end_of_save() -> None:
+        ProgressPage(saves.page._memory).save_in_background(False)
+
+    request = begin(loop, [fails, saves], call_steps(SOON), say=say)
+    loop.run(request)
+    assert saves.verbs == ["dump_stacks", "interrupt", "terminate"]
+    assert said == ["rank 1 is saving. Interrupt not to wait"]
+    assert ("interrupted" if insists else "rank 0 raised First") in str(error_of(request))
+
+
 def test_ranks_that_do_not_answer_in_time_are_named(loop: RankLoop) -> None:
     handles = [ActorRank(0, RESULT), ActorRank(1, None, ends_on=["terminate"])]
     request = begin(loop, handles, call_steps(SOON), timeout=600.0)
