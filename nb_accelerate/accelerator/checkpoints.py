@@ -184,9 +184,10 @@ class CheckpointSlice(Slice):
         The checkpoint is published as a whole, when all processes have written their part: a run that is killed while
         it saves, or fails to, leaves the one that was there before. What else is in the folder stays.
 
-        Every process calls it, since each has random numbers of its own. Who comes late is waited for, as long as the
-        process group waits, and named. Where only the main process ever calls it, as in some scripts, it goes on alone
-        after a while, and says so. Numbered folders, and runs on several machines, need all processes.
+        Every process calls it, since each has random numbers of its own. Who comes late is waited for as long as it
+        lives, and named. Where only the main process calls it, as in some scripts, it goes on alone when the others
+        wait in a collective that comes later, or have come to their end, and says so. Numbered folders, and runs on
+        several machines, need all processes.
 
         Example::
 

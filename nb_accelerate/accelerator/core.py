@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.losses import LossReport
+from nb_accelerate.checkpoint.presence import report_presence
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
 from nb_accelerate.config.accumulation import resolve_accumulation
@@ -235,6 +236,8 @@ def build_core(
         engines=engines,
     )
     remember(process, core.choices)
+    if 1 < process.topology.world_size == process.topology.local_world_size:
+        report_presence()
     _note_uses(core, gradient_accumulation_plugin)
     given, counts = gradient_accumulation_steps, core.accumulation.num_steps
     if given not in {None, counts} and process.topology.is_main:

@@ -3,12 +3,13 @@
 ::
 
     main process                                 each other rank
-    wait until all have come, name who is late   come: count up a key of the store; the first to do so decides
+    wait until all have come, or cannot any more come: count up a key of the store; the first to do so decides
     close the keys of those that have not   <->  it was closed? then this save has gone on without this rank, or
     tell those that came what happens            it was one that this rank never called: try the next
     "together" -> collectives from here on       "alone" -> the main process saves by itself
 
-No collective can be used to find out: those that are not here may be in one of the training already.
+No collective can be used to find out: those that are not here may be in one of the training already. Which of them
+cannot come any more is known to `nb_accelerate.checkpoint.presence`: a rank that is late, by hours too, is waited for.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from nb_accelerate.checkpoint.presence import Peers
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.progress_page import Collective, here
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 logger = logging.getLogger("nb_accelerate")
 
-ALONE_TIMEOUT = 15.0
-"""Seconds that the main process waits for others if none has ever come to a save: then it saves alone, and says so."""
+_ASK_AFTER = 0.3
+"""Seconds that the main process waits for others until it asks them where they are."""
 
-REPEATED_ALONE_TIMEOUT = 2.0
-"""The same, in seconds, once it has saved alone `_SAVES_ALONE` times: this script saves on the main process only."""
+_ASK_EVERY = 0.1
+"""Seconds between two looks at what they answer."""
 
-_SAVES_ALONE = 2
-_TELL_EVERY = 30.0  # seconds after which it is said again who is late
+_TELL_AFTER, _TELL_EVERY = 15.0, 30.0
+"""Seconds after which it is said first, and again, who is late."""
+
 _CAME_LATE = "came late"  # a key of the store: a rank has come to a save that had gone on without it
 _PAUSE = 0.005  # seconds between two looks for a key of the store: a wait for it could not be interrupted
 
@@ -48,19 +51,20 @@ class Arrivals:
         rank: of this process.
         world_size: how many there are.
         store: that all of them share.
+        peers: who tells which ranks cannot come any more.
         timeout: in seconds, see the attribute.
 
     Attributes:
-        timeout: seconds for which ranks are waited for that are known to save too. May be changed.
+        timeout: seconds for which ranks are waited for that tell nothing about themselves. May be changed.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: Any, peers: Peers, timeout: float) -> None:
         self._rank = rank
         self._world_size = world_size
         self._store = store
+        self._peers = peers
         self.timeout = timeout
         self._next = 0  # the number of the next save, as this rank counts them
-        self._missed = 0  # in a row, by all other ranks
         self._someone_came = False
 
     def are_complete(self, folder: str, positions: Sequence[Any]) -> bool:
@@ -84,38 +88,46 @@ class Arrivals:
     def _wait_for_others(self, about: str) -> bool:
         others = range(1, self._world_size)
         number, self._next = self._next, self._next + 1
-        keys = [_key(number, rank) for rank in others]
-        began = time.monotonic()
-        tell_at = began + ALONE_TIMEOUT
-        complete = False
         self._someone_came |= bool(self._store.check([_CAME_LATE]))
-        while not (complete := self._store.check(keys)):
-            now = time.monotonic()
-            missing = [rank for rank in others if not self._store.check([_key(number, rank)])]
-            # One that has come once, now or before, says that this script saves on all of them.
-            all_save = self._someone_came or len(missing) < len(others)
-            alone = REPEATED_ALONE_TIMEOUT if self._missed >= _SAVES_ALONE else ALONE_TIMEOUT
-            if now - began >= (self.timeout if all_save else alone):
-                break
-            if all_save and now >= tell_at:
-                tell_at = now + _TELL_EVERY
-                logger.warning("save_state has waited %.0f s for %s.", now - began, _named(missing))
-            time.sleep(_PAUSE)
+        why = self._wait_until_all_come_or_cannot(number, others)
         came = list(others)
-        if not complete:
+        if why:
             self._store.set(f"{number}/closed", about)
             came = [rank for rank in others if self._store.add(_key(number, rank), 1) > 1]
         complete = len(came) == len(others)
-        is_late = not complete and (self._someone_came or bool(came))
-        answer = "together" if complete else "late" if is_late else "alone"
+        # One that has come once, now or before, says that this script saves on all of them.
+        saves_alone = why == _ELSEWHERE and not came and not self._someone_came
+        answer = "together" if complete else "alone" if saves_alone else "late"
         for rank in came:
             self._store.set(f"{_key(number, rank)}/answer", answer)
-        self._missed = 0 if came else self._missed + 1
         self._someone_came |= bool(came)
-        if is_late:
-            late = [rank for rank in others if rank not in came]
-            raise CheckpointError(_LATE.format(_named(late), f" within {time.monotonic() - began:.0f} s"))
+        if answer == "late":
+            raise CheckpointError(_LATE.format(_named([rank for rank in others if rank not in came]), why))
         return complete
+
+    def _wait_until_all_come_or_cannot(self, number: int, others: Iterable[int]) -> str:
+        """Return why those that have not come will not; "" if all have."""
+        began = time.monotonic()
+        ask_at, tell_at = began + _ASK_AFTER, began + _TELL_AFTER
+        try:
+            while missing := [rank for rank in others if not self._store.check([_key(number, rank)])]:
+                now = time.monotonic()
+                if now >= ask_at:
+                    self._peers.ask()
+                    ask_at = now + _ASK_EVERY
+                    if killed := self._peers.killed(missing):
+                        return f": the process of {_named(killed)} has ended"
+                    if len(self._peers.past(missing)) == len(missing):
+                        return _ELSEWHERE
+                    if now - began >= self.timeout and not self._peers.can_tell(missing):
+                        return f" within {now - began:.0f} s"
+                if now >= tell_at:
+                    tell_at = now + _TELL_EVERY
+                    logger.warning("save_state has waited %.0f s for %s.", now - began, _named(missing))
+                time.sleep(_PAUSE)
+        finally:
+            self._peers.thank()
+        return ""
 
     def _wait_for_main_process(self, about: str) -> bool:
         while True:
@@ -125,11 +137,16 @@ class Arrivals:
                 break
             if self._store.get(f"{number}/closed").decode() == about:
                 if self._someone_came:
-                    raise CheckpointError(_LATE.format(f"rank {self._rank}", ""))
+                    raise CheckpointError(_LATE.format(f"rank {self._rank}", " in time"))
                 self._store.set(_CAME_LATE, b"")
                 return False
         answer = f"{key}/answer"
+        look_at = time.monotonic() + _ASK_AFTER
         while not self._store.check([answer]):
+            if time.monotonic() >= look_at:
+                look_at += _ASK_AFTER
+                if self._peers.killed([0]):
+                    raise CheckpointError(_LATE.format("rank 0", ": its process has ended"))
             time.sleep(_PAUSE)
         told = self._store.get(answer)
         for used in (key, answer):
@@ -139,6 +156,9 @@ class Arrivals:
         self._someone_came |= told == b"together"
         return bool(told == b"together")
 
+
+_ELSEWHERE = ", but waits elsewhere or has come to the end"
+"""Why ranks will not come that go on with the program."""
 
 _LATE = (
     "{} did not come to save_state{}, and nothing was saved: without all ranks a run cannot go on as it was. Every "
@@ -167,5 +187,5 @@ def arrivals_here() -> Arrivals | None:
         whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         store = dist.PrefixStore("nb_accelerate/saves", whole)  # type: ignore[attr-defined]
         timeout = whole.timeout.total_seconds()  # type: ignore[attr-defined]  # that of the group; no stub
-        _of_groups[group] = Arrivals(dist.get_rank(), dist.get_world_size(), store, timeout)
+        _of_groups[group] = Arrivals(dist.get_rank(), dist.get_world_size(), store, Peers(group, whole), timeout)
     return _of_groups[group]

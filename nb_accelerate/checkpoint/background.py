@@ -10,8 +10,8 @@
     handle.wait(), the next save, the end     <-  every rank learns how it ended
 
 Collectives of the default group would get mixed up with those of the training, whose order the main threads decide.
-The store has no order. A rank that is killed is waited for as long as the process group waits, or until the launcher
-ends this one; the checkpoint that was there before stays.
+The store has no order. Ranks are waited for as long as they live. One that is killed, or that was interrupted before
+its thread began, ends the save on all of them; the checkpoint that was there before stays.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from nb_accelerate.checkpoint.presence import Peers, wait_for_keys
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,23 +35,40 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
+_BEGIN = 1.0
+"""Seconds for a thread to begin that may have been started when its start was interrupted."""
+
 
 class StoreExchange:
     """Tells the ranks of the default process group what each of them has to say, in any thread.
 
     Args:
         store: that all of them share; of this thread alone.
-        rank: of this process.
-        world_size: how many there are.
-        number: of the exchange, the same on all ranks.
+        peers: who lives.
+        timeout: in seconds, for ranks of which nobody knows whether they live.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, number: int) -> None:
+    def __init__(self, store: Any, peers: Peers, *, timeout: float) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._prefix = f"{number}"
+        self._peers = peers
+        self._timeout = timeout
+        self._rank = peers.rank
+        self._world_size = peers.world_size
         self._rounds = 0
+
+    @classmethod
+    def open(cls, name: str) -> StoreExchange:
+        """Return one for the process group that this process is in.
+
+        Args:
+            name: of the exchange, the same on all ranks, and never used again.
+        """
+        whole: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
+        store = whole.clone()
+        peers = Peers(dist.group.WORLD, store)
+        peers.announce()
+        prefix = f"nb_accelerate/background saves/{name}"
+        return cls(dist.PrefixStore(prefix, store), peers, timeout=whole.timeout.total_seconds())  # type: ignore[attr-defined]
 
     def gather(self, action: Callable[[], object]) -> list[Any]:
         """Return what ``action`` returns on each rank, in rank order. All ranks call it.
@@ -76,28 +94,40 @@ class StoreExchange:
             raise CheckpointError("\n".join(failed))
         return [value for _, value in told]
 
+    def abandon(self, error: BaseException) -> None:
+        """Tell the others, who may have begun, that this rank takes no part: they wait for what it says first."""
+        self._say((f"{type(error).__name__}: {error}", None))
+        self._store.set(f"read {self._rank}", b"")
+
     def close(self) -> None:
         """Let rank 0, which may serve the store, wait until all have read everything; remove what was said."""
-        self._store.set(f"{self._prefix}/read/{self._rank}", b"")
+        self._store.set(f"read {self._rank}", b"")
         if self._rank == 0:
-            others = [f"{self._prefix}/read/{rank}" for rank in range(self._world_size)]
-            self._store.wait(others)
-            said = [f"{self._prefix}/{turn}/{rank}" for turn in range(self._rounds) for rank in range(self._world_size)]
-            for key in (*others, *said):
+            others = {rank: f"read {rank}" for rank in range(self._world_size)}
+            wait_for_keys(self._store, others, self._peers, timeout=self._timeout)
+            said = [_key(number, rank) for number in range(self._rounds) for rank in others]
+            for key in (*others.values(), *said):
                 self._store.delete_key(key)
 
-    def _tell(self, value: Any) -> list[Any]:
-        prefix, self._rounds = f"{self._prefix}/{self._rounds}", self._rounds + 1
-        self._store.set(f"{prefix}/{self._rank}", json.dumps(value))
-        told = []
-        for rank in range(self._world_size):
-            try:
-                told.append(json.loads(self._store.get(f"{prefix}/{rank}")))
-            except dist.DistError as error:
-                raise CheckpointError(f"rank {rank} did not finish its part of a checkpoint: {error}") from error
-            except ValueError as error:
-                raise CheckpointError(f"what rank {rank} said of a checkpoint cannot be read: {error}") from error
-        return told
+    def _say(self, value: object) -> None:
+        self._store.set(_key(self._rounds, self._rank), json.dumps(value))
+
+    def _tell(self, value: object) -> list[Any]:
+        self._say(value)
+        keys = {rank: _key(self._rounds, rank) for rank in range(self._world_size)}
+        self._rounds += 1
+        lost = wait_for_keys(self._store, keys, self._peers, timeout=self._timeout)
+        if lost:
+            why = "its process has ended" if self._peers.has_ended(lost[0]) else f"not within {self._timeout:.0f} s"
+            raise CheckpointError(f"rank {lost[0]} did not finish its part of a checkpoint: {why}.")
+        try:
+            return [json.loads(self._store.get(key)) for key in keys.values()]
+        except ValueError as error:
+            raise CheckpointError(f"what the ranks said of a checkpoint cannot be read: {error}") from error
+
+
+def _key(number: int, rank: int) -> str:
+    return f"{number}/{rank}"
 
 
 class CheckpointHandle:
@@ -111,9 +141,22 @@ class CheckpointHandle:
         self.folder = folder
         self._error: BaseException | None = None
         self._was_told = False
+        self._begun = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(write,), name="nb_accelerate-save", daemon=True)
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Begin to write.
+
+        Raises:
+            RuntimeError: there are too many threads. It has then ended.
+        """
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt may come when the thread has begun
+            if not self._begun.wait(_BEGIN):
+                self._ended.set()
+            raise
 
     def done(self) -> bool:
         """Return whether it has ended, well or not."""
@@ -131,7 +174,8 @@ class CheckpointHandle:
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.folder} has not been written within {timeout} s; it goes on.")
-        self._thread.join()
+        if self._begun.is_set():
+            self._thread.join()
         if self._error is not None:
             self._was_told = True
             raise self._error
@@ -144,6 +188,7 @@ class CheckpointHandle:
             logger.error("%s was not saved: %s", self.folder, self._error)
 
     def _run(self, write: Callable[[], object]) -> None:
+        self._begun.set()
         try:
             write()
         except BaseException as error:  # kept for wait(), in the thread that asks
@@ -157,39 +202,36 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._handle: CheckpointHandle | None = None
-        self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of saves, by process group
 
     def start(
-        self, folder: Path, write: Callable[[StoreExchange | None], object], *, world_size: int
+        self, folder: Path, write: Callable[[StoreExchange | None], object], exchange: StoreExchange | None
     ) -> CheckpointHandle:
         """Write in a thread. `join` comes before.
 
         Args:
             folder: which is to be published.
-            write: does it; given what it tells other ranks with, None where there are none.
-            world_size: how many ranks save together.
+            write: does it; given what it tells other ranks with.
+            exchange: that; None where there are no others.
         """
         assert self._handle is None, "the save before was not joined"
-        exchange = None
-        if world_size > 1:
-            group = dist.group.WORLD
-            number = self._counts.get(group, 0)
-            self._counts[group] = number + 1
-            store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
-            clone = dist.PrefixStore("nb_accelerate/background saves", store.clone())  # type: ignore[attr-defined]
-            exchange = StoreExchange(clone, dist.get_rank(), world_size, number)
+        page = here()
 
         def run() -> None:
             try:
                 write(exchange)
             finally:
-                if exchange is not None:
-                    exchange.close()
+                try:
+                    if exchange is not None:
+                        exchange.close()
+                finally:
+                    page.save_in_background(False)
 
-        self._handle = CheckpointHandle(folder, run)
+        page.save_in_background(True)
+        handle = self._handle = CheckpointHandle(folder, run)  # before it begins: an interrupt must not lose it
         atexit.unregister(self.close)
         atexit.register(self.close)
-        return self._handle
+        handle.begin()
+        return handle
 
     @property
     def has_failed(self) -> bool:

@@ -50,12 +50,14 @@ class SharedStaging:
 
     Attributes:
         staging: for the rank that publishes; None on others.
+        name: of the save, which no other has; the same on all ranks.
         path: the folder that all of ``ranks`` see.
         ranks: those that write to it.
         rank: this one.
     """
 
     staging: Staging | None
+    name: str
     path: Path
     ranks: list[int]
     rank: int
@@ -97,6 +99,7 @@ def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_
 
     try:
         path = gather_from_all_ranks(collectives, lambda: begin(collectives.rank == 0))[0]
+        name = Path(path).name
         sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), identity.rank).is_dir())
         if all(sees):
             ranks = list(range(identity.world_size)) if collectives.world_size > 1 else [identity.rank]
@@ -121,4 +124,4 @@ def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_
         if staging is not None:
             staging.discard()
         raise
-    return SharedStaging(staging=staging, path=Path(path), ranks=ranks, rank=identity.rank)
+    return SharedStaging(staging=staging, name=name, path=Path(path), ranks=ranks, rank=identity.rank)

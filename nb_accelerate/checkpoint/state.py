@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.checkpoint.background import saves
+from nb_accelerate.checkpoint.background import StoreExchange, saves
 from nb_accelerate.checkpoint.checksums import FileRecord, Recorder
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
 from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of, rows_per_step
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from nb_accelerate.checkpoint.background import CheckpointHandle, StoreExchange
+    from nb_accelerate.checkpoint.background import CheckpointHandle
     from nb_accelerate.checkpoint.host_copies import HostCopies
     from nb_accelerate.checkpoint.registry import Progress
     from nb_accelerate.checkpoint.sharing import RankIdentity, SharedStaging
@@ -248,27 +249,34 @@ def save_state_in_background(
     Raises:
         CheckpointError: the states of a rank could not be copied. Nothing was written.
     """
+    told: StoreExchange | None = None
+    begins = threading.Lock()  # whoever takes it first: the thread, or an interrupt before it
     try:
+        told = StoreExchange.open(writer.shared.name) if collectives.world_size > 1 else None
         content = run_on_all_ranks(collectives, lambda: writer.collect_copies(copies))
-    except BaseException:
-        writer.shared.discard()
-        raise
-    # Not what was gathered from shards, which would stay in memory beside its copies until all is written.
-    writer = replace(writer, parts=(), weights=lambda _: ())
+        # Not what was gathered from shards, which would stay in memory beside its copies until all is written.
+        writer = replace(writer, parts=(), weights=lambda _: ())
 
-    def write_all(exchange: StoreExchange | None) -> None:
-        try:
-            if exchange is None:
-                writer.publish(content, dict([writer.write(content)]))
-            else:
-                told = exchange.gather(lambda: _as_json(*writer.write(content)))
-                written = dict(map(_from_json, told))
-                exchange.gather(lambda: writer.publish(content, written))
-        except BaseException:
+        def write_all(exchange: StoreExchange | None) -> None:
+            if not begins.acquire(blocking=False):
+                return
+            try:
+                if exchange is None:
+                    writer.publish(content, dict([writer.write(content)]))
+                else:
+                    written = dict(map(_from_json, exchange.gather(lambda: _as_json(*writer.write(content)))))
+                    exchange.gather(lambda: writer.publish(content, written))
+            except BaseException:
+                writer.shared.discard()
+                raise
+
+        return saves.start(folder, write_all, told)
+    except BaseException as error:
+        if begins.acquire(blocking=False):
             writer.shared.discard()
-            raise
-
-    return saves.start(folder, write_all, world_size=collectives.world_size)
+            if told is not None:
+                told.abandon(error)  # other ranks may have begun to write
+        raise
 
 
 def _as_json(rank: int, files: Mapping[str, FileRecord]) -> tuple[int, dict[str, Any]]:

@@ -398,14 +398,11 @@ def test_saving_on_the_main_process_only_does_not_wait_and_is_said_when_loading(
 
         from training.test_checkpoints import _filled
 
-        from nb_accelerate.checkpoint import arrivals
-
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("nb_accelerate").addHandler(handler)
         accelerator, _ = _filled(1.0)
-        arrivals.ALONE_TIMEOUT = 0.2
         if accelerator.is_main_process:
             accelerator.save_state(where)
         accelerator.wait_for_everyone()
@@ -454,7 +451,6 @@ def test_a_rank_that_left_out_a_save_has_its_numbers_in_the_next(run_ranks: RunR
         from training.test_checkpoints import _parts
 
         from nb_accelerate import Accelerator
-        from nb_accelerate.checkpoint import arrivals
 
         lines: list[str] = []
         handler = logging.Handler()
@@ -462,9 +458,7 @@ def test_a_rank_that_left_out_a_save_has_its_numbers_in_the_next(run_ranks: RunR
         accelerator = Accelerator(cpu=True)
         loader = _parts(accelerator)[3]
         if accelerator.is_main_process:
-            arrivals.ALONE_TIMEOUT = 0.2
             accelerator.save_state(f"{where}/best")
-            arrivals.ALONE_TIMEOUT = 60.0
         next(iter(loader))
         accelerator.save_state(f"{where}/last")
         drawn = torch.rand(1)

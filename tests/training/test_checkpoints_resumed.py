@@ -20,7 +20,7 @@ from torch import nn
 
 import nb_accelerate
 from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint import arrivals, state
+from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.background import StoreExchange, saves
 from nb_accelerate.checkpoint.host_copies import HostCopies
 from nb_accelerate.config.loader import DataLoaderConfiguration
@@ -452,26 +452,21 @@ def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_pa
     assert run_ranks(save, str(tmp_path / "state")) == [True, True]
 
 
-def test_a_rank_that_came_late_is_waited_for_next_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arrivals, "ALONE_TIMEOUT", 0.1)
-    store = torch.distributed.HashStore()
-    main, late = (arrivals.Arrivals(rank, 2, store, 0.3) for rank in (0, 1))
-    assert not main.are_complete("first", [])
-    assert not late.are_complete("first", [])
-    with pytest.raises(CheckpointError, match="rank 1 did not come"):
-        main.are_complete("second", [])
+def test_what_is_planted_in_the_store_is_refused_and_never_run(run_ranks: RunRanks, tmp_path: Path):
+    def exchange(ran: str) -> None:
+        from training.test_checkpoints_resumed import _Planted
 
+        torch.distributed.init_process_group("gloo")
+        told = StoreExchange.open("a save")
+        if told._rank == 1:
+            told._store.set("0/1", pickle.dumps(_Planted(Path(ran))))
+        else:
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                told.gather(lambda: "written")
+        torch.distributed.barrier()
 
-def test_what_is_planted_in_the_store_is_refused_and_never_run(tmp_path: Path):
-    ran = tmp_path / "ran"
-    store = torch.distributed.HashStore()
-    store.set("0/0/1", pickle.dumps(_Planted(ran)))
-
-    exchange = StoreExchange(store, rank=0, world_size=2, number=0)
-    with pytest.raises(CheckpointError, match="rank 1 said"):
-        exchange.gather(lambda: "written")
-
-    assert not ran.exists()
+    run_ranks(exchange, str(tmp_path / "ran"))
+    assert not (tmp_path / "ran").exists()
 
 
 class _Planted:

@@ -1,0 +1,319 @@
+"""Which ranks live, and which have gone past the point where this one waits for them, found out without a collective.
+
+::
+
+    each rank                                         a rank that waits for others
+    tells the store its process                   ->  that process has ended, so the rank will not come
+    a thread, while somebody asks, tells how many ->  more than this rank has begun: it waits in one that comes later,
+      collectives it has begun, and whether its       so it has left out what this rank waits in
+      function has returned
+
+Ranks run the same program, so all of them have begun the same number of collectives when they come to the same save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch.distributed as dist
+
+from nb_accelerate.progress_page import here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+logger = logging.getLogger("nb_accelerate")
+
+REPORT_INTERVAL = 0.1
+"""Seconds between two looks of the thread whether somebody asks. A look takes some microseconds."""
+
+_ALIKE = 1.0
+"""Seconds for which a report has to stay the same before it counts: a rank that computes moves on."""
+
+_IDLE = 5.0
+"""The same, in seconds, for a rank that runs no function while this one does: its own may be about to begin."""
+
+_CLOCK = 2.0
+"""Seconds by which two processes may differ about when a third one was started."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between the first two looks for a key, which double each time, and at most."""
+
+_ASKED = "asked"
+
+
+@dataclass
+class _Known:
+    """What this rank knows of another one.
+
+    Attributes:
+        process: of the rank; None if it has not told, or runs on another machine.
+        has_ended: that process has.
+        report: the newest: numbers of the question and of its call, whether that has returned, collectives begun, and
+            the place in the program.
+        since: `time.monotonic` when that report was seen first.
+    """
+
+    process: tuple[int, float] | None = None
+    has_ended: bool = False
+    report: list[int] = field(default_factory=list)
+    since: float = 0.0
+
+
+class Peers:
+    """The ranks of one process group, as one of them sees the others.
+
+    Args:
+        group: of all ranks.
+        store: that all of them share. Not used by other threads meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, store: Any) -> None:
+        assert group is not None
+        self._group = weakref.ref(group)
+        self._store = dist.PrefixStore("nb_accelerate/presence", store)  # type: ignore[attr-defined] # no stub
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._known = {rank: _Known() for rank in range(self.world_size)}
+        self._question = 0
+        self._num_asked = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is still the process group of all ranks."""
+        return dist.is_initialized() and dist.group.WORLD is self._group()
+
+    # Of this rank, for the others.
+
+    def announce(self) -> None:
+        """Tell which process this rank is. Can be repeated."""
+        process = [_machine(), os.getpid(), psutil.Process().create_time()]
+        self._store.set(f"process {self.rank}", json.dumps(process))
+
+    def leave(self) -> None:
+        """Tell that this rank comes to its end in an orderly way."""
+        self._store.set(f"left {self.rank}", "1")
+
+    def report(self, said: list[int]) -> list[int]:
+        """Tell how far this rank is, if somebody asks and it is not what was ``said`` last; return what is said now."""
+        question = int(self._store.get(_ASKED)) if self._store.check([_ASKED]) else 0
+        if not question:
+            return []
+        now = [question, *self._own_report()]
+        if now != said:
+            self._store.set(f"report {self.rank}", json.dumps(now))
+        return now
+
+    # Of the others, for this rank.
+
+    def ask(self) -> None:
+        """Have the other ranks tell how far they are, until `thank`. Only one rank does so at a time."""
+        if not self._question:
+            self._num_asked += 1
+            self._question = self._num_asked
+            self._store.set(_ASKED, str(self._question))
+
+    def thank(self) -> None:
+        """End what `ask` began."""
+        if self._question:
+            self._question = 0
+            self._store.set(_ASKED, "0")  # and not deleted: a rank that is about to read it would wait for another one
+
+    def lives(self, rank: int) -> bool:
+        """Return whether a rank is known to live."""
+        return not self.has_ended(rank) and self._known[rank].process is not None
+
+    def can_tell(self, ranks: Iterable[int]) -> bool:
+        """Return whether some of these live that will be `past` if they do not come."""
+        return _collectives_begun(self._group()) is not None and any(map(self.lives, ranks))
+
+    def killed(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks whose processes have ended, and not in an orderly way."""
+        return [rank for rank in ranks if self.has_ended(rank) and not self._has_left(rank)]
+
+    def past(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks that will not come to where this one is, although nothing has happened to them.
+
+        They wait in a collective that comes later, have returned from their function, or have left. Call `ask` before.
+        """
+        return [rank for rank in ranks if self._is_past(rank) or self._has_left(rank)]
+
+    def _is_past(self, rank: int) -> bool:
+        known, now = self._known[rank], time.monotonic()
+        key = f"report {rank}"
+        if not self._store.check([key]):
+            return False
+        report = json.loads(self._store.get(key))
+        if report != known.report:
+            known.report, known.since = report, now
+        (question, call, has_returned, begun, _), own = report, self._own_report()
+        if question != self._question:  # of an earlier wait
+            return False
+        if has_returned:
+            return bool(call == own[0]) or now - known.since >= _IDLE
+        return bool(begun > own[2]) and now - known.since >= _ALIKE
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._store.check([f"left {rank}"]))
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank has ended."""
+        known = self._known[rank]
+        if known.process is None and self._store.check([f"process {rank}"]):
+            machine, pid, started = json.loads(self._store.get(f"process {rank}"))
+            if machine == _machine():
+                known.process = (int(pid), float(started))
+        known.has_ended = known.has_ended or (known.process is not None and not _lives(*known.process))
+        return known.has_ended
+
+    def _own_report(self) -> list[int]:
+        page = here()
+        return [page.request, int(page.has_returned), _collectives_begun(self._group()) or 0, _place()]
+
+
+def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout: float) -> list[int]:
+    """Wait until other ranks have set their keys in a store, as long as these ranks live. Any thread.
+
+    Args:
+        store: not used by other threads meanwhile.
+        keys: by rank.
+        peers: whether these live.
+        timeout: in seconds, for ranks of which nobody knows that.
+
+    Returns:
+        Ranks that have not set theirs, and will not.
+    """
+    missing, lost, pause = dict(keys), list[int](), _FIRST_PAUSE
+    deadline = time.monotonic() + timeout
+    while True:
+        ended = [rank for rank in missing if peers.has_ended(rank)]  # before the look: what they told last counts
+        missing = {rank: key for rank, key in missing.items() if not store.check([key])}
+        is_late = time.monotonic() >= deadline
+        lost += [rank for rank in missing if rank in ended or (is_late and not peers.lives(rank))]
+        missing = {rank: key for rank, key in missing.items() if rank not in lost}
+        if not missing:
+            return lost
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class Reporter:
+    """Tells the other ranks of this machine what they ask for, in a thread, in whichever process group this rank is."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+        self._peers: Peers | None = None
+
+    def start(self) -> None:
+        """Tell which process this is, and begin to listen. Can be repeated."""
+        self._join_group()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="nb_accelerate-presence", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """Tell that this rank leaves, at the end of its process."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._peers is not None and self._peers.is_current:
+            with contextlib.suppress(Exception):  # who serves the store may have gone before
+                self._peers.leave()
+
+    def _join_group(self) -> None:
+        if self._peers is None or not self._peers.is_current:
+            self._peers = peers_here()
+            if self._peers is not None:
+                self._peers.announce()
+
+    def _run(self) -> None:
+        said: list[int] = []
+        failed: Peers | None = None
+        while not self._ends.wait(REPORT_INTERVAL):
+            try:
+                self._join_group()
+                if self._peers is not None and self._peers is not failed:
+                    said = self._peers.report(said)
+            except Exception:  # who serves the store has gone; another group has another one
+                logger.debug("this rank cannot tell how far it is", exc_info=True)
+                failed = self._peers
+
+
+def peers_here() -> Peers | None:
+    """Return the other ranks of the process group that this process is in; None if it is in none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # The only store that all ranks are sure to share.
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    return Peers(dist.group.WORLD, store.clone())
+
+
+def report_presence() -> None:
+    """Have this rank tell the others which process it is, and how far it is when they ask. Can be repeated."""
+    _reporter.start()
+
+
+def _forget() -> None:
+    """Leave the telling to the process that this one was forked from."""
+    global _reporter  # noqa: PLW0603 - the process has one
+    atexit.unregister(_reporter.close)
+    _reporter = Reporter()
+
+
+_reporter = Reporter()
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _machine() -> str:
+    """Return what processes have in common whose numbers mean the same."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
+
+
+def _lives(pid: int, started: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        # Of two processes with one number, the other was started later.
+        return abs(process.create_time() - started) < _CLOCK and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # of a machine that tells nobody about its processes
+        return True
+
+
+def _collectives_begun(group: dist.ProcessGroup | None) -> int | None:
+    """Return how many collectives of all ranks this one has begun, in C++ code too; None if that is not counted."""
+    if group is None:
+        return None
+    try:
+        backends: dict[int, Any] = {id(one): one for one in map(group._get_backend, group._device_types)}  # noqa: SLF001
+        begun: int = sum(one._get_sequence_number_for_group() for one in backends.values())  # noqa: SLF001
+    except RuntimeError:
+        return None
+    return begun
+
+
+def _place() -> int:
+    """Return a number that changes when the main thread moves on."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the documented way to it
+    place = []
+    while frame is not None:
+        place.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(place))
