@@ -26,7 +26,11 @@ A module imports from lower levels or from its own package, nothing from the oth
 the training half only. ``tests/structure/test_layers.py`` reads this picture and holds the sources to it.
 """
 
+from nb_accelerate.errors import NbAccelerateError
+from nb_accelerate.errors.traceback_lines import shorten_tracebacks
 from nb_accelerate.lazy import attach
 from nb_accelerate.version import __version__ as __version__
 
 __getattr__, __dir__ = attach(__name__)
+shorten_tracebacks(NbAccelerateError)
+del NbAccelerateError, shorten_tracebacks  # the public names are those of __init__.pyi

@@ -22,7 +22,7 @@ from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.config.profiling import ProfileKwargs
 from nb_accelerate.config.project import ProjectConfiguration
-from nb_accelerate.errors import ConfigError
+from nb_accelerate.errors import ConfigError, ShippingError
 
 if TYPE_CHECKING:
     import os
@@ -176,7 +176,7 @@ class Accelerator(
         )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
+        raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")
 
     def __repr__(self) -> str:
         place = f"process {self.process_index} of {self.num_processes} on {self.device}"

@@ -1,4 +1,4 @@
-"""Tracebacks and stacks of ranks as text, with the lines of notebook cells.
+"""Tracebacks of ranks as text, with the lines of notebook cells.
 
 A rank only knows file names and line numbers. The text of the lines is looked up here, in the kernel, where
 IPython keeps every cell that ran.
@@ -6,44 +6,58 @@ IPython keeps every cell that ran.
 
 from __future__ import annotations
 
-import linecache
-import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors.traceback_lines import (
+    PLAIN,
+    FrameLine,
+    cell_name,
+    frame_lines,
+    highlight_type,
+    is_ours,
+    is_users,
+    wants_full,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from nb_accelerate.errors.traceback_lines import Style
     from nb_accelerate.protocol.messages import ErrorReport, Frame
 
 _CONTEXT = 2
 """Lines shown before and after the line of a cell."""
 
-
-class Style(NamedTuple):
-    """ANSI sequences, or empty strings."""
-
-    error: str = ""
-    where: str = ""
-    faint: str = ""
-    end: str = ""
+_OUR_ERRORS = "nb_accelerate.errors."
+"""Begins the last line of a traceback of one of our errors."""
 
 
-PLAIN = Style()
-ANSI = Style(error="\x1b[31m", where="\x1b[32m", faint="\x1b[2m", end="\x1b[0m")
+def render_report(
+    report: ErrorReport,
+    *,
+    title: str,
+    footer: str = "",
+    style: Style = PLAIN,
+    called_from: Sequence[FrameLine] = (),
+) -> str:
+    """Return a traceback in IPython's manner: cells with the lines around, library code one line a frame.
 
-
-def render_report(report: ErrorReport, *, title: str, footer: str = "", style: Style = PLAIN) -> str:
-    """A traceback in IPython's manner: cells with the lines around, library code one line a frame.
+    Frames of this package are left out. Of an error of this package only the user's own lines are shown, since its
+    text says the rest.
 
     Args:
         report: the exception.
         title: stands at the right of the first line, e.g. ``rank 1 of 2``.
         footer: said after the exception.
         style: colours.
+        called_from: the user's lines that led to the launch, shown if the exception has no line of users' code.
     """
     name = report.type_name
     gap = " " * max(2, 75 - len(name) - len(title))
     lines = [f"{style.error}{name}{style.end}{gap}{title}"]
+    if not any(is_users(frame.filename) for frame in report.frames):
+        for frame in called_from:
+            lines += frame_lines(frame, style)
     lines += _chain(report, style)
     if footer:
         lines += ["", footer]
@@ -51,7 +65,8 @@ def render_report(report: ErrorReport, *, title: str, footer: str = "", style: S
 
 
 def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
-    if report.cause is not None:
+    is_our_error = not wants_full() and any(line.startswith(_OUR_ERRORS) for line in report.last_lines[:1])
+    if report.cause is not None and not is_our_error:
         yield from _chain(report.cause, style)
         yield ""
         yield (
@@ -61,47 +76,20 @@ def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
         )
         yield ""
     for frame in report.frames:
-        yield from _frame(frame, style)
+        if wants_full() or (is_users(frame.filename) if is_our_error else not is_ours(frame.filename)):
+            line = FrameLine(frame.filename, frame.lineno, frame.name)
+            yield from frame_lines(line, style, context=0 if is_our_error else _CONTEXT)
     yield ""
     *before, last = [line.rstrip("\n") for line in report.last_lines if line.strip()] or [report.type_name]
     yield from before
-    kind, colon, text = last.partition(":")
-    yield f"{style.error}{kind}{style.end}{colon}{text}"
+    yield highlight_type(last, style)
     for number, one in enumerate(report.group, start=1):
         yield f"  {style.faint}--- exception {number} of {report.group_size}{style.end}"
         yield from (f"  {line}" for line in _chain(one, style) if line)
 
 
-def _frame(frame: Frame, style: Style) -> Iterator[str]:
-    cell = cell_name(frame.filename)
-    if cell is None:
-        yield f"File {style.where}{frame.filename}:{frame.lineno}{style.end}, in {frame.name}"
-        text = linecache.getline(frame.filename, frame.lineno).strip()
-        if text:
-            yield f"    {text}"
-        return
-    yield f"{style.where}{cell}, line {frame.lineno}{style.end}, in {frame.name}"
-    count = len(linecache.getlines(frame.filename))
-    for lineno in range(max(1, frame.lineno - _CONTEXT), min(count, frame.lineno + _CONTEXT) + 1):
-        text = linecache.getline(frame.filename, lineno).rstrip("\n")
-        if lineno == frame.lineno:
-            yield f"{style.error}{'---> ' + str(lineno):>10}{style.end} {text}"
-        else:
-            yield f"{style.faint}{lineno:>10}{style.end} {text}"
-
-
-def cell_name(filename: str) -> str | None:
-    """``Cell In[7]`` if the file is a cell of the notebook that runs here, else None."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        return None
-    known = shell.compile.format_code_name(filename)
-    return " ".join(known) if known else None
-
-
-def place(frame: Frame) -> str:
-    """Where a frame is, in a few words: ``train, Cell In[7] line 12``."""
+def place(frame: Frame | FrameLine) -> str:
+    """Return where a frame is, in a few words: ``train, Cell In[7] line 12``."""
     cell = cell_name(frame.filename)
     where = f"{cell} line {frame.lineno}" if cell else f"{frame.filename}:{frame.lineno}"
-    return f"{frame.name}, {where}"
+    return f"{frame.name}, {where}" if frame.name != "<module>" else where

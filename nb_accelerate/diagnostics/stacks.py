@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import signal
 
-from nb_accelerate.diagnostics.render import cell_name, place
+from nb_accelerate.diagnostics.render import place
+from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.protocol.messages import Frame
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -60,7 +61,7 @@ def where(dump: str) -> str:
     if not frames:
         return "no answer"
     first = frames[0]
-    user = next((frame for frame in frames if cell_name(frame.filename) or _is_users(frame.filename)), first)
+    user = next((frame for frame in frames if is_users(frame.filename)), first)
     if user is first:
         return f"in {place(first)}"
     return f"in {_SAID.get(first.name, first.name)}, called from {place(user)}"
@@ -78,7 +79,3 @@ def listed(dump: str) -> str:
         return dump
     places = [place(frame) for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
     return "\n".join(places) or "no answer"
-
-
-def _is_users(filename: str) -> bool:
-    return "site-packages" not in filename and "/lib/python" not in filename and "nb_accelerate/" not in filename

@@ -147,9 +147,6 @@ def _dots(view: View) -> str:
 
 def _failure(view: View) -> str:
     failure = view.failure
-    if failure is None:
+    if failure is None or not failure.details:
         return ""
-    details = ""
-    if failure.details:
-        details = f"<details><summary>{escape(failure.label)}</summary><pre>{escape(failure.details)}</pre></details>"
-    return f'<p class="nba-failed">{escape(failure.title)}</p>{details}'
+    return f"<details><summary>{escape(failure.label)}</summary><pre>{escape(failure.details)}</pre></details>"

@@ -150,8 +150,8 @@ class PanelState:
     def _kind(self, rank: int, stalled: bool, slow: Straggler | None) -> Kind:
         state = self._seen[rank].state
         loss = loss_of(self._tracks[rank].sample)
-        if self._failure is not None and self._failure.rank is not None:
-            return "bad" if rank == self._failure.rank else ""
+        if self._failure is not None and self._failure.ranks:
+            return "bad" if rank in self._failure.ranks else ""
         if state == "failed" and self._state != "interrupted":
             return "bad"
         if loss is not None and not math.isfinite(loss):
@@ -226,7 +226,7 @@ class PanelState:
         if self._ended is not None and self._state == "done":
             return "done"
         if kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
-            return "failed"
+            return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
         doing = WORDS[track.phase]

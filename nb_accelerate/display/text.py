@@ -53,8 +53,6 @@ def table(view: View, *, bars: bool = False) -> str:
             line.insert(1, _bar(row))
         used = [0, 1, *(index + 1 for index in used if index)]
     lines = [f"{head} · {time}", *_aligned([titles, *cells], used)]
-    if view.failure is not None:
-        lines.append(view.failure.title)
     return "\n".join([*lines, *view.warnings])
 
 

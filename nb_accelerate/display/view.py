@@ -87,17 +87,17 @@ class Dot:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSummary:
-    """Why it ended.
+    """Why it ended. The whole is told by the error that is raised.
 
     Attributes:
-        title: who failed first, and how.
-        rank: whose failure it was; None if no rank's.
+        ranks: those that failed with it; none if it is no rank's failure.
+        what: a few words for their rows: the type of an exception, say.
         label: what `details` is.
-        details: several lines, a traceback say; may be empty.
+        details: several lines, a traceback say, where no error is raised; may be empty.
     """
 
-    title: str
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    what: str = ""
     label: str = ""
     details: str = ""
 

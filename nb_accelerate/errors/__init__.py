@@ -21,13 +21,16 @@
         └── DeadlineError (TimeoutError)  the run took longer than it was allowed to
 
 An exception that user code raises in a rank is *not* wrapped: it arrives in the notebook with its own
-type. Every error here survives pickling, because it travels from ranks to the kernel.
+type. Every error here survives pickling, because it travels from ranks to the kernel. What is shown of one, instead of
+all its frames, is in `nb_accelerate.errors.traceback_lines`.
 """
 
 from __future__ import annotations
 
 import signal
 from typing import Any
+
+from nb_accelerate.errors.traceback_lines import ShortTraceback
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -40,6 +43,8 @@ class NbAccelerateError(Exception):
     Subclasses carry fields, not only text. Pickling keeps all of them: an instance is rebuilt without calling
     ``__init__`` again, so that a subclass is free to choose its constructor.
     """
+
+    _render_traceback_ = ShortTraceback()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__.copy())
@@ -103,11 +108,13 @@ class ShippingError(LaunchError, TypeError):
 
     Attributes:
         path: where the object sits in what was sent, e.g. ``args[0].lock``.
+        is_final: no way of starting ranks helps; the message says what to write instead.
     """
 
-    def __init__(self, message: str, *, path: str = "") -> None:
+    def __init__(self, message: str, *, path: str = "", is_final: bool = False) -> None:
         super().__init__(message)
         self.path = path
+        self.is_final = is_final
 
 
 class TooLargeError(ShippingError):

@@ -83,6 +83,7 @@ class Launch:
         self._values: Values | None = None
         self._error: BaseException | None = None
         self._stopping = False
+        self._is_waited_for = True
         self._done = threading.Event()
         self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
@@ -189,6 +190,7 @@ class Launch:
 
     def run_in_background(self) -> None:
         """Run it in a thread of its own. The cell says how it has failed, because nobody may ask for the result."""
+        self._is_waited_for = False
         name = f"nb_accelerate-{self._name}"
         threading.Thread(target=self._run, kwargs={"tell": True}, name=name, daemon=True).start()
 
@@ -241,7 +243,7 @@ class Launch:
             text, path = str(error), error.path
             for index, part in enumerate((self._name, "args", "kwargs")):
                 text, path = (said.replace(f"{name}[{index}]", part) for said in (text, path))
-            if self._plan.can_fork:
+            if self._plan.can_fork and not error.is_final:
                 text += " Or write start_method='fork': ranks are then born with it in memory."
             raise ShippingError(text, path=path) from error.__cause__
 
@@ -281,6 +283,7 @@ class Launch:
                 say=loop.output.say,
                 attended=False,
                 keeps_panel=True,
+                is_raised=self._is_waited_for and attempt >= options.max_restarts,
             )
             leaving = Request(
                 ranks=ranks,

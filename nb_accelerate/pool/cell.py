@@ -7,9 +7,9 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.diagnostics.render import cell_name
 from nb_accelerate.display import Action, choose_front_end
 from nb_accelerate.display.words import label
+from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
 from nb_accelerate.pool.shipping import make_manifest
 from nb_accelerate.protocol.messages import RunCell
@@ -79,7 +79,7 @@ class Cell:
         try:
             self._say_what_is_not_sent()
             self.request = group.request(ranks, self._send, timeout=options.timeout, say=output.say)
-            self.request.attended = not in_background
+            self.request.attended = self.request.is_raised = not in_background
             self.request.callbacks.append(self.close)
             if in_background:
                 self.request.callbacks.append(lambda: tell_failure(self.request, output.say))

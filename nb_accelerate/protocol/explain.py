@@ -9,6 +9,8 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import ShippingError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -21,7 +23,7 @@ _USERS = (Exception, SystemExit)
 
 def find_unpicklable(
     value: object, name: str, error: BaseException, dumps: Callable[[Any], bytes]
-) -> tuple[str, str, str]:
+) -> tuple[str, str, str, ShippingError | None]:
     """Find the smallest part of a value that cannot be pickled.
 
     Args:
@@ -31,7 +33,8 @@ def find_unpicklable(
         dumps: pickles a part, or raises.
 
     Returns:
-        Its path (``args[0].lock``), a short description of it, and the reason.
+        Its path (``args[0].lock``), a short description of it, the reason, and the error of this package that is the
+        reason, if it is one: it says what to write instead.
     """
     path = name
     seen = {id(value)}
@@ -49,7 +52,7 @@ def find_unpicklable(
                 break
     except _USERS:  # its attributes, or the texts of its keys, cannot be had: then this is as near as one can come
         pass
-    return path, _describe(value), _reason(error)
+    return path, _describe(value), _reason(error), error if isinstance(error, ShippingError) else None
 
 
 def _failure(value: object, dumps: Callable[[Any], bytes]) -> BaseException | None:

@@ -124,7 +124,9 @@ def _pack(value: object, name: str, *, into_main: bool, limit: int | None) -> Pa
         pickler.dump(value)
     except (Exception, SystemExit) as error:
         # Any exception, an exit too: __reduce__ and __getstate__ are users' code.
-        path, culprit, reason = find_unpicklable(value, name, error, _dumps)
+        path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
+        if own is not None:
+            raise ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True) from error
         raise ShippingError(
             f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). "
             f"Create it inside the function, or pass what it is made from.",

@@ -17,17 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.render import ANSI, render_report
-from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.diagnostics.render import render_report
 from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
+from nb_accelerate.errors.traceback_lines import show_instead, text_lines, user_frames
 from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.ranks.same_failure import (
+    describe_stacks,
+    failed_alike,
+    failed_otherwise,
+    interrupted_at,
+    one_line,
+    whose,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from nb_accelerate.display.view import PanelStatus
+    from nb_accelerate.errors.traceback_lines import Style
     from nb_accelerate.protocol.messages import ErrorReport, Failure
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.request import Request
@@ -163,7 +172,7 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     cause = first_cause(incidents)
     wording, world_size = request.wording, request.world_size
     if cause.kind is IncidentKind.INTERRUPTED:
-        return interrupted(f"{wording.what} was {cause.how}")
+        return interrupted(f"{wording.what} was {cause.how}", interrupted_at(request.answers))
     number = cause.rank.rank if cause.rank is not None else None
     stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
     footer = describe_stacks(stacks)
@@ -172,7 +181,8 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
         request.take(cause.rank.rank)
         error = rebuild(cause.rank.rank, failure, fds, cause.tail)
         _add_stacks(error, stacks)
-        show_traceback_of_rank(error, failure.report, cause.rank.rank, world_size, footer)
+        footer = "\n".join(filter(None, (*failed_otherwise(cause, request.incidents), footer)))
+        show_traceback_of_rank(error, failure.report, failed_alike(cause, request.incidents), world_size, footer)
         return error
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
@@ -275,35 +285,26 @@ def _remote(rank: int, report: ErrorReport, output: str) -> RemoteError:
     return RemoteError(text, rank=rank, type_name=report.type_name, output=output)
 
 
-def interrupted(text: str) -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt that a notebook shows as one line, without the traceback of the wait."""
+def interrupted(text: str, places: str = "") -> KeyboardInterrupt:
+    """Return a KeyboardInterrupt that a notebook shows without the traceback of the wait.
+
+    Args:
+        text: one line.
+        places: where the ranks were.
+    """
     error = KeyboardInterrupt(text)
-    line = f"{ANSI.error}KeyboardInterrupt{ANSI.end}: {text}"
-    error._render_traceback_ = functools.partial(list, (line,))  # type: ignore[attr-defined]
+    add_note(error, places)
+    show_instead(error, functools.partial(text_lines, error))
     return error
 
 
-def describe_stacks(stacks: Mapping[int, str]) -> str:
-    """Return lines such as ``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``.
-
-    Args:
-        stacks: as faulthandler writes them, by rank. Ranks at the same place share a line.
-    """
-    places: dict[str, list[int]] = {}
-    for rank, dump in sorted(stacks.items()):
-        places.setdefault(where(dump), []).append(rank)
-    return "\n".join(
-        f"Meanwhile {named(ranks)} {'were' if len(ranks) > 1 else 'was'} {place}" for place, ranks in places.items()
-    )
-
-
 def summary(error: BaseException) -> str:
-    """Return one line about an error: the rank, the type and the first line of its text."""
-    rank = getattr(error, "_nb_rank", None)
+    """Return one line about an error: the ranks, the type and the first line of its text."""
+    who = getattr(error, "_nb_ranks", None)
     lines = str(error).splitlines() or [""]
     if isinstance(error, LaunchError):
         return lines[0]
-    where_ = f"rank {rank} failed: " if rank is not None else ""
+    where_ = f"{who} failed: " if who is not None else ""
     return f"{where_}{type(error).__name__}: {lines[0]}" if lines[0] else f"{where_}{type(error).__name__}"
 
 
@@ -315,35 +316,39 @@ def add_note(error: BaseException, note: str) -> None:
             error.__notes__ = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
 
 
-def show_traceback_of_rank(error: BaseException, report: ErrorReport, rank: int, world_size: int, footer: str) -> None:
+def show_traceback_of_rank(
+    error: BaseException, report: ErrorReport, ranks: list[int], world_size: int, footer: str
+) -> None:
     """Have IPython and plain Python print the traceback on the rank, and not that of the wait for it.
 
     Args:
         error: the exception to raise.
         report: what the rank has reported.
-        rank: the rank.
-        world_size: number of ranks.
+        ranks: those that have raised it.
+        world_size: number of all ranks.
         footer: what other ranks were doing, or "".
     """
-    title = f"rank {rank} of {world_size}"
+    title = whose(ranks, world_size)
     add_note(error, f"Raised by {title}.")
     add_note(error, footer)
     vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
-    # IPython asks for this method before it formats a traceback itself. Types with slots cannot have it, or refuse.
-    render = functools.partial(_lines, report, title, footer)
-    with contextlib.suppress(Exception):
-        error._render_traceback_ = render  # type: ignore[attr-defined]
-        error._nb_rank = rank  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
+    show_instead(error, functools.partial(_lines, error, report, title, footer))
+    with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
+        error._nb_ranks = title.removesuffix(f" of {world_size}")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
 
 
-def _lines(report: ErrorReport, title: str, footer: str) -> list[str]:
-    return render_report(report, title=title, footer=footer, style=ANSI).split("\n")
+def _lines(error: BaseException, report: ErrorReport, title: str, footer: str, style: Style) -> list[str]:
+    called_from = user_frames(vars(BaseException)["__traceback__"].__get__(error))
+    return render_report(report, title=title, footer=footer, style=style, called_from=called_from[-1:]).split("\n")
 
 
 def ended_as(
     request: Request, *others: Request, error: BaseException | None = None
 ) -> tuple[PanelStatus, FailureSummary | None]:
     """Return how a request has ended, for its panel. Runs no code of users.
+
+    The panel marks the ranks that failed. The error, which is raised below it, tells what went wrong. Where no error is
+    raised, the panel keeps the traceback.
 
     Args:
         request: what the ranks were asked.
@@ -356,39 +361,29 @@ def ended_as(
         error = failure or error
         if error is None:
             return "done", None
-        if isinstance(error, KeyboardInterrupt):
-            return "interrupted", None
-        return "failed", FailureSummary(title=_sentence(summary(error)))
+        return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), None
     cause = first_cause(incidents)
     if cause.kind is IncidentKind.INTERRUPTED:
         return "interrupted", None
-    rank = cause.rank.rank if cause.rank is not None else None
-    if cause.failure is not None and rank is not None:
-        report = cause.failure[0].report
-        said = _one_line(f"{report.type_name}: {report.message}")
-        details = render_report(report, title=f"rank {rank} of {request.world_size}")
-        title = f"Rank {rank} failed: {said}"
-        return "failed", FailureSummary(title=title, rank=rank, label=f"traceback of rank {rank}", details=details)
-    return "failed", FailureSummary(title=_sentence(said_of(cause, request)), rank=rank)
+    ranks = tuple(failed_alike(cause, incidents))
+    if cause.failure is None:
+        how = how_it_ended(cause.rank, request.wording) if cause.rank is not None else ""
+        return "failed", FailureSummary(ranks=ranks, what=how.removeprefix(f"rank {ranks[0]} ") if ranks else "")
+    report = cause.failure[0].report
+    title = whose(list(ranks), request.world_size)
+    details = "" if request.is_raised else render_report(report, title=title)
+    return "failed", FailureSummary(ranks=ranks, what=report.type_name, label=f"traceback of {title}", details=details)
 
 
 def said_of(cause: Incident, request: Request) -> str:
     """Return one line about what went wrong. Runs no code of users."""
     if cause.kind is IncidentKind.INTERRUPTED:
         return f"{request.wording.what} was {cause.how}"
-    if cause.failure is not None and cause.rank is not None:
-        report = cause.failure[0].report
-        return f"rank {cause.rank.rank} failed: {_one_line(f'{report.type_name}: {report.message}')}"
+    if cause.failure is not None:
+        title = whose(failed_alike(cause, request.incidents), request.world_size)
+        return f"{title.removesuffix(f' of {request.world_size}')} failed: {one_line(cause.failure[0].report)}"
     if cause.error is not None:
         return summary(cause.error)
     if cause.rank is not None:
         return how_it_ended(cause.rank, request.wording)
     return _lateness(cause, request)
-
-
-def _one_line(text: str) -> str:
-    return text.rstrip(": ").split("\n")[0]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -75,6 +75,7 @@ class Request:
         panel: shows how far the ranks are; None if nothing does.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
         attended: whether somebody waits for it and can be asked for input.
+        is_raised: whether its error is raised in the cell that has its output and panel, so that nothing else tells it.
         answers: the answers that have come, with their descriptors, by rank.
         ends: what else cells reported at their end, by rank.
         incidents: what went wrong, in the order in which it was noticed.
@@ -101,6 +102,7 @@ class Request:
     panel: Panel | None = None
     keeps_panel: bool = False
     attended: bool = True
+    is_raised: bool = True
     take_note: Callable[[], object] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
     ends: dict[int, CellEnd] = field(default_factory=dict)

@@ -58,11 +58,11 @@ def test_a_failure_is_shown_where_it_happened():
     run.put([0, 2], phase=Phase.BACKWARD)
     run.look()
     assert [row.kind for row in run.view.rows] == ["", "bad", ""]
-    failure = FailureSummary(title="Rank 1 failed: ValueError", rank=1, label="traceback of rank 1", details="line")
+    failure = FailureSummary(ranks=(1,), what="ValueError", label="traceback of rank 1", details="line")
     view = run.end("failed", failure)
     assert (view.state, view.failure) == ("failed", failure)
     assert [row.kind for row in view.rows] == ["", "bad", ""]
-    assert [row.now for row in view.rows] == ["stopped", "failed", "stopped"]
+    assert [row.now for row in view.rows] == ["stopped", "ValueError", "stopped"]
 
 
 def test_a_rank_that_was_killed_has_failed_although_its_page_says_forward():
@@ -71,8 +71,8 @@ def test_a_rank_that_was_killed_has_failed_although_its_page_says_forward():
     run.train(1.0, shares={Phase.FORWARD: 1.0})
     run.put([1], state="ended")
     run.look()
-    view = run.end("failed", FailureSummary(title="Rank 1 was killed by SIGKILL", rank=1))
-    assert (view.rows[1].kind, view.rows[1].now) == ("bad", "failed")
+    view = run.end("failed", FailureSummary(ranks=(1,), what="was ended by SIGKILL (killed)"))
+    assert (view.rows[1].kind, view.rows[1].now) == ("bad", "was ended by SIGKILL (killed)")
 
 
 def test_an_interrupted_run_says_so():

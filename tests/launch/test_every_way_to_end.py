@@ -310,8 +310,8 @@ def test_where_a_rank_was_on_the_way_to_its_own_end_is_not_told(
     with pytest.raises(Odd) as caught:
         run_ranks(one_fails_first, str(tmp_path), world_size=3)
     (note,) = caught.value.__notes__
-    # Rank 0, if the machine let it raise as soon as it had told the others.
-    assert re.fullmatch(r"Raised by rank [01] of 3\.", note)
+    # Of both, but for a machine that was too busy to let the second one raise in time.
+    assert re.fullmatch(r"Raised by (rank [01]|ranks 0-1) of 3\.", note)
 
 
 def test_where_a_rank_waits_is_told_and_not_where_it_was_on_the_way_there(

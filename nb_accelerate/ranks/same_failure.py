@@ -1,0 +1,92 @@
+"""Say which ranks failed with a cause, what the others were doing, and where an interrupt has hit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.diagnostics.render import place
+from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.display.words import label, named
+from nb_accelerate.errors.traceback_lines import is_users
+from nb_accelerate.protocol.messages import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from nb_accelerate.protocol.messages import ErrorReport
+    from nb_accelerate.ranks.failures import Incident
+    from nb_accelerate.ranks.request import Answer
+
+_MAX_OTHERS = 3
+"""Ranks whose failures are told beside the first one."""
+
+
+def failed_alike(cause: Incident, incidents: Iterable[Incident]) -> list[int]:
+    """Return the ranks that raised what `cause` is: the same type and text, from the same lines."""
+    if cause.failure is None:
+        return [] if cause.rank is None else [cause.rank.rank]
+    report = cause.failure[0].report
+    return sorted({rank for rank, other in _reports(incidents) if other == report})
+
+
+def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
+    """Return a line for each rank that failed by itself and with another error than `cause`, the first few."""
+    if cause.failure is None:
+        return []
+    report = cause.failure[0].report
+    others = [(rank, other) for rank, other in _reports(incidents) if other != report]
+    return [f"Rank {rank} failed as well: {one_line(other)}" for rank, other in sorted(others, key=_rank)[:_MAX_OTHERS]]
+
+
+def whose(ranks: list[int], world_size: int) -> str:
+    """Return ``rank 1 of 4``, ``ranks 0, 2 of 4`` or ``all 4 ranks``."""
+    if len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
+    return f"{label(ranks)} of {world_size}"
+
+
+def one_line(report: ErrorReport) -> str:
+    """Return the type and the first line of the text of an exception."""
+    return f"{report.type_name}: {report.message}".rstrip(": ").split("\n")[0]
+
+
+def describe_stacks(stacks: Mapping[int, str]) -> str:
+    """``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``; equal places said once."""
+    return _lines({rank: where(dump) for rank, dump in stacks.items()}, "Meanwhile ")
+
+
+def interrupted_at(answers: Mapping[int, Answer]) -> str:
+    """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, Cell In[7] line 12``.
+
+    Args:
+        answers: what ranks have answered since, by rank.
+    """
+    places = {}
+    for rank, (answer, _) in answers.items():
+        if isinstance(answer, Failure) and answer.report.type_name == "KeyboardInterrupt":
+            frames = [frame for frame in answer.report.frames if is_users(frame.filename)]
+            if frames:
+                places[rank] = f"in {place(frames[-1])}"
+    return _lines(places)
+
+
+def _lines(places: Mapping[int, str], before: str = "") -> str:
+    by_place: dict[str, list[int]] = {}
+    for rank, where_ in sorted(places.items()):
+        by_place.setdefault(where_, []).append(rank)
+    lines = (
+        f"{before}{named(ranks)} {'were' if len(ranks) > 1 else 'was'} {where_}" for where_, ranks in by_place.items()
+    )
+    return "\n".join(line[:1].upper() + line[1:] for line in lines)
+
+
+def _reports(incidents: Iterable[Incident]) -> list[tuple[int, ErrorReport]]:
+    return [
+        (one.rank.rank, one.failure[0].report)
+        for one in incidents
+        if one.rank is not None and one.failure is not None and not (one.peer_lost or one.is_consequence)
+    ]
+
+
+def _rank(reported: tuple[int, ErrorReport]) -> int:
+    return reported[0]
