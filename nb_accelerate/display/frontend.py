@@ -55,6 +55,11 @@ def comes_from_terminal(request: Mapping[str, Any]) -> bool:
     return FROM_TERMINAL.items() <= metadata.items()
 
 
+def is_in_kernel() -> bool:
+    """Return whether this process is a kernel of Jupyter's."""
+    return _kernel() is not None
+
+
 def _kernel() -> Any:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

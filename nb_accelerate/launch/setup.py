@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.frontend import is_in_kernel
 from nb_accelerate.launch.environ import rank_environ, working_directory
 from nb_accelerate.protocol.messages import Setup
 
@@ -57,6 +58,7 @@ def make_setup(
         num_threads=plan.num_threads,
         sources=sources,
         store=store,
+        shows_displays=is_in_kernel(),
     )
 
 

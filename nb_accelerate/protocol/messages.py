@@ -74,6 +74,7 @@ class Setup:
         sources: text of notebook cells by file name, so that tracebacks and `inspect.getsource` find them; a
             parcel, since a long notebook is more than a socket's buffer takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
+        shows_displays: what a launched function displays can be shown as it is, by a notebook; else it is printed.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class Setup:
     num_threads: int
     sources: Parcel
     store: StoreSpec | None = None
+    shows_displays: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from nb_accelerate.worker.process_tree import die_with_parent, set_name
 from nb_accelerate.worker.streams import replace_streams, send_record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from nb_accelerate.protocol.messages import Parcel, Setup
     from nb_accelerate.protocol.shipping import Packed
@@ -105,8 +105,11 @@ def run_rank(
             if isinstance(message, Call):
                 if not is_usable:  # which has been answered; this was on its way
                     continue
-                answered, packed = answer(functools.partial(_load, message.parcel, fds, inherited), gate)
-                _end_if_forked(rank, answered)
+                load = functools.partial(_load, message.parcel, fds, inherited)
+                shows = setup.shows_displays and persistent is None
+                with _displays(channel, mark, own_path) if shows else contextlib.nullcontext():
+                    answered, packed = answer(load, gate)
+                    _end_if_forked(rank, answered)
                 _send(channel, answered, packed)
                 continue
             if persistent is None:
@@ -124,6 +127,23 @@ def run_rank(
     _leave()
     del store  # until here: the other ranks may have needed it to leave
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterator[None]:
+    """Send what a function displays to the notebook, and show its figures when it has returned.
+
+    Args:
+        channel: to the kernel.
+        mark: mark of the output frames.
+        own_path: where IPython is imported from, if it has not been.
+    """
+    with imports_from(own_path):
+        from nb_accelerate.worker.displays import DisplayPort
+        from nb_accelerate.worker.launched_displays import send_displays, show_figures
+    send_displays(DisplayPort(channel, mark))
+    yield
+    show_figures()
 
 
 def _load(parcel: Parcel | None, fds: tuple[int, ...], inherited: tuple[Any, Any, Any] | None) -> tuple[Any, Any, Any]:

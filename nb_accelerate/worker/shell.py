@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from nb_accelerate.worker.displays import DisplayPort
 
 
-def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequests) -> RankShell:
+def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequests | None = None) -> RankShell:
     """Create the shell of this process.
 
     Args:
         main: module whose globals are its variables.
         port: where displays go.
-        requests: where debuggers get their commands.
+        requests: where debuggers get their commands; None if nobody is there to type them.
     """
     config = Config()
     config.HistoryManager.enabled = False  # no database, and no thread that writes to it
@@ -51,9 +51,10 @@ def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequest
     RankShell.port = port
     if InteractiveShell.initialized():
         InteractiveShell.clear_instance()
-    builtins.input = _no_input
-    RankDebugger.requests = requests
-    sys.breakpointhook = set_breakpoint
+    if requests is not None:
+        builtins.input = _no_input
+        RankDebugger.requests = requests
+        sys.breakpointhook = set_breakpoint
     # IPython's advice after sys.exit(), for a terminal.
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
     shell = RankShell.instance(config=config, user_module=main)
@@ -71,14 +72,15 @@ def _no_input(_prompt: object = "", /) -> NoReturn:
     raise EOFError("input() does not work on a rank. Call it in a cell of the notebook, and use its value on the ranks")
 
 
-class _Publisher(DisplayPublisher):
+class DisplaySender(DisplayPublisher):
     """Sends what ``display``, ``update_display`` and ``clear_output`` are given."""
 
+    @override
     def publish(
         self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
-        source: object = None,  # noqa: ARG002  (IPython's interface)
+        source: object = None,
         *,
         transient: dict[str, Any] | None = None,
         update: bool = False,
@@ -88,6 +90,7 @@ class _Publisher(DisplayPublisher):
         content = {"data": data, "metadata": metadata or {}, "transient": transient or {}}
         RankShell.port.show(kind, content)
 
+    @override
     def clear_output(self, wait: bool = False) -> None:
         RankShell.port.show("clear_output", {"wait": wait})
 
@@ -156,7 +159,7 @@ class RankShell(InteractiveShell):
     is_rank = True
     compiler_class = Type(_CellCompiler)
     displayhook_class = Type(_ValueHook)
-    display_pub_class = Type(_Publisher)
+    display_pub_class = Type(DisplaySender)
 
     def __init__(self, **options: Any) -> None:
         self._is_plain = False

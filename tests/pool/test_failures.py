@@ -124,7 +124,7 @@ class TestExceptions:
                 "%%distributed\nimport time\nif rank > 0:\n    time.sleep(0.3)\nif rank < 3:\n    {}['all']"
             )
         assert cell.error == "KeyError"
-        assert re.search(rf"rank [0-2] of {ranks}", plain(cell.traceback))  # 0, if it was not kept from the CPU
+        assert re.search(rf"(rank [0-2] of|all) {ranks}", plain(cell.traceback))  # 0, if it was not kept from the CPU
         assert "Meanwhile" not in plain(cell.traceback)
 
     def test_a_model_goes_on_working_after_a_failure_that_touched_no_collective(self, notebook: Kernel):
@@ -311,7 +311,7 @@ class TestInterrupts:
         cell = notebook.run("handle.result(20)")
         assert cell.error == "DeadlineError"
         assert "rank 0 had not finished" in cell.message
-        assert "in <module>, Cell In[" in plain(cell.traceback)
+        assert "was in Cell In[" in plain(cell.traceback)
 
 
 @pytest.mark.may_leave("processes", "files")  # the rank that takes the other's place lives as long as the notebook
@@ -420,7 +420,7 @@ class TestHangs:
             pytest.skip("nobody waits for anybody")
         cell = notebook.start("%%distributed\nif rank == 0:\n    dist.barrier()")
         seen = notebook.wait_for_output(cell, "nothing has moved")
-        assert re.search(r"rank 0 waits in barrier, called from <module>, Cell In\[\d+\] line 3", seen)
+        assert re.search(r"rank 0 waits in barrier, called from Cell In\[\d+\] line 3", seen)
         assert re.search(r"ranks? [\d-]+ ha(s|ve) come to the end", seen)
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
@@ -431,7 +431,7 @@ class TestHangs:
         notebook.finish(cell)
         notebook.run("handle = _").ok()
         said_under(notebook, cell)
-        assert re.search(r"rank 0: in <module>, Cell In\[\d+\] line 2", notebook.run("%distributed where").ok().stdout)
+        assert re.search(r"rank 0: in Cell In\[\d+\] line 2", notebook.run("%distributed where").ok().stdout)
         assert "running" in notebook.run("%distributed status").ok().stdout
         notebook.run("handle.interrupt()").ok()
         assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"
