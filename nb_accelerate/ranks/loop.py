@@ -230,9 +230,18 @@ class RankLoop:
             self._posted.end()
 
     def _wait_once(self) -> None:
-        self._act_on_deadlines()
-        self._sources.wait(self._next_deadline() - time.monotonic())
+        """Wait for one event or deadline, and handle it.
+
+        It waits once: what wakes up one wait may be the end of the loop, or of the request that it is run for, which
+        another wait would not notice.
+        """
+        if any(one.is_being_ended for one in self.requests):
+            self._processes.look_soon()
+        seconds = self._next_deadline() - time.monotonic()
+        self._sources.wait(seconds)
         self._finish_requests()
+        if seconds <= 0:  # what had come by then has been read, so that it is not late
+            self._act_on_deadlines()
         for observer in self.observers:
             observer(self)
         self._space_small_reads()
@@ -319,13 +328,6 @@ class RankLoop:
         return due
 
     def _act_on_deadlines(self) -> None:
-        if any(one.is_being_ended for one in self.requests):
-            self._processes.look_soon()
-        if self._next_deadline() > time.monotonic():
-            return
-        # What has come by now is not late, however long this thread was kept from reading it.
-        self._sources.wait(0.0)
-        self._finish_requests()
         now = time.monotonic()
         for request in self.requests:
             if request.due <= now:

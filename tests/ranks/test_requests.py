@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import signal
 import struct
 import threading
@@ -375,6 +376,48 @@ def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
     finally:
         loop.observers.remove(write_next)
         loop.close()
+
+
+def test_a_request_whose_answer_is_read_when_its_time_is_over_is_done_at_once(loop: RankLoop) -> None:
+    handle = ActorRank(0, RESULT)
+    request = begin(loop, [handle], call_steps(SOON), timeout=600.0)
+    assert select.select([handle.channel], [], [], 20.0)[0], "the answer has come, and was not read"
+    request.expire()
+    loop.run(request)
+    assert request.incidents == []
+
+
+def test_a_loop_that_is_closed_while_a_deadline_is_due_ends(caplog: pytest.LogCaptureFixture) -> None:
+    class ClosesLoop(Cell):
+        """Has the loop closed by another thread, once, at a moment when something is due."""
+
+        @property
+        def due(self) -> float:
+            if not closing and threading.current_thread() is loop._thread:
+                closing.append(threading.Thread(target=loop.close))
+                closing[0].start()
+                assert posted.wait(20)
+                return 0.0
+            return NEVER
+
+        @due.setter
+        def due(self, _: float) -> None:
+            pass
+
+    def post(*given: Any) -> None:
+        original(*given)
+        posted.set()
+
+    closing: list[threading.Thread] = []
+    posted = threading.Event()
+    loop = RankLoop()
+    original, loop.post = loop.post, post
+    cell = ClosesLoop()
+    loop.output = GuardedOutput(RequestOutput([0], cell), cell)
+    loop.start()
+    assert loop.ended.wait(20)
+    closing[0].join()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("how", ["read_end", "pid"])
