@@ -85,7 +85,7 @@ class Accelerator(
     ResumingSlice,
     RecordingSlice,
 ):
-    """Makes a plain PyTorch training loop run on whatever there is: one CPU, one GPU, or one rank of many.
+    """Run a plain PyTorch training loop on one CPU, on one GPU, or on one rank of many.
 
     Example::
 
@@ -128,8 +128,8 @@ class Accelerator(
         **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
 
     Raises:
-        ConfigError: a value cannot be, or an argument is not supported yet.
-        TypeError: there is no such argument.
+        ConfigError: a value is wrong, or an argument is not supported yet.
+        TypeError: an argument does not exist.
     """
 
     def __init__(

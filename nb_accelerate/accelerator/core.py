@@ -98,8 +98,8 @@ class Core:
         trigger: whether this rank called `set_trigger`.
         recording: trackers, directories, profiles.
         registry: objects and hooks that users add to checkpoints.
-        page: where this process says how far it is.
-        losses: puts losses there, now and then.
+        page: the progress page of this process.
+        losses: reports losses to the progress page.
         prepared: objects that went through ``prepare``.
     """
 
@@ -178,7 +178,7 @@ def build_core(
     there is one: libraries make a second `Accelerator` where they want the one of the script.
 
     Raises:
-        ConfigError: an option has a value that cannot be. Nothing was connected then.
+        ConfigError: an option has a wrong value. The process was not connected to others then.
     """
     environment = Environment()
     before = inherited(environment)

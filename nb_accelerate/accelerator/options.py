@@ -153,5 +153,5 @@ def _given(name: str, value: T, kind: type[T]) -> T:
     """Check an options object that must not be None, and return it."""
     options = check_options(name, value, kind)
     if options is None:
-        raise ConfigError(f"{name}=None is no {kind.__name__}. Write {name} = {kind.__name__}() for the defaults.")
+        raise ConfigError(f"{name}=None is not a {kind.__name__}. Write {name} = {kind.__name__}() for the defaults.")
     return options

@@ -40,11 +40,11 @@ class PreparingSlice(Slice):
     """Wrap and unwrap the user's objects."""
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare objects for the run. Any number, in any order; they come back in that order.
+        """Prepare models, optimizers, loaders and schedulers for the run. They are returned in the order of arguments.
 
-        Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows,
-        loaders yield this process's part. What this `Accelerator` prepared before is returned as it is, and so is None;
-        what another one prepared belongs to this one from then on.
+        Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows, loaders
+        yield this process's part of the data. None, and objects that this `Accelerator` prepared before, are returned
+        as they are; objects that another `Accelerator` prepared belong to this one afterwards.
 
         Example::
 
@@ -59,7 +59,7 @@ class PreparingSlice(Slice):
             The one object, or a tuple of all.
 
         Raises:
-            ConfigError: an object is of none of these kinds, or ``device_placement`` has another length.
+            ConfigError: an object is none of these, or ``device_placement`` has another length than ``args``.
             CollectiveMismatchError: ranks prepare loaders of different lengths together with a model.
         """
         if device_placement is None:
@@ -170,8 +170,8 @@ class PreparingSlice(Slice):
         if world_size > 1:
             raise ConfigError(
                 f"This {type(request.model).__name__} has its layers on several devices (device_map), and there are "
-                f"{world_size} ranks that would each want all of it. Load it without device_map to train it on all "
-                "ranks, or start one process."
+                f"{world_size} ranks, each of which needs a copy of its own. Load it without device_map to train it on "
+                "all ranks, or start one process."
             )
         return replace(request, place=False)
 
@@ -222,16 +222,16 @@ class PreparingSlice(Slice):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: SliceFunction | None = None,
     ) -> DataLoaderShard:
-        """Make a loader yield this process's part of its data.
+        """Return a loader that yields this process's part of the data.
 
         Args:
             data_loader: the same on all processes.
             device_placement: move batches to the device; by default as the `Accelerator` says.
-            slice_fn_for_dispatch: cuts a batch into parts, with ``dispatch_batches=True``: called as
+            slice_fn_for_dispatch: splits a batch, with ``dispatch_batches=True``: called as
                 ``slice_fn(batch, slice(first, end), process_index=..., num_processes=...)``.
 
         Raises:
-            ConfigError: the loader cannot be shared out.
+            ConfigError: the loader cannot be divided among processes.
             MissingDependencyError: a stateful loader is asked for, and torchdata is not installed.
         """
         core = self.core
@@ -253,10 +253,10 @@ class PreparingSlice(Slice):
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """Make a scheduler step when its optimizer does.
+        """Return a scheduler that steps when its optimizer does.
 
         Args:
-            scheduler: of an optimizer, prepared or not.
+            scheduler: a scheduler of torch; its optimizer may be prepared or not.
         """
         core = self.core
         if isinstance(scheduler, AcceleratedScheduler):
@@ -327,7 +327,7 @@ class PreparingSlice(Slice):
         )
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of everything prepared, and give memory back to the device.
+        """Drop all references to prepared objects, and release the cached memory of the device.
 
         Example::
 

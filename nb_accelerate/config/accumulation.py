@@ -51,7 +51,7 @@ def resolve_accumulation(
     The environment counts more than the argument, as in accelerate: it is what the launcher of a finished script says.
 
     Raises:
-        ConfigError: a value cannot be, or ``steps`` and the plugin say different numbers.
+        ConfigError: a value is wrong, or ``steps`` and the plugin contradict each other.
     """
     if steps is not None:
         check_whole("gradient_accumulation_steps", steps, at_least=1)

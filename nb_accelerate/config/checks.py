@@ -1,4 +1,4 @@
-"""Checks that option objects share. Each says what was given, why it cannot be and what to write."""
+"""Check the values of options. Errors say what was given, why it is wrong and what to write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def suggest(given: object, known: Iterable[str]) -> str:
-    """Say which known word a mistyped one is close to.
+    """Return a suggestion for a mistyped word.
 
     Returns:
         A sentence with a leading space such as ``" Did you mean 'bf16'?"``, or an empty string.
@@ -81,7 +81,7 @@ def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
     """Return ``value`` if it is an options object of class ``kind``, or None.
 
     Raises:
-        ConfigError: it is something else, a dict of the fields say.
+        ConfigError: it is something else, such as a dict of the fields.
     """
     if value is None or isinstance(value, kind):
         return value
@@ -101,7 +101,7 @@ def first_given(*values: T | None, default: T) -> T:
 
 
 def described(value: object) -> str:
-    """Return what a value is, as a part of a sentence: ``"of type str"``, ``"of type other_package.Options"``."""
+    """Return the type of a value, as a part of a sentence: ``"of type str"``, ``"of type other_package.Options"``."""
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return "None" if value is None else f"of type {module}{kind.__qualname__}"

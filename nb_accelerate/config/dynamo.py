@@ -1,4 +1,4 @@
-"""How models are compiled: what `torch.compile` is called with."""
+"""`TorchDynamoPlugin`: how models are compiled with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DynamoBackend(str, Enum):
-    """What turns a captured graph into code; torch decides which of them work on a machine."""
+    """Backends of `torch.compile`, which turn a captured graph into code. Not all work on every machine."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -49,8 +49,8 @@ class TorchDynamoPlugin(KwargsHandler):
     """How ``prepare`` compiles models.
 
     Attributes:
-        backend: what makes code of the graph; None leaves it to ``ACCELERATE_DYNAMO_BACKEND``, else nothing is
-            compiled.
+        backend: the backend of `torch.compile`; None takes ``ACCELERATE_DYNAMO_BACKEND``, and without that variable
+            models are not compiled.
         mode: what to optimise for: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
             ``"max-autotune-no-cudagraphs"``.
         fullgraph: refuse models that cannot be captured as one graph.
@@ -103,11 +103,11 @@ def resolve_dynamo(
 ) -> TorchDynamoPlugin:
     """Choose how models are compiled: argument or plugin, else the environment, else not at all.
 
-    A plugin without a backend gets what the environment says, and is the object that is returned: what its owner sets
-    before a model is prepared counts.
+    A plugin without a backend is completed from the environment and returned itself, so that its fields can be set
+    until a model is prepared.
 
     Raises:
-        ConfigError: a value cannot be, or both were given.
+        ConfigError: a value is wrong, or both were given.
     """
     if backend is not None and plugin is not None:
         raise ConfigError(

@@ -30,8 +30,8 @@ class Environment:
     """A typed view of environment variables.
 
     Args:
-        variables: what to read, and nothing else. None is the environment of this process, read when asked, and
-            behind it the configuration file.
+        variables: the only source of values, for tests. None reads the environment of this process at each call, and
+            the configuration file for variables that are not set.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -135,5 +135,5 @@ class Environment:
 
     @property
     def has_agent_store(self) -> bool:
-        """``TORCHELASTIC_USE_AGENT_STORE``: whoever started the ranks serves one store for all their groups."""
+        """``TORCHELASTIC_USE_AGENT_STORE``: the launcher of the ranks serves the store of their process groups."""
         return self.text("TORCHELASTIC_USE_AGENT_STORE") == "True"

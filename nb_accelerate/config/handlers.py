@@ -20,7 +20,7 @@ from nb_accelerate.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Handlers:
-    """One of each kind of handler, given or default."""
+    """One handler of each kind: the user's, or one with defaults."""
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
@@ -33,7 +33,7 @@ class Handlers:
         """Sort a list of handlers by kind.
 
         Raises:
-            ConfigError: it is no list, something in it is not a handler, or there are two of one kind.
+            ConfigError: ``given`` is not a list, an item is not a handler, or two are of one kind.
         """
         places: dict[type[KwargsHandler], str] = {
             DistributedDataParallelKwargs: "ddp",
@@ -63,8 +63,6 @@ class Handlers:
                     f"knows. Write instances of: {known}, with `from nb_accelerate.utils import ...`."
                 )
             if place in found:
-                raise ConfigError(
-                    f"kwargs_handlers holds two {type(handler).__name__}; which one counts? Write one with all fields."
-                )
+                raise ConfigError(f"kwargs_handlers holds two {type(handler).__name__}. Write one with all fields.")
             found[place] = handler
         return cls(**found)

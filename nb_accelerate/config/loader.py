@@ -30,7 +30,7 @@ class DataLoaderConfiguration(Options):
         non_blocking: copy batches to the device asynchronously; needs loaders with ``pin_memory=True``.
         use_stateful_dataloader: make loaders of the package torchdata, which save their position together with the
             state of a dataset that has a ``state_dict``. If rank 0 reads for all, the state is that of rank 0. The
-            state of a sampler of yours is saved on a single rank and with ``dispatch_batches=True`` only.
+            state of your own sampler is saved on a single rank and with ``dispatch_batches=True`` only.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.

@@ -18,9 +18,9 @@ class Use:
     """A use of options after which changing them has no effect on what was made.
 
     Attributes:
-        made: what it is: ``"the model that was prepared"``.
-        advice: where to set the options so that it counts.
-        values: what they were then.
+        made: the object that was made: ``"the model that was prepared"``.
+        advice: a sentence that says where to set the options instead.
+        values: the values of all fields at that time.
     """
 
     made: str
@@ -35,7 +35,7 @@ class Options:
     is a warning that says what keeps its old value.
     """
 
-    __slots__ = ("_uses",)  # not among the fields, and not in the __dict__ that users may look at
+    __slots__ = ("_uses",)  # neither a field nor in the __dict__ of the object
     _uses: list[Use]
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Options:
         self._tell(name, getattr(self, name))
 
     def _tell(self, name: str, value: Any) -> None:
-        """Warn of a change that comes too late for something."""
+        """Warn if a change has no effect on objects that were made before."""
         told = set()
         for use in self._uses:
             old = use.values[name]
@@ -83,7 +83,7 @@ class Options:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # a copy was used for nothing yet
+        return dict(vars(self))  # nothing was made from a copy yet
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -91,11 +91,11 @@ class Options:
 
 
 def note_use(options: Options, made: str, *, advice: str) -> None:
-    """Note that something was made from options, so that setting them from now on is a warning.
+    """Record that an object was made from options, so that setting them afterwards gives a warning.
 
     Args:
-        options: what it was made from.
-        made: what it is, with an article: ``"the model that was prepared"``.
+        options: the options.
+        made: the object, with an article: ``"the model that was prepared"``.
         advice: a sentence that says where to set the options instead.
     """
     fields = dataclasses.fields(options)  # type: ignore[arg-type]  # subclasses are dataclasses
@@ -106,7 +106,7 @@ def note_use(options: Options, made: str, *, advice: str) -> None:
 
 def _levels_to_the_user() -> int:
     """Return the ``stacklevel`` that makes a warning of the caller point at the line outside of this package."""
-    levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - as the standard library does, there is no other way to it
+    levels, frame = 1, sys._getframe(1)  # noqa: SLF001 - the standard library does the same
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "nb_accelerate":
         levels, frame = levels + 1, frame.f_back
     return levels

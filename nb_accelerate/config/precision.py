@@ -1,4 +1,4 @@
-"""The values of ``mixed_precision``, and which one counts."""
+"""The values of ``mixed_precision``, and the choice between argument and environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is profiled."""
+"""`ProfileKwargs`: options of `Accelerator.profile`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ProfileKwargs(KwargsHandler):
             ``skip_first``, the arguments of `torch.profiler.schedule`. Call ``step()`` on the profiler at each step.
         on_trace_ready: called with the profiler when a cycle of the schedule is complete.
         record_shapes: record the shapes of inputs.
-        profile_memory: record memory.
-        with_stack: record the lines of code.
+        profile_memory: record allocations of memory.
+        with_stack: record file and line of each operation.
         with_flops: estimate floating point operations.
         with_modules: record which module called an operation.
         output_trace_dir: write ``profile_<process>.json``, a trace for Chrome's and Perfetto's viewers, into this

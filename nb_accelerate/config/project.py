@@ -56,7 +56,7 @@ class SaveInterval:
     """How often a checkpoint is saved. Made by `parse`.
 
     Attributes:
-        amount: of units.
+        amount: number of units.
         unit: ``"steps"``, ``"seconds"`` or ``"epochs"``.
     """
 
@@ -65,7 +65,7 @@ class SaveInterval:
 
     @classmethod
     def parse(cls, text: object) -> SaveInterval:
-        """Read ``"500 steps"``, ``"10 min"`` or ``"1 epoch"``; a whole number counts steps.
+        """Parse ``"500 steps"``, ``"10 min"`` or ``"1 epoch"``; a whole number counts steps.
 
         Raises:
             ConfigError: it is none of these.
@@ -77,7 +77,7 @@ class SaveInterval:
         is_whole = unit == "seconds" or amount.is_integer()
         if not unit or amount <= 0 or not is_whole:
             raise ConfigError(
-                f"save_every={text!r} is no interval. Write a number and a unit: '500 steps', '10 min', '1 epoch'."
+                f"save_every={text!r} is not an interval. Write a number and a unit: '500 steps', '10 min', '1 epoch'."
             )
         return cls(amount, unit)
 
@@ -94,25 +94,25 @@ _UNITS = {
 
 @dataclass
 class ProjectConfiguration(Options):
-    """Where a run writes its files. May be changed at any time: each is read when it is used.
+    """Where a run writes its files, and which checkpoints it keeps. Fields may be changed at any time.
 
     Attributes:
-        project_dir: for checkpoints.
-        logging_dir: for trackers that write files; ``project_dir`` by default.
-        automatic_checkpoint_naming: number checkpoints by themselves.
-        total_limit: keep that many checkpoints; None keeps all.
+        project_dir: folder of checkpoints.
+        logging_dir: folder of trackers that write files; ``project_dir`` by default.
+        automatic_checkpoint_naming: save checkpoints to numbered folders, ``checkpoints/checkpoint_0`` and so on.
+        total_limit: number of checkpoints to keep; None keeps all.
         iteration: the number of the next checkpoint.
         save_on_each_node: write checkpoints on every machine, for disks that machines do not share.
         save_every: how often `Accelerator.resumable` saves a checkpoint: ``"500 steps"``, ``"10 min"``, ``"1 epoch"``.
             It saves one at the end too. None saves none.
-        async_save: whether it does so while training goes on.
-        save_on_signal: names of signals after which it saves a checkpoint and ends: ``("SIGTERM",)`` for machines that
-            are taken away, ``"SIGUSR1"`` for SLURM's warning, ``"SIGINT"`` for an interrupt, after which a notebook
-            leaves its ranks a second or two. A second signal does at once what it would have done.
-        keep: which checkpoints stay if there is a ``total_limit``, besides the one that was saved last: the
-            ``"newest"``, or the ``"best"`` by the value ``monitor``.
-        monitor: the name of a value that is given to `Accelerator.log`.
-        mode: ``"min"`` where the least value is the best, ``"max"`` where the greatest is.
+        async_save: whether `Accelerator.resumable` saves in the background.
+        save_on_signal: names of signals after which `Accelerator.resumable` saves a checkpoint and ends: ``"SIGTERM"``
+            for machines that are preempted, ``"SIGUSR1"`` for SLURM's warning, ``"SIGINT"`` for an interrupt (a
+            notebook waits a second or two for its ranks then). A second signal has its usual effect at once.
+        keep: which checkpoints to keep with a ``total_limit``, besides the last one: the ``"newest"``, or the
+            ``"best"`` by the value ``monitor``.
+        monitor: the name of a value that is passed to `Accelerator.log`.
+        mode: ``"min"`` if the smallest value is the best, ``"max"`` if the largest is.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range.
@@ -152,10 +152,10 @@ class ProjectConfiguration(Options):
 
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
-        """Those of ``save_on_signal``.
+        """The signals of ``save_on_signal``.
 
         Raises:
-            ConfigError: one has no such name, or cannot be waited for.
+            ConfigError: a name is not one of a signal that can be handled.
         """
         names = (self.save_on_signal,) if isinstance(self.save_on_signal, str) else tuple(self.save_on_signal)
         for name in names:
@@ -164,7 +164,7 @@ class ProjectConfiguration(Options):
 
     @property
     def worth(self) -> Callable[[Mapping[str, float]], float] | None:
-        """Return what a checkpoint is worth, given the values that were logged before; None if the newest stay."""
+        """A function of logged values that returns the score of a checkpoint; None with ``keep="newest"``."""
         if self.keep == "newest":
             return None
         sign = 1.0 if self.mode == "max" else -1.0
@@ -186,7 +186,7 @@ class ProjectConfiguration(Options):
 def resolve_project(
     project_dir: str | os.PathLike[str] | None, given: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Merge the ``project_dir`` argument of `Accelerator` into its ``project_config``."""
+    """Merge the ``project_dir`` argument of `Accelerator` into its ``project_config``, and return that."""
     config = check_options("project_config", given, ProjectConfiguration) or ProjectConfiguration()
     if project_dir is not None and config.project_dir is None:
         config.set_directories(project_dir)

@@ -186,8 +186,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 return
             late = place = _placement(current, self.device, non_blocking=self._non_blocking)
             if place is not None and self._non_blocking:
-                # Copies that nobody waits for start as early as possible; others as late as possible, so that only one
-                # batch at a time takes the memory of the device.
+                # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
+                # a time takes memory of the device.
                 current, late, batches = place(current), None, map(place, batches)
             position = progress.position
             for upcoming in batches:
@@ -236,7 +236,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     def _known_length(self) -> int | None:
         """Return the length of this loader if it has one.
 
-        torch takes a length that was asked for as a promise, and warns for each batch beyond it: here nobody asked.
+        torch warns for each batch beyond a length that was asked for. Users did not ask here, so its mark is restored.
         """
         loader = self._reader.source.loader
         asked = loader._IterableDataset_len_called  # noqa: SLF001 - torch's

@@ -71,7 +71,8 @@ def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
         workers: how many worker processes the loader has.
 
     Raises:
-        CheckpointError: it is no such state, or one with states of samplers or datasets in another number of workers.
+        CheckpointError: ``state`` is something else, or has states of samplers or datasets for another number of
+            workers.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"A loader cannot load a {type(state).__name__} as its position. {_WHAT}")

@@ -146,7 +146,7 @@ class LoaderView:
 
 
 class DataLoaderStateMixin:
-    """Report the epochs of a loader to a `LoaderTracker`. Prepared loaders do; a loader of yours can inherit it.
+    """Report the epochs of a loader to a `LoaderTracker`. Prepared loaders inherit it; your own can.
 
     Such a loader sets ``gradient_state = GradientState()``, calls `begin` before its first batch and `end` after its
     last, and sets ``end_of_dataloader`` to True before it hands out the last. Then accumulation windows close there,

@@ -48,7 +48,7 @@ def visible_devices(visible: str | None, changed: bool) -> tuple[str, ...]:
 def devices_in(visible: str) -> tuple[str, ...]:
     """Return the devices in a value of ``CUDA_VISIBLE_DEVICES``, as CUDA reads it.
 
-    Nothing counts after an entry that is no device, and a process sees one slice of a GPU (MIG) at most.
+    Entries after one that is not a device are ignored, and a process sees at most one slice of a GPU (MIG).
     """
     named = tuple(takewhile(lambda device: device not in ("", "-1"), map(str.strip, visible.split(","))))
     return named[:1] if visible.startswith("MIG-") else named
@@ -69,7 +69,7 @@ def _in_use() -> str:
 
 
 def is_loaded(library: str) -> bool:
-    """Return whether a shared library is in this process' memory, whoever loaded it.
+    """Return whether a shared library is loaded in this process, by whatever package.
 
     Args:
         library: its name in the file (``DT_SONAME``).

@@ -45,8 +45,8 @@ def _no_variables(_devices: Sequence[str], _local_rank: int) -> Mapping[str, str
 class DeviceKind:
     """One row: a type of device.
 
-    The first group of fields describes it. The second is asked in the notebook, before ranks are started; nothing there
-    starts the driver of a device. The third is asked in the ranks.
+    The first group of fields describes it. The second is used in the notebook, before ranks are started, and never
+    starts the driver of a device. The third is used in the ranks.
 
     Attributes:
         name: torch's name for the device type.
@@ -69,21 +69,21 @@ class DeviceKind:
             holds memory of them.
 
         is_available: whether this machine has such a device.
-        count: how many this process sees; 0 means that the device has no number.
+        count: number of devices that this process sees; 0 means that the device has no number.
         is_initialized: whether this process has started its runtime.
         set_device: make the device with a number the current one.
         current_device: number of the current one.
         get_rng_state: random state of the current device as a byte tensor on the CPU; None if it has none of its own.
-        get_rng_states: those of all devices that this process sees, by their number; None where one is all there is.
-        set_rng_state: put a state back; the number of the device may follow.
-        empty_cache: give cached memory back to the device.
+        get_rng_states: states of all devices that this process sees, by number; None for types with one device.
+        set_rng_state: set a random state; takes the state and, optionally, the number of the device.
+        empty_cache: release cached memory of the device.
         memory_allocated: bytes that tensors use on it now.
         memory_reserved: bytes that this process holds of it now, caches included.
         utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
             and the driver's library raise where that library is missing, or does not know this device.
         supports_bf16: whether this device computes in bfloat16.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
-        uuid: names the device with a number among all devices of all machines; None if it has no such name.
+        uuid: a name of the device with a number that is unique over all machines; None if it has none.
     """
 
     name: str
@@ -120,5 +120,5 @@ class DeviceKind:
 
     @property
     def transport(self) -> Backend:
-        """How the backend behaves that carries its tensors; without one, nothing is expected of it."""
+        """The row of its torch.distributed backend; defaults if it has none."""
         return backend_named(self.backend or "")

@@ -72,13 +72,13 @@ class FP16Precision(AutocastPrecision):
                 f"is {halves[0]!r}) are float16 already, too coarse to be updated. Prepare the model in float32: "
                 "write model.float() before prepare, or leave mixed_precision out."
             )
-        self.scaler.adopt(model)
+        self.scaler.add_model(model)
         return super().prepare_model(model)
 
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.scaler.scale(loss).backward(**kwargs)
-        self.scaler.note_unowned()
+        self.scaler.record_unowned()
 
     @override
     def unscale(self, parameters: Sequence[Tensor]) -> None:
@@ -89,7 +89,7 @@ class FP16Precision(AutocastPrecision):
             raise NotPreparedError(
                 f"Gradients of {len(scaled)} parameters (the first has the shape {tuple(scaled[0].shape)}) cannot be "
                 "clipped: with mixed_precision='fp16' they are multiplied with the loss scale, and no prepared "
-                "optimizer trains them, so nobody divides them. Write optimizer = accelerator.prepare(optimizer) for "
+                "optimizer trains them, so they stay scaled. Write optimizer = accelerator.prepare(optimizer) for "
                 "their optimizer, or give only the parameters that are trained."
             )
 

@@ -101,13 +101,13 @@ class ScaledStep(OptimizerStep):
     def discard(self) -> None:
         self._forget()
 
-    def look(self) -> None:
-        """Notice that true gradients were dropped without a call of ``zero_grad`` of this optimizer."""
+    def check_dropped(self) -> None:
+        """Update the state if true gradients were dropped other than by ``zero_grad`` of this optimizer."""
         if self.unscaled and not any(bool(_values(gradient).any()) for gradient in self.gradients()):
             self._forget()
 
     def divide_by(self, inverse: Tensor) -> None:
-        """Divide the gradients of the next backward, which adds them to true ones. Called when a loss is scaled."""
+        """Multiply the gradients of the next backward, which adds them to true ones, by ``inverse`` of the scale."""
         self._release()
         self._checked = False
         self._hooks = [
@@ -119,7 +119,7 @@ class ScaledStep(OptimizerStep):
         ]
 
     def _forget(self) -> None:
-        """Note that the gradients were used or dropped."""
+        """Set the state of the gradients to used or dropped."""
         self._release()
         self.unscaled, self._checked = False, True
         self._used_at = self._scaler.num_scaled
@@ -154,18 +154,18 @@ class LossScaler(torch.amp.GradScaler):
         self._scaled_unowned: dict[int, weakref.ref[Tensor]] = {}
         own = weakref.ref(self)
 
-        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             scaler = own()
             if scaler is not None:
-                scaler._look_at(optimizer)  # noqa: SLF001 - this class
+                scaler._check_prepared(optimizer)  # noqa: SLF001 - this class
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+        weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> ScaledStep:
         """Return what takes the steps of an optimizer; the same object if it was bound before."""
         step = self._steps.get(id(optimizer))
         if step is None:
-            if id(optimizer) in self._per_optimizer_states:  # of one that is gone, and had the same id
+            if id(optimizer) in self._per_optimizer_states:  # of a deleted optimizer that had the same id
                 self._per_optimizer_states[next(self._gone)] = self._per_optimizer_states.pop(id(optimizer))
             step = self._steps[id(optimizer)] = ScaledStep(optimizer, self)
         return step
@@ -187,13 +187,13 @@ class LossScaler(torch.amp.GradScaler):
 
     def _begin(self, **options: Any) -> None:
         self._scale = None
-        self._per_optimizer_states: dict[int, State] = {}  # torch's scaler has none of these where it is not enabled
+        self._per_optimizer_states: dict[int, State] = {}  # torch sets it only if the scaler is enabled
         super().__init__(self.device_type, **options)
 
     @override
     def scale(self, outputs: Any) -> Any:
         if self.is_enabled():
-            if self._finds():
+            if self._has_checked_gradients():
                 self.update()
             self.num_scaled += 1
             held = [step for step in self.steps() if step.unscaled]
@@ -212,11 +212,11 @@ class LossScaler(torch.amp.GradScaler):
 
     @override
     def get_scale(self) -> float:
-        return self._settled().get_scale() if self._finds() else super().get_scale()
+        return self._updated_copy().get_scale() if self._has_checked_gradients() else super().get_scale()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._settled().state_dict() if self._finds() else super().state_dict()
+        return self._updated_copy().state_dict() if self._has_checked_gradients() else super().state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -228,12 +228,12 @@ class LossScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("The loss scaler of an Accelerator cannot be copied or pickled. Save its state_dict().")
 
-    def adopt(self, model: nn.Module) -> None:
-        """Note that the losses of a model are scaled. Called when it is prepared."""
+    def add_model(self, model: nn.Module) -> None:
+        """Add a model whose losses are scaled. Called when it is prepared."""
         self._models.add(model)
 
-    def note_unowned(self) -> None:
-        """Note which scaled gradients belong to no prepared optimizer. Called after each backward."""
+    def record_unowned(self) -> None:
+        """Record which scaled gradients belong to no prepared optimizer. Called after each backward."""
         shape = (
             len(self._models),
             *(len(group["params"]) for step in self.steps() for group in step.optimizer.param_groups),
@@ -250,7 +250,7 @@ class LossScaler(torch.amp.GradScaler):
                 self._scaled_unowned[id(parameter)] = weakref.ref(parameter.grad)
 
     def scaled_unowned(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return those that have scaled gradients which no prepared optimizer will unscale."""
+        """Return the parameters whose scaled gradients no prepared optimizer will unscale."""
         noted = self._scaled_unowned
         return [
             parameter
@@ -258,7 +258,7 @@ class LossScaler(torch.amp.GradScaler):
             if id(parameter) in noted and parameter.grad is not None and noted[id(parameter)]() is parameter.grad
         ]
 
-    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_prepared(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer that was not prepared, on scaled gradients. Called before every step."""
         if not self._scaled_unowned or id(optimizer) in self._steps:
             return
@@ -269,20 +269,20 @@ class LossScaler(torch.amp.GradScaler):
                 "through prepare. Write optimizer = accelerator.prepare(optimizer)."
             )
 
-    def _finds(self) -> bool:
-        """Whether something was found in gradients that were used or dropped, and the scale does not know it yet."""
+    def _has_checked_gradients(self) -> bool:
+        """Return whether used or dropped gradients were checked for infinities since the scale was last updated."""
         for step in self.steps():
-            step.look()
-        return any(state["found_inf_per_device"] for state in self._used_states().values())
+            step.check_dropped()
+        return any(state["found_inf_per_device"] for state in self._states_of_used().values())
 
-    def _used_states(self) -> dict[int, State]:
-        """Return what was found in gradients that were used or dropped."""
+    def _states_of_used(self) -> dict[int, State]:
+        """Return torch's states of the optimizers whose gradients were used or dropped."""
         held = {key for key, step in self._steps.items() if step.unscaled}
         return {key: state for key, state in self._per_optimizer_states.items() if key not in held}
 
     @contextlib.contextmanager
     def _changing_scale(self) -> Iterator[None]:
-        """Run a block that changes the scale; gradients that are there go along, found or unscaled as they are."""
+        """Run a block that changes the scale. Scaled gradients are multiplied to fit; states of true ones are kept."""
         known = self._per_optimizer_states
         held = {key: known.pop(key) for key, step in self._steps.items() if step.unscaled and key in known}
         scaled = [step for step in self.steps() if step.holds_scaled]
@@ -298,8 +298,8 @@ class LossScaler(torch.amp.GradScaler):
             for gradient in step.gradients():
                 gradient.mul_((after / before).to(gradient.device))
 
-    def _settled(self) -> torch.amp.GradScaler:
-        """Return a scaler with the scale that the next loss will get."""
+    def _updated_copy(self) -> torch.amp.GradScaler:
+        """Return a copy that was updated: its scale is the one of the next loss."""
         assert self._scale is not None
         assert self._growth_tracker is not None
         copy = torch.amp.GradScaler(
@@ -309,7 +309,7 @@ class LossScaler(torch.amp.GradScaler):
             growth_interval=self._growth_interval,
         )
         copy._scale, copy._growth_tracker = self._scale.clone(), self._growth_tracker.clone()  # noqa: SLF001
-        for key, state in self._used_states().items():
+        for key, state in self._states_of_used().items():
             found = {device: value.clone() for device, value in state["found_inf_per_device"].items()}
             copy._per_optimizer_states[key]["found_inf_per_device"] = found  # noqa: SLF001
         copy.update()

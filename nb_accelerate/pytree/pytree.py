@@ -3,8 +3,8 @@
 `tensors_in` and `map_tensors` visit tensors in the same order, so that what is done to a list of all tensors at once
 (one collective, say) can be put back in place.
 
-``torch.utils._pytree`` does not serve here: it takes classes that nobody registered with it for leaves, among them
-dataclasses, subclasses of list, and mappings such as a tokenizer's ``BatchEncoding``, and it is no public module.
+``torch.utils._pytree`` is not used: it is private, and treats classes that were not registered as leaves, among them
+dataclasses, subclasses of list, and mappings such as a tokenizer's ``BatchEncoding``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class DVCLiveTracker(LibraryTracker):
 
     Args:
         run_name: not used by DVCLive.
-        live: a ``dvclive.Live`` of yours; by default a new one.
+        live: your own ``dvclive.Live``; by default a new one.
         **kwargs: those of ``dvclive.Live``.
     """
 

@@ -84,8 +84,8 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     if entry is None:
         known = ", ".join(repr(one) for one in ("all", *TRACKERS))
         raise ConfigError(
-            f"log_with={name!r} is no tracker.{suggest(name, TRACKERS)} Write one of {known}, or an object of a "
-            "class of yours that is a GeneralTracker."
+            f"log_with={name!r} is not a tracker.{suggest(name, TRACKERS)} Write one of {known}, or an object of your "
+            "own subclass of GeneralTracker."
         )
     if not entry.is_available:
         raise MissingDependencyError(entry.libraries[0], needed_for=f"log_with={name!r}", extra=name)
@@ -95,15 +95,15 @@ def tracker_class(name: str) -> type[GeneralTracker]:
 def filter_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[str | LoggerType | GeneralTracker]:
-    """Return which trackers ``log_with`` means.
+    """Return the trackers that ``log_with`` selects.
 
     Args:
         log_with: a name, a `LoggerType`, a tracker object, a list of those, or None. ``"all"`` means every tracker
-            whose library is installed, and which gets what it needs.
-        logging_dir: for trackers that write files.
+            whose library is installed, without those that need a folder if ``logging_dir`` is None.
+        logging_dir: folder for trackers that write files.
 
     Raises:
-        ConfigError: a name is no tracker, or a tracker needs a folder and there is none.
+        ConfigError: a name is not one of a tracker, or a tracker needs a folder and none was given.
         MissingDependencyError: a library is not installed.
     """
     wanted = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
@@ -143,13 +143,13 @@ def make_trackers(
     logging_dir: str | os.PathLike[str] | None,
     init_kwargs: dict[str, dict[str, Any]],
 ) -> list[GeneralTracker]:
-    """Return a tracker for each name, and objects as they are.
+    """Make a tracker for each name; tracker objects are returned as they are.
 
     Args:
         chosen: what `filter_trackers` returned.
-        project_name: what they call the run or its project.
-        logging_dir: for trackers that write files.
-        init_kwargs: arguments for the library of a tracker, by its name.
+        project_name: the name of the run or of its project, depending on the tracker.
+        logging_dir: folder for trackers that write files.
+        init_kwargs: arguments for the library of a tracker, by the name of the tracker.
 
     Raises:
         ConfigError: ``init_kwargs`` has a name that is not chosen.
@@ -181,13 +181,13 @@ def _check_names(argument: str, given: Iterable[str], known: Sequence[str]) -> N
 
 @dataclass(kw_only=True)
 class Recording:
-    """What an `Accelerator` records, and where.
+    """The trackers, folders and profile options of an `Accelerator`.
 
     Attributes:
-        project: where files go.
+        project: folders of files.
         log_with: trackers to open, by name or as objects.
         profile: options of `Accelerator.profile`.
-        trackers: the open ones.
+        trackers: trackers that are open.
     """
 
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
@@ -213,13 +213,13 @@ def resolve_recording(
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Make a tracker of yours known by its name: ``log_with="its name"``. Use it as a decorator.
+    """Register your own tracker class, for ``log_with="its name"``. Use it as a decorator.
 
-    A cell that defines a tracker may run again; another class of the same name takes the place of the first, with a
+    A cell that defines a tracker may run again. Another class with the same ``name`` replaces the first, with a
     warning.
 
     Raises:
-        ConfigError: the class is not a tracker, or lacks what one says of itself.
+        ConfigError: the class is not a `GeneralTracker`, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(f"{tracker_class!r} is not a GeneralTracker. Write class MyTracker(GeneralTracker).")

@@ -134,7 +134,7 @@ def test_the_file_lies_where_accelerate_looks_for_it(tmp_path: Path, variables: 
         ("use_cpu: perhaps\n", ["use_cpu='perhaps'", "yes or no"]),
         ("main_process_port: 70000\n", ["main_process_port=70000", "65535"]),
         ("fsdp_config: yes\n", ["fsdp_config=True", "section"]),
-        ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER", "machines of your own"]),
+        ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER", "your own machines"]),
         ("- a\n- b\n", ["num_processes: 2"]),
         ("a: [\n", ["cannot be read"]),
     ],

@@ -77,7 +77,7 @@ def test_every_make_target_it_names_exists():
 def test_the_error_it_quotes_is_one_of_ours():
     (quoted,) = re.findall(r"^> `(.+), \.\.\.`$", PAGE, re.MULTILINE)
     name = "wandbb"
-    assert quoted.startswith(f"log_with={name!r} is no tracker.{suggest(name, TRACKERS)} Write one of")
+    assert quoted.startswith(f"log_with={name!r} is not a tracker.{suggest(name, TRACKERS)} Write one of")
 
 
 @pytest.fixture

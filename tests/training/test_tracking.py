@@ -242,7 +242,7 @@ def test_a_registered_tracker_is_found_by_name(monkeypatch):
 @pytest.mark.parametrize(
     ("log_with", "error", "text"),
     [
-        ("tensorbord", ConfigError, "is no tracker. Did you mean 'tensorboard'"),
+        ("tensorbord", ConfigError, "is not a tracker. Did you mean 'tensorboard'"),
         (Diary, ConfigError, "has the class Diary. Write an object"),
         ([3], ConfigError, "has 3, which is neither"),
         ("tensorboard", ConfigError, "there is no folder for them. Write Accelerator\\(log_with='tensorboard', proj"),
@@ -271,12 +271,12 @@ def test_all_means_what_is_installed_and_has_what_it_needs(monkeypatch, tmp_path
 
 def test_asking_for_a_tracker_that_is_not_open_says_what_to_write(tmp_path: Path):
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
-    with pytest.raises(NotPreparedError, match="none was opened"):
+    with pytest.raises(NotPreparedError, match="init_trackers was not called"):
         accelerator.get_tracker("jsonl")
     with pytest.raises(ConfigError, match=r"init_kwargs has arguments for 'jsnl'.*Did you mean 'jsonl'"):
         accelerator.init_trackers("digits", init_kwargs={"jsnl": {}})
     accelerator.init_trackers("digits")
-    with pytest.raises(ConfigError, match="no tracker 'wandb'; open are jsonl"):
+    with pytest.raises(ConfigError, match="No tracker 'wandb' is open, only jsonl"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
 
