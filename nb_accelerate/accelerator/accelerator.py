@@ -104,17 +104,17 @@ class Accelerator(
         device_placement: move models and batches to the device.
         split_batches: the batch size of a loader is that of all processes together.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; else ``ACCELERATE_MIXED_PRECISION``.
-        gradient_accumulation_steps: batches for one optimizer step, 1 by default; the environment's
-            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` counts more. Use `accumulate` in the loop.
+        gradient_accumulation_steps: number of batches for one optimizer step, 1 by default. The environment variable
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` takes precedence. Use `accumulate` in the loop.
         cpu: train on the CPU; else ``ACCELERATE_USE_CPU``.
-        dataloader_config: how loaders share out data.
-        rng_types: which random numbers get the state of process 0 at each epoch; by default the generators of
+        dataloader_config: how loaders divide data among processes.
+        rng_types: which random states are set to those of process 0 at each epoch; by default the generators of
             samplers, so that all processes shuffle alike.
         log_with: experiment trackers: a name such as ``"tensorboard"`` or ``"jsonl"``, an object of your own class,
             a list of those, or ``"all"`` for every one that is installed. `init_trackers` opens them.
-        project_dir: where checkpoints, and trackers that write files, put them.
-        project_config: the same in detail.
-        gradient_accumulation_plugin: how gradients accumulate, in detail.
+        project_dir: folder of checkpoints and of trackers that write files.
+        project_config: options of folders and checkpoints, instead of ``project_dir``.
+        gradient_accumulation_plugin: options of accumulation, instead of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: False advances prepared schedulers at every call, whether or not the
             optimizer stepped.
         kwargs_handlers: arguments for torch: `DistributedDataParallelKwargs`, `GradScalerKwargs`,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -38,18 +38,18 @@ class IdentitySlice(Slice, Identity):
         return AcceleratorState.of(self.core.process, self.core.choices)
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not in use."""
-        return
+    def deepspeed_plugin(self) -> Any:
+        """See `AcceleratorState.deepspeed_plugin`."""
+        return self.state.deepspeed_plugin
 
     @property
-    def parallelism_config(self) -> None:
-        """None: there is no device mesh; models are trained with data parallelism only."""
-        return
+    def parallelism_config(self) -> Any:
+        """See `AcceleratorState.parallelism_config`."""
+        return self.state.parallelism_config
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded with FSDP2."""
+        """See `AcceleratorState.is_fsdp2`."""
         return self.state.is_fsdp2
 
     @property

@@ -62,7 +62,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 @contextlib.contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables inside a block, and put back what there was before. Names become upper case.
+    """Set environment variables inside a block, and restore them afterwards. Names become upper case.
 
     Example::
 
@@ -80,7 +80,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside a block, and put back what there was before."""
+    """Empty the environment inside a block, and restore it afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -91,7 +91,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Run a function, or each test of a class, with accelerate's environment variables put back afterwards.
+    """Run a function, or each test of a class, and restore accelerate's environment variables afterwards.
 
     Use it as a decorator. Subclasses of a decorated class behave like it.
     """
@@ -139,7 +139,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Return whether a port of this machine is taken; 29500, where ranks meet by default, if none is given.
+    """Return whether a port of this machine is in use; by default 29500, the default port of the rendezvous.
 
     Raises:
         ConfigError: it is not a port.

@@ -1,4 +1,4 @@
-"""Logging and progress bars with many processes: the main process writes, unless a call asks for more."""
+"""Logging and progress bars that only the main process writes by default."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MultiProcessAdapter(_Adapter):
         kwargs.setdefault("stacklevel", 2)  # the line that is shown is the caller's, not one of this file
         collectives = current_collectives() if in_order else None
         turns = [collectives.rank == rank for rank in range(collectives.world_size)] if collectives else []
-        # In order, no level is asked before the turn: a process with another level must not keep the others waiting.
+        # In order, all processes enter every barrier, also those whose level does not show the message.
         for mine in turns or [not main_process_only or context.topology_here().is_main]:
             if mine and self.isEnabledFor(level):
                 said, options = self.process(msg, kwargs)
@@ -59,9 +59,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     Example::
 
         logger = get_logger(__name__, log_level="INFO")
-        logger.info("said once")
-        logger.info("said by every process", main_process_only=False)
-        logger.info("said by every process in its turn", main_process_only=False, in_order=True)
+        logger.info("by the main process")
+        logger.info("by every process", main_process_only=False)
+        logger.info("by every process, in order of rank", main_process_only=False, in_order=True)
 
     Args:
         name: usually ``__name__``.

@@ -1,4 +1,4 @@
-"""`AcceleratorState`: a view of what this process is and what its newest `Accelerator` chose."""
+"""`AcceleratorState`: a view of the rank and device of this process and of the choices of its newest `Accelerator`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLUGINS = (
 
 
 class AcceleratorState(ProcessView):
-    """What `PartialState` shows, and the precision and compilation that the newest `Accelerator` chose.
+    """The members of `PartialState`, and the precision and compilation that the newest `Accelerator` chose.
 
     Args:
         mixed_precision: as for `Accelerator`, in code that makes the state before any `Accelerator`.
@@ -111,12 +111,12 @@ class AcceleratorState(ProcessView):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded with FSDP's second version, the only one there is here."""
+        """Whether models are sharded with FSDP2; its first version is not supported."""
         return self.distributed_type is DistributedType.FSDP
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget what the newest `Accelerator` chose, and with ``reset_partial_state`` what this process is."""
+        """Clear the choices of the newest `Accelerator`; with ``reset_partial_state`` also rank and device."""
         known = context.current()
         if known is not None:
             remember(known, None)

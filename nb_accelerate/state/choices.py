@@ -1,4 +1,4 @@
-"""The process that runs this code and the choices of its newest `Accelerator`, for code that was given neither."""
+"""Find the context of this process and the choices of its newest `Accelerator`, for code without an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Options that an `Accelerator` chose and states show. Refers to no model, so it may outlive the `Accelerator`.
+    """The choices of an `Accelerator` that states show. It refers to no model, so it may outlive the `Accelerator`.
 
     Attributes:
         mixed_precision: the name of the precision.
@@ -38,7 +38,7 @@ class Choices:
         dynamo: how models are compiled.
         accumulation: the accumulation window, and the batch of it that the loop is at.
         tracker: which loader is being iterated.
-        variables: the environment variables about precision and compilation at the time of the choice.
+        variables: the environment variables about precision, compilation and engines at the time of the choice.
     """
 
     mixed_precision: str
@@ -51,7 +51,7 @@ class Choices:
 
     @classmethod
     def make(cls, mixed_precision: str | None = None, plugin: GradientAccumulationPlugin | None = None) -> Choices:
-        """Return the choices that the environment and the arguments make, before there is an `Accelerator`."""
+        """Return choices from the environment and the arguments, where no `Accelerator` was made."""
         environment = Environment()
         shared = shared_training()
         return cls(
@@ -63,9 +63,9 @@ class Choices:
 
 
 def inherited(environment: Environment) -> Choices | None:
-    """Return the choices that a further `Accelerator` takes over where its arguments leave them open, or None.
+    """Return the choices that another `Accelerator` inherits for arguments that are not given, or None.
 
-    None too if the environment variables about them have changed since: the change is meant to have an effect.
+    Nothing is inherited after the environment variables about precision, compilation or engines were changed.
     """
     known = newest_choices()
     return known if known is not None and known.variables == _variables(environment) else None

@@ -1,4 +1,4 @@
-"""`PartialState`: a view of what this process is."""
+"""`PartialState`: a view of the rank, device and process group of this process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ProcessView(View, Identity):
 
     @property
     def initialized(self) -> bool:
-        """Whether this process knows its rank and device already."""
+        """Whether rank and device of this process were set up."""
         return context.current() is not None
 
     @property
@@ -75,15 +75,15 @@ class ProcessView(View, Identity):
         return bool(Environment().flag("FORK_LAUNCHED"))
 
     def set_device(self) -> None:
-        """Make this process's device torch's current one; setting up a process does so already."""
+        """Make the device of this process the current one of torch, as setting up a process does."""
         here = self._process()
         if here.device.index is not None:
             here.kind.set_device(here.device.index)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """End the process group, or one of its subgroups.
+        """Destroy the process group, or one of its subgroups.
 
-        A script for accelerate asks for this at its end; without it the group ends with the interpreter.
+        Scripts for accelerate call this at their end; without it the group is destroyed when the interpreter exits.
 
         Args:
             group: a subgroup; by default the group of all processes.
@@ -110,12 +110,12 @@ class PartialState(ProcessView):
             ...
 
     Args:
-        cpu: compute on the CPU although there is another device.
+        cpu: use the CPU even if another device is available.
         **kwargs: fields of `InitProcessGroupKwargs`, such as ``timeout``.
 
     Raises:
         ConfigError: the environment contradicts itself, or an earlier choice.
-        TypeError: there is no such field.
+        TypeError: `InitProcessGroupKwargs` has no such field.
     """
 
     _shared_state = SharedState(lambda: context.current() is not None, *SHOWN)
@@ -135,7 +135,7 @@ class PartialState(ProcessView):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget what this process is. The process group stays, and is found again."""
+        """Clear the rank and device of this process. The process group stays, and is used again."""
         context.reset()
 
 
@@ -144,10 +144,10 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A dict that is another one in each thread, as accelerate uses it for TPU threads.
+    """A descriptor with a dict of its own for each thread, which accelerate uses for TPU threads.
 
     Args:
-        thread_local: accepted for its name; the dict is always one per thread.
+        thread_local: ignored; the dict is always one per thread.
     """
 
     def __init__(self, thread_local: bool = False) -> None:

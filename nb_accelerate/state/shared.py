@@ -1,4 +1,4 @@
-"""What all `Accelerator` objects of a process share.
+"""State that all `Accelerator` objects of a process share.
 
 A cell that makes an `Accelerator` may run twice, and an evaluation may make a second one. Objects that the first one
 prepared stay usable, because the state of the loop, of its loaders and of the loss scaler is kept here, once for each

@@ -33,14 +33,14 @@ class SharedState:
 
 
 class View:
-    """An object that reads its attributes from elsewhere: it cannot be set, and copies are the object itself."""
+    """A read-only object whose attributes are computed. A copy of it is the object itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(type(self), name, None)
         if isinstance(known, property) and known.fset is None:
             raise AttributeError(
-                f"{type(self).__name__}.{name} cannot be set: it shows what this process is and what its Accelerator "
-                "chose. Write it as an argument of Accelerator(...), or set an attribute of the Accelerator."
+                f"{type(self).__name__}.{name} cannot be set: it shows a property of this process or a choice of "
+                "its Accelerator. Write it as an argument of Accelerator(...), or set an attribute of the Accelerator."
             )
         object.__setattr__(self, name, value)
 
