@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer, Self
 
-_BLOCK = 1 << 24  # bytes that one checksum stands for
+BLOCK = 1 << 24  # bytes that one checksum stands for
 _ROW = 1 << 14  # bytes that one sum stands for
 _CHUNK = 1 << 20  # bytes that are read at once: they stay in the cache of a core
 _IN_LINE = 1 << 18  # bytes of a write whose checksum takes less time than to wake up a thread
@@ -155,8 +155,8 @@ class RecordingFile:
     def _add(self, rows: memoryview) -> None:
         """Add whole rows, or the end of the file, to the checksums of their blocks."""
         while rows:
-            filled = self._digested % _BLOCK
-            piece = rows[: _BLOCK - filled]
+            filled = self._digested % BLOCK
+            piece = rows[: BLOCK - filled]
             if not filled:
                 self._crc32.append(0)
             self._crc32[-1] = zlib.crc32(_sums(piece), self._crc32[-1])
@@ -207,7 +207,7 @@ class Recorder:
                     with open_file(path) as file:
                         os.fsync(file.fileno())
                         size = os.fstat(file.fileno()).st_size
-                        starts = range(0, size, _BLOCK)
+                        starts = range(0, size, BLOCK)
                         files[name] = FileRecord(size, tuple(_checksum(file.fileno(), start) for start in starts))
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -217,10 +217,26 @@ class Recorder:
         return files
 
 
+class BlockSums:
+    """The checksum of one block, from pieces of it that are whole rows, but for the last.
+
+    Attributes:
+        crc32: of what was added.
+    """
+
+    def __init__(self) -> None:
+        self.crc32 = 0
+
+    def add(self, piece: memoryview) -> None:
+        """Add the next piece."""
+        self.crc32 = zlib.crc32(_sums(piece), self.crc32)
+
+
 class Verification:
     """Compares a part of the blocks of some files with what they were, in threads of its own.
 
-    It begins when it is made, so that files can be read meanwhile; `result` waits for it.
+    It begins when it is made, so that files can be read meanwhile; `result` waits for it. Whoever reads all of a file
+    anyway may `take` it, and compare while reading.
 
     Args:
         folder: where the files are.
@@ -231,21 +247,54 @@ class Verification:
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:
         self._pool = _threads()
-        blocks = [(name, index) for name, was in sorted(files.items()) for index in range(len(was.crc32))]
-        self._compared = [
-            self._pool.submit(_compare, folder / name, files[name], index) for name, index in blocks[rank::num_ranks]
-        ]
+        self._folder = folder
+        self._files = files
+        # What is mapped comes first: readers take the others.
+        names = sorted(files, key=lambda name: (not name.endswith(".safetensors"), name))
+        blocks = [(name, index) for name in names for index in range(len(files[name].crc32))]
+        self._blocks = blocks[rank::num_ranks]
+        self._compared = {block: self._submit(*block) for block in self._blocks}
+        self._settled: dict[str, bool] = {}
+
+    def take(self, name: str) -> dict[int, int]:
+        """Leave this rank's part of a file to the caller, who is to `settle` it.
+
+        What is taken and never settled is compared in the end.
+
+        Returns:
+            The checksums of the blocks that belong to it, by number; none of a file in an old format.
+        """
+        record = self._files.get(name)
+        if record is None or not record.of_sums:
+            return {}
+        blocks = [block for block in self._blocks if block[0] == name]
+        for block in blocks:
+            if self._compared[block].cancel():
+                del self._compared[block]
+        return {index: record.crc32[index] for _, index in blocks}
+
+    def settle(self, name: str, *, is_whole: bool) -> None:
+        """Say whether what was taken of a file is as it was written."""
+        self._settled[name] = is_whole
 
     def result(self) -> list[str]:
         """Return a sentence for each file that is not as it was written, as far as this rank has looked."""
         try:
-            return list(dict.fromkeys(sentence for one in self._compared if (sentence := one.result())))
+            for block in self._blocks:
+                if block not in self._compared and block[0] not in self._settled:
+                    self._compared[block] = self._submit(*block)
+            found = [sentence for one in self._compared.values() if (sentence := one.result())]
+            found += [_differs(self._folder / name) for name, is_whole in self._settled.items() if not is_whole]
+            return sorted(set(found))
         finally:
             self.close()
 
     def close(self) -> None:
         """Leave out what was not compared yet, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, name: str, index: int) -> Future[str]:
+        return self._pool.submit(_compare, self._folder / name, self._files[name], index)
 
 
 def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
@@ -262,7 +311,7 @@ def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
             _refuse_links(folder, name)
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
-            if size != was.size or len(was.crc32) != -(-was.size // _BLOCK):
+            if size != was.size or len(was.crc32) != -(-was.size // BLOCK):
                 found.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
         except FileNotFoundError:
             found.append(f"{path} is missing.")
@@ -289,11 +338,15 @@ def _compare(path: Path, was: FileRecord, index: int) -> str:
     """Return what is wrong with a block of a file; nothing if it is as it was."""
     try:
         with open_file(path) as file:
-            if _checksum(file.fileno(), index * _BLOCK, of_sums=was.of_sums) != was.crc32[index]:
-                return f"{path} is not as it was saved: damaged or replaced, its checksum differs."
+            if _checksum(file.fileno(), index * BLOCK, of_sums=was.of_sums) != was.crc32[index]:
+                return _differs(path)
     except OSError as error:
         return f"{path} cannot be read: {error}."
     return ""
+
+
+def _differs(path: Path) -> str:
+    return f"{path} is not as it was saved: damaged or replaced, its checksum differs."
 
 
 def _refuse_links(folder: Path, name: str) -> None:
@@ -310,7 +363,7 @@ def _checksum(descriptor: int, start: int, *, of_sums: bool = True) -> int:
     """Return the checksum of the block of a file that begins at ``start``, in bytes."""
     buffer = memoryview(bytearray(_CHUNK))
     crc = 0
-    for offset in range(start, start + _BLOCK, _CHUNK):
+    for offset in range(start, start + BLOCK, _CHUNK):
         count = os.preadv(descriptor, [buffer], offset)
         crc = zlib.crc32(_sums(buffer[:count]) if of_sums else buffer[:count], crc)
         if count < _CHUNK:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import copy
 import io
 import json
 import os
@@ -14,14 +13,12 @@ import sys
 import threading
 import zipfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 from nb_accelerate.bigmodel.ties import device_of
 from nb_accelerate.config.checks import check_whole
@@ -29,7 +26,6 @@ from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Future
 
     from torch import Tensor
 
@@ -48,7 +44,6 @@ _UNREADABLE = (
 )  # fmt: skip
 
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_MOST_THREADS = 8  # that copy what was read
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)([Bb])", re.IGNORECASE)
 
 
@@ -190,41 +185,6 @@ def read(file: str | os.PathLike[str], map_location: Any, *, if_trusted: str, **
         raise _damaged(file, error) from error
     except _UNREADABLE as error:
         raise _damaged(file, error) from error
-
-
-def read_in_memory(file: str | os.PathLike[str], *, if_trusted: str, **kwargs: Any) -> Any:
-    """Do as `read` does to the CPU, faster for large files: they are mapped, and copied by several threads.
-
-    Nothing of what is returned depends on the file any more, which may be removed or replaced.
-    """
-    if kwargs or not zipfile.is_zipfile(file):  # files of the old format cannot be mapped
-        return read(file, "cpu", if_trusted=if_trusted, **kwargs)
-    mapped = read(file, "cpu", if_trusted=if_trusted, mmap=True, **kwargs)
-    copies: dict[tuple[int, int], torch.UntypedStorage] = {}
-    # Threads of torch would do it too, and spin while they wait for each other: twice the time of the processors.
-    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "nb-copies")
-    copying: list[Future[None]] = []
-
-    def copied(leaf: Any) -> Any:
-        if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
-            return copy.deepcopy(leaf) if isinstance(leaf, torch.Tensor) else leaf
-        storage = leaf.untyped_storage()
-        key = storage.data_ptr(), storage.nbytes()
-        own = copies.get(key)
-        if own is None:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            fresh = torch.empty_like(whole)
-            copying.append(pool.submit(np.copyto, fresh.numpy(), whole.numpy()))
-            own = copies[key] = fresh.untyped_storage()
-        with torch.no_grad():
-            leaf.data = torch.empty(0, dtype=leaf.dtype).set_(own, leaf.storage_offset(), leaf.shape, leaf.stride())
-        return leaf
-
-    with pool:
-        found = tree_map(copied, mapped)
-    for one in copying:
-        one.result()
-    return found
 
 
 def _weights_of(file: str | os.PathLike[str], **kwargs: Any) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,13 +15,14 @@ from torch.utils.data import IterableDataset
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.checksums import Verification, obvious_damage
-from nb_accelerate.checkpoint.files import load_state_dict, read, read_in_memory
+from nb_accelerate.checkpoint.files import load_state_dict, read
 from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
 from nb_accelerate.checkpoint.host_copies import deep_copy
 from nb_accelerate.checkpoint.manifest import Manifest
 from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from nb_accelerate.checkpoint.publishing import published
+from nb_accelerate.checkpoint.reading import read_in_memory
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
@@ -104,7 +105,7 @@ def read_checkpoint(
     result: list[T] = []
     error: Exception | None = None
     try:
-        result.append(read(checkpoint))
+        result.append(read(replace(checkpoint, compared=compared)))
     except Exception as caught:  # it may be the damage that is about to be found
         error = caught
     finally:
@@ -152,12 +153,14 @@ class Checkpoint:
         asked_for: the folder that was given, for messages.
         there: their names.
         manifest: what is known about it; None for one of accelerate's.
+        compared: compares its files while they are read.
     """
 
     folder: Path
     asked_for: Path
     there: frozenset[str]
     manifest: Manifest | None
+    compared: Verification | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +216,7 @@ def read_states(
                 )
             states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
             continue
-        state = read_in_memory(path, if_trusted=_IF_TRUSTED, **kwargs)
+        state = read_in_memory(path, if_trusted=_IF_TRUSTED, compared=checkpoint.compared, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)

@@ -21,21 +21,27 @@ WIDTH, LAYERS = 2048, 30  # 126 million weights of 4 bytes; AdamW has two number
 ROUNDS = 5
 
 
-def _times(where: str, width: int, layers: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds that each kind of save and load took on this rank, in turns; and what else is to be known."""
+def _times(where: str, width: int, layers: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds, and seconds of the processors, that each action took on this rank, in turns; and bytes of memory."""
     from accelerate import Accelerator as Theirs
 
     from nb_accelerate import Accelerator
 
     ours, theirs = _trained(Accelerator(cpu=True), width, layers), _trained(Theirs(cpu=True), width, layers)
-    taken: dict[str, list[float]] = {}
+    tensors = [*ours.core.prepared.models[0].parameters()]
+    tensors += [one for of in ours.core.prepared.optimizers[0].state.values() for one in of.values() if one.dim()]
+    copies = [torch.empty_like(one) for one in tensors]
+    taken: dict[str, list[tuple[float, float]]] = {}
 
     def time_of(name: str, action: Callable[[], Any]) -> Any:
         ours.wait_for_everyone()
-        began = time.perf_counter()
+        if ours.is_main_process:
+            os.sync()  # what was written before is not to be paid for here
+        ours.wait_for_everyone()
+        began, used = time.perf_counter(), time.process_time()
         result = action()
         ours.wait_for_everyone()
-        taken.setdefault(name, []).append(time.perf_counter() - began)
+        taken.setdefault(name, []).append((time.perf_counter() - began, time.process_time() - used))
         return result
 
     def durable(save: Callable[[], Any]) -> None:
@@ -43,16 +49,23 @@ def _times(where: str, width: int, layers: int, rounds: int) -> dict[str, list[f
         if ours.is_main_process:
             os.sync()
 
+    def copy() -> None:
+        with torch.no_grad():
+            for source, target in zip(tensors, copies, strict=True):
+                target.copy_(source)
+
     for _ in range(rounds):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         time_of("save ours", lambda: ours.save_state(f"{where}/ours"))  # always durable
-        taken.setdefault("more memory", []).append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        taken.setdefault("more memory", []).append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 0))
         time_of("save theirs", lambda: theirs.save_state(f"{where}/theirs"))
         time_of("durable theirs", lambda: durable(lambda: theirs.save_state(f"{where}/theirs")))
-        time_of("load ours", lambda: ours.load_state(f"{where}/ours"))
-        time_of("load theirs", lambda: theirs.load_state(f"{where}/theirs"))
+        for _ in range(3):
+            time_of("load ours", lambda: ours.load_state(f"{where}/ours"))
+            time_of("load theirs", lambda: theirs.load_state(f"{where}/theirs"))
         handle = time_of("blocked", lambda: ours.save_state(f"{where}/ours", async_save=True))
         handle.wait()
+        time_of("copy", copy)
     return taken
 
 
@@ -92,13 +105,21 @@ def measure() -> list[str]:
             taken = notebook_launcher(
                 _times, (where, WIDTH, LAYERS, ROUNDS), ranks, progress="off", start_method="forkserver", timeout=900
             )[0]
-        last = {name: statistics.median(one[1:]) for name, one in taken.items()}  # the first one fills fresh memory
+        last, cpu = (
+            {name: statistics.median(pair[which] for pair in pairs[1:]) for name, pairs in taken.items()}
+            for which in (0, 1)  # the first one fills fresh memory
+        )
+
+        def ratio(above: str, below: str, *, cpu: dict[str, float] = cpu, last: dict[str, float] = last) -> str:
+            return f"{last[above] / last[below]:5.2f} (processors {cpu[above] / cpu[below]:.2f})"
+
         lines += [
-            f"{ranks} rank{'s' if ranks > 1 else ' '}  save   {last['save ours'] / last['save theirs']:5.2f} of "
-            f"accelerate, {last['save ours'] / last['durable theirs']:.2f} until durable  ({last['save ours']:.2f} s; "
-            f"the disk alone {disk:.2f} s for {size / 1e9:.1f} GB; {last['more memory'] / 1024:.0f} MB more memory)",
-            f"         load   {last['load ours'] / last['load theirs']:5.2f} of accelerate ({last['load ours']:.2f} s)",
-            f"         async  {last['blocked'] / last['save ours']:5.2f} of a save is waited for  "
-            f"({last['blocked']:.2f} s)",
+            f"{ranks} rank{'s' if ranks > 1 else ' '}  save   {ratio('save ours', 'save theirs')} of accelerate, "
+            f"{last['save ours'] / last['durable theirs']:.2f} until durable  ({last['save ours']:.2f} s; the disk alone "
+            f"{disk:.2f} s for {size / 1e9:.1f} GB; {taken['more memory'][0][0] / 1024:.0f} MB more memory at first, "
+            f"then {last['more memory'] / 1024:.0f} MB)",
+            f"         load   {ratio('load ours', 'load theirs')} of accelerate ({last['load ours']:.2f} s)",
+            f"         async  {last['blocked'] / last['save ours']:5.2f} of a save is waited for, "
+            f"{ratio('blocked', 'copy')} of a copy into used memory ({last['blocked']:.2f} s)",
         ]
     return lines

@@ -1,0 +1,181 @@
+"""Read large files that `torch.save` wrote: by several threads, with their checksums compared on the way.
+
+::
+
+    torch maps the file and makes tensors in the mapping --> which bytes of the file belongs to which storage
+    windows of 256 KiB, in order: inside one storage     --> read straight into its new memory --+--> sums of the window
+                                else                     --> read, then copied to where it goes -+    --> of the block
+
+Each byte is read once, and its sum taken while it is in the cache of the core that has read it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import os
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from nb_accelerate.checkpoint.checksums import BLOCK, BlockSums, open_file
+from nb_accelerate.checkpoint.files import read
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nb_accelerate.checkpoint.checksums import Verification
+
+_WINDOW = 1 << 18
+"""Bytes that are read at once: with their copy they stay in the cache of a core until their sums are taken."""
+
+_MOST_THREADS = 8
+
+_LOCAL_HEADER = 30
+"""Bytes of the header before each file of a zip archive, without its name and extra field."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of the file that belong to one storage.
+
+    Attributes:
+        start: where they begin in the file.
+        memory: where they go to.
+    """
+
+    start: int
+    memory: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.memory)
+
+
+def read_in_memory(path: Path, *, if_trusted: str, compared: Verification | None = None, **kwargs: Any) -> Any:
+    """Return what `torch.load` makes of a file, on the CPU.
+
+    Nothing of it depends on the file any more, which may be removed or replaced.
+
+    Args:
+        path: of the file.
+        if_trusted: what to write to allow a file to run any code.
+        compared: is told whether the file is as it was written.
+        **kwargs: those of `torch.load`.
+
+    Raises:
+        CheckpointError: the file would run code, or was damaged.
+    """
+    if kwargs or not zipfile.is_zipfile(path):  # files of the old format cannot be mapped
+        return read(path, "cpu", if_trusted=if_trusted, **kwargs)
+    mapped = read(path, "cpu", if_trusted=if_trusted, mmap=True)
+    own: dict[tuple[int, int], torch.UntypedStorage] = {}
+    pieces: list[tuple[int, memoryview]] = []  # addresses in the mapping, and where these bytes go to
+
+    def moved(leaf: Any) -> Any:
+        if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
+            return copy.deepcopy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        storage = leaf.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
+        if key not in own:
+            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            own[key] = fresh.untyped_storage()
+            if storage.nbytes():
+                memory: Any = fresh.numpy()
+                pieces.append((storage.data_ptr(), memoryview(memory)))
+        kept.append(leaf.data)
+        with torch.no_grad():
+            leaf.data = torch.empty(0, dtype=leaf.dtype).set_(
+                own[key], leaf.storage_offset(), leaf.shape, leaf.stride()
+            )
+        return leaf
+
+    kept: list[Any] = []  # the mapping, until all has been read
+    found = tree_map(moved, mapped)
+    try:
+        with open_file(path) as file:
+            placed = _placed(pieces, file.fileno(), path)
+            if placed is None:
+                return read(path, "cpu", if_trusted=if_trusted)
+            _fill(file.fileno(), placed, path.name, compared)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return found
+
+
+def _fill(descriptor: int, pieces: list[_Piece], name: str, compared: Verification | None) -> None:
+    """Read all of a file into its places, and compare what belongs to this rank."""
+    expected = compared.take(name) if compared is not None else {}
+    size = os.fstat(descriptor).st_size
+    # Threads of torch would do it too, and spin while they wait for each other: twice the time of the processors.
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "nb-reading") as pool:
+        blocks = [
+            pool.submit(_read_block, descriptor, start, size, pieces, with_sums=start // BLOCK in expected)
+            for start in range(0, size, BLOCK)
+        ]
+    sums = [block.result() for block in blocks]
+    if compared is not None and expected:
+        compared.settle(name, is_whole=all(sums[index] == expected[index] for index in expected))
+
+
+def _placed(pieces: list[tuple[int, memoryview]], descriptor: int, path: Path) -> list[_Piece] | None:
+    """Return where in a file the bytes are that begin at addresses in its mapping; None if nobody can know.
+
+    The first byte of the mapping is that of the file, and the mapping begins where a page does. Which page, is told by
+    the storages: each of them begins where a record of the archive does.
+    """
+    pieces.sort(key=lambda piece: piece[0])
+    if not pieces:
+        return []
+    starts = set(_starts_of_records(descriptor, path))
+    addresses = [address for address, _ in pieces]
+    page = os.sysconf("SC_PAGE_SIZE")
+    bases = {addresses[0] - start for start in starts}
+    for base in sorted(bases):
+        if base % page == 0 and all(address - base in starts for address in addresses):
+            return [_Piece(address - base, memory) for address, memory in pieces]
+    return None
+
+
+def _starts_of_records(descriptor: int, path: Path) -> list[int]:
+    with zipfile.ZipFile(path) as archive:
+        headers = [record.header_offset for record in archive.infolist()]
+    starts = []
+    for header in headers:
+        lengths = os.pread(descriptor, 4, header + _LOCAL_HEADER - 4)
+        name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+        starts.append(header + _LOCAL_HEADER + name + extra)
+    return starts
+
+
+def _read_block(descriptor: int, start: int, size: int, pieces: list[_Piece], *, with_sums: bool) -> int:
+    """Read a block of a file of so many bytes into its places, and return its checksum, or 0 without sums.
+
+    Raises:
+        OSError: it cannot be read, or has become shorter.
+    """
+    sums = BlockSums()
+    scratch = memoryview(bytearray(_WINDOW))
+    index = max(bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
+    for offset in range(start, min(start + BLOCK, size), _WINDOW):
+        while index < len(pieces) and pieces[index].end <= offset:
+            index += 1
+        count = min(_WINDOW, size - offset)
+        first = pieces[index] if index < len(pieces) else None
+        is_inside = first is not None and first.start <= offset and offset + count <= first.end
+        window = first.memory[offset - first.start :][:count] if first is not None and is_inside else scratch[:count]
+        if os.preadv(descriptor, [window], offset) != count:
+            raise OSError("it has become shorter")
+        if not is_inside:
+            stop = bisect.bisect_left(pieces, offset + count, key=lambda piece: piece.start)
+            for piece in pieces[index:stop]:
+                begin, end = max(piece.start, offset), min(piece.end, offset + count)
+                piece.memory[begin - piece.start : end - piece.start] = window[begin - offset : end - offset]
+        if with_sums:
+            sums.add(window)
+    return sums.crc32
