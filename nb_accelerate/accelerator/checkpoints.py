@@ -1,155 +1,35 @@
-"""Save a model, or all that a run needs to go on, and load it again.
-
-Longer than other modules by what users read of it: arguments, results and errors of seven public methods.
-"""
+"""Save all that a run needs to go on, and load it again."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from torch.utils.hooks import RemovableHandle
-
-from nb_accelerate.accelerator.core import Slice
-from nb_accelerate.checkpoint import loading, state
+from nb_accelerate.accelerator.checkpoint_parts import CheckpointPartsSlice
+from nb_accelerate.accelerator.model_files import ModelFilesSlice
+from nb_accelerate.checkpoint import loading, opening, state
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.background import saves
-from nb_accelerate.checkpoint.model import write_model
 from nb_accelerate.checkpoint.numbered import read_newest, remove_old
-from nb_accelerate.checkpoint.sharing import RankIdentity, share
+from nb_accelerate.checkpoint.sharing import share
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_choice, check_flag
 from nb_accelerate.errors import CheckpointError, ConfigError
-from nb_accelerate.progress_page import Phase
 from nb_accelerate.strategies.parts import OptimizerPart
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
 
     from nb_accelerate.checkpoint.background import CheckpointHandle
-    from nb_accelerate.checkpoint.registry import Hook
     from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
 
 
-class CheckpointSlice(Slice):
+class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
     """Checkpoints. Their files are those of Hugging Face accelerate."""
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process is one that writes weights: the main one, or that of each machine."""
-        topology = self.core.process.topology
-        return topology.is_local_main if self.core.recording.project.save_on_each_node else topology.is_main
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the weights of a model by name.
-
-        All processes call it together where models are sharded. There, only those that write weights (see
-        `should_save_model`) get them, in host memory, and others an empty dict.
-
-        Example::
-
-            model = accelerator.prepare(model)
-            weights = accelerator.get_state_dict(model)  # on all processes
-            if accelerator.is_main_process:
-                torch.save(weights, "weights.pt")
-
-        Args:
-            model: prepared or not.
-            unwrap: under the names of the user's model; else under those that the prepared one has.
-        """
-        strategy = self.core.strategy
-        if unwrap:
-            model = strategy.unwrap(model, keep_torch_compile=False)
-        return strategy.model_state(model, keep=self.should_save_model)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the weights of a model, for `load_checkpoint_in_model` or the model's own ``load_state_dict``.
-
-        The main process writes; others return at once. Weights that are there already are replaced when all new ones
-        are on the disk.
-
-        Example::
-
-            model = accelerator.prepare(model)
-            accelerator.save_model(model, "weights")  # weights/model.safetensors
-
-        Args:
-            model: prepared or not.
-            save_directory: made if it is not there; what else is in it stays.
-            max_shard_size: bytes of a file, or text such as ``"5GB"``; a larger model is split, and an index written.
-            safe_serialization: safetensors; else what `torch.save` writes.
-
-        Raises:
-            CheckpointError: a weight is on the device ``meta``, or is nothing that safetensors can hold.
-            ConfigError: there is a file of that name, or ``max_shard_size`` is not a size.
-        """
-        lacking = [name for name, value in model.state_dict().items() if getattr(value, "is_meta", False)]
-        if lacking:
-            raise CheckpointError(f"{lacking[0]} is on the device meta: it has no numbers that could be saved.")
-        weights = self.get_state_dict(model)
-        if self.should_save_model:
-            with self._shown_as_saving():
-                write_model(
-                    weights,
-                    save_directory,
-                    max_shard_size=max_shard_size,
-                    safe_serialization=safe_serialization,
-                )
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Add objects to what `save_state` saves.
-
-        Example::
-
-            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-            average = torch.optim.swa_utils.AveragedModel(model)
-            accelerator.register_for_checkpointing(average)
-            accelerator.save_state("checkpoint")
-
-        Args:
-            *objects: with methods ``state_dict()`` and ``load_state_dict(state)``.
-
-        Raises:
-            ConfigError: one has none.
-        """
-        self.core.registry.add(*objects)
-
-    def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call a function before `save_state` writes weights.
-
-        Args:
-            hook: takes the prepared models, their weights (what it removes from this list is not written), and the
-                folder to which it may write.
-
-        Returns:
-            What ends this: ``handle.remove()``.
-        """
-        return _added(self.core.registry.before_save, hook)
-
-    def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call a function before `load_state` reads weights.
-
-        Args:
-            hook: takes the prepared models (what it removes from this list is not loaded), and the folder.
-
-        Returns:
-            What ends this: ``handle.remove()``.
-        """
-        return _added(self.core.registry.before_load, hook)
 
     @overload
     def save_state(
@@ -339,12 +219,12 @@ class CheckpointSlice(Slice):
         project, collectives = core.recording.project, core.collectives
         models, parts, hooks = list(core.prepared.models), self._parts(), core.registry.before_load
 
-        def read_weights(checkpoint: loading.Checkpoint) -> list[dict[str, Any]]:
+        def read_weights(checkpoint: opening.Checkpoint) -> list[dict[str, Any]]:
             return loading.read_weights(checkpoint, models, map_location=map_location, strict=strict)
 
         def read(
-            checkpoint: loading.Checkpoint,
-        ) -> tuple[loading.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
+            checkpoint: opening.Checkpoint,
+        ) -> tuple[opening.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
             loading.check_names(checkpoint, parts=parts, num_models=len(models), strict=strict)
             weights = [] if hooks else read_weights(checkpoint)
             states = loading.read_states(checkpoint, parts=parts, identity=identity, **(load_kwargs or {}))
@@ -355,7 +235,7 @@ class CheckpointSlice(Slice):
             found, next_number = read_newest(parent, read, collectives=collectives, identity=identity)
         else:
             folder, next_number = run_on_all_ranks(collectives, lambda: _there(input_dir)), project.iteration
-            whole, damage = loading.read_checkpoint(folder, read, collectives=collectives, identity=identity)
+            whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, identity=identity)
             if damage or whole is None:
                 raise CheckpointError("\n".join(damage))
             found = whole
@@ -390,25 +270,6 @@ class CheckpointSlice(Slice):
             return project.automatic_checkpoint_naming or project.project_dir is not None
         return folder == "latest" and not Path("latest").is_dir()
 
-    @contextlib.contextmanager
-    def _shown_as_saving(self) -> Iterator[None]:
-        self.core.page.enter(Phase.SAVING)
-        try:
-            yield
-        finally:
-            self.core.page.enter(Phase.RUNNING)
-
-    def _identity(self) -> RankIdentity:
-        topology = self.core.process.topology
-        return RankIdentity(
-            rank=topology.rank,
-            world_size=topology.world_size,
-            node_rank=topology.node_rank,
-            local_rank=topology.local_rank,
-            local_world_size=topology.local_world_size,
-            kind=self.core.process.kind,
-        )
-
     def _who_saves(self, folder: Path) -> Collectives | None:
         """Return how those talk to each other that save to a folder now: all, or the main process to itself.
 
@@ -437,16 +298,6 @@ class CheckpointSlice(Slice):
             "the other processes" if is_main else f"rank {core.collectives.rank}",
         )
         return SingleCollectives() if is_main else None
-
-    def _parts(self) -> list[state.Part]:
-        prepared = self.core.prepared
-        return state.parts_of(
-            optimizers=[OptimizerPart(one.optimizer, self.core.strategy) for one in prepared.optimizers],
-            schedulers=prepared.schedulers,
-            loaders=prepared.loaders,
-            scaler=self.core.precision.scaler,
-            custom=self.core.registry.objects,
-        )
 
     def _collect(self, parts: list[state.Part]) -> list[dict[str, Any]]:
         """Collect the states that may be sharded, and return those of models.
@@ -482,12 +333,6 @@ class CheckpointSlice(Slice):
 
         return run_on_all_ranks(self.core.collectives, check)
 
-    def _numbered_folders(self) -> Path:
-        project_dir = self.core.recording.project.project_dir
-        if project_dir is None:
-            raise ConfigError("Numbered checkpoints need a folder: Accelerator(project_dir=...).")
-        return Path(project_dir).expanduser() / "checkpoints"
-
 
 def _given(folder: str | os.PathLike[str] | None, argument: str) -> Path:
     if folder is None:
@@ -503,9 +348,3 @@ def _there(folder: str | os.PathLike[str] | None) -> Path:
     if not path.is_dir():
         raise ConfigError(f"There is no folder {path} to load a checkpoint from.")
     return path
-
-
-def _added(hooks: Any, hook: Hook) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle

@@ -1,29 +1,26 @@
-"""Load a checkpoint: read and check all of it, and only then change something."""
+"""Load an open checkpoint: read and check all of it, and only then change something."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
-import stat
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
-from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.checkpoint.checksums import Verification, obvious_damage
+from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.files import load_state_dict, read
 from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
 from nb_accelerate.checkpoint.host_copies import deep_copy
-from nb_accelerate.checkpoint.manifest import Manifest
 from nb_accelerate.checkpoint.model import fit
-from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from nb_accelerate.checkpoint.publishing import published
+from nb_accelerate.checkpoint.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from nb_accelerate.checkpoint.opening import IF_TRUSTED
 from nb_accelerate.checkpoint.reading import read_in_memory
-from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY, loader_number, name_of
+from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
 
@@ -33,134 +30,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from nb_accelerate.checkpoint.opening import Checkpoint
     from nb_accelerate.checkpoint.sharing import RankIdentity
     from nb_accelerate.checkpoint.state import Part
     from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
 
-T = TypeVar("T")
-
-_IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
-_RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
 _TO_TRAIN_WITH = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
-
-
-def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Look what is there, without reading more than the manifest.
-
-    Args:
-        folder: of the checkpoint.
-
-    Returns:
-        The checkpoint, and a sentence for each file of it that is obviously damaged; there is one or the other.
-    """
-    where = published(folder, "state")
-    try:
-        manifest = Manifest.read(where)
-        damage = _damage_without_manifest(where) if manifest is None else obvious_damage(where, manifest.files)
-    except CheckpointError as error:
-        damage = [str(error)]
-    if damage:
-        return None, damage
-    # What is there besides is not part of it, and is not looked at.
-    listed = manifest.files if manifest is not None else {}  # format 1 has listed none
-    there = frozenset(listed or [entry.name for entry in where.iterdir()])
-    return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
-
-
-def read_checkpoint(
-    folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
-) -> tuple[T | None, list[str]]:
-    """Read a checkpoint and compare its checksums meanwhile. All ranks call it together.
-
-    Ranks of one machine share the comparing.
-
-    Args:
-        folder: of the checkpoint.
-        read: reads what this rank needs, and changes nothing.
-        collectives: of all ranks.
-        identity: of this rank.
-
-    Returns:
-        What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
-        rank or another; there is one or the other.
-
-    Raises:
-        CheckpointError: it is not damaged, and ``read`` has failed, on this rank or another.
-    """
-    opened: list[Checkpoint | None] = []
-
-    def look() -> list[str]:
-        checkpoint, damage = open_checkpoint(folder)
-        opened.append(checkpoint)
-        return damage
-
-    damage = _found_on_all(gather_from_all_ranks(collectives, look), folder)
-    checkpoint = opened[0]
-    if checkpoint is None or damage:
-        return None, damage
-    files = {} if checkpoint.manifest is None else checkpoint.manifest.files
-    compared = Verification(checkpoint.folder, files, rank=identity.local_rank, num_ranks=identity.local_world_size)
-    result: list[T] = []
-    error: Exception | None = None
-    try:
-        result.append(read(replace(checkpoint, compared=compared)))
-    except Exception as caught:  # it may be the damage that is about to be found
-        error = caught
-    finally:
-        if not result and error is None:
-            compared.close()
-    damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
-    if damage:
-        return None, damage
-
-    def told() -> None:
-        if error is not None:
-            raise error
-
-    run_on_all_ranks(collectives, told)
-    return result[0], []
-
-
-def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
-    found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
-    hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
-    return [*found, hint] if len(found) > 1 else found
-
-
-def _damage_without_manifest(folder: Path) -> list[str]:
-    known = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
-    if not known:
-        return [f"{folder} holds no checkpoint."]
-    odd = [name for name in known if not stat.S_ISREG((folder / name).lstat().st_mode)]
-    if odd:
-        return [f"{folder / odd[0]} is a link, or no regular file. Put the file itself there."]
-    for name in known:
-        if _RANDOM_NUMBERS.fullmatch(name):
-            states = read(folder / name, "cpu", if_trusted=_IF_TRUSTED)
-            if isinstance(states, dict) and SAVED_BY in states:
-                return [f"{folder / MANIFEST_NAME} is missing, which says what belongs to this checkpoint."]
-    return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """What can be read. Made by `open_checkpoint`.
-
-    Attributes:
-        folder: where the files are.
-        asked_for: the folder that was given, for messages.
-        there: their names.
-        manifest: what is known about it; None for one of accelerate's.
-        compared: compares its files while they are read.
-    """
-
-    folder: Path
-    asked_for: Path
-    there: frozenset[str]
-    manifest: Manifest | None
-    compared: Verification | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +93,7 @@ def read_states(
                 )
             states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
             continue
-        state = read_in_memory(path, if_trusted=_IF_TRUSTED, compared=checkpoint.compared, **kwargs)
+        state = read_in_memory(path, if_trusted=IF_TRUSTED, compared=checkpoint.compared, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
@@ -224,7 +101,7 @@ def read_states(
     numbers = None
     own = RANDOM_NUMBERS.format(identity.rank)
     if took_part and own in checkpoint.there:
-        numbers = read(checkpoint.folder / own, "cpu", if_trusted=_IF_TRUSTED)
+        numbers = read(checkpoint.folder / own, "cpu", if_trusted=IF_TRUSTED)
         check_random_numbers(str(checkpoint.folder / own), numbers)
     step = None if numbers is None else numbers.get("step")
     # What the manifest says is the same on all ranks, those without random numbers of their own too.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks
 from nb_accelerate.checkpoint.checksums import obvious_damage
-from nb_accelerate.checkpoint.loading import read_checkpoint
 from nb_accelerate.checkpoint.manifest import Manifest
+from nb_accelerate.checkpoint.opening import read_checkpoint
 from nb_accelerate.checkpoint.publishing import published, remove
 from nb_accelerate.errors import CheckpointError, ConfigError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from nb_accelerate.checkpoint.loading import Checkpoint
+    from nb_accelerate.checkpoint.opening import Checkpoint
     from nb_accelerate.checkpoint.sharing import RankIdentity
     from nb_accelerate.comm import Collectives
 

@@ -1,0 +1,148 @@
+"""Open a checkpoint: see what belongs to it, and compare its files with what they were while they are read."""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
+from nb_accelerate.checkpoint.checksums import Verification, obvious_damage
+from nb_accelerate.checkpoint.files import read
+from nb_accelerate.checkpoint.manifest import Manifest
+from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE
+from nb_accelerate.checkpoint.publishing import published
+from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from nb_accelerate.checkpoint.sharing import RankIdentity
+    from nb_accelerate.comm import Collectives
+
+T = TypeVar("T")
+
+IF_TRUSTED = "write load_state(..., load_kwargs={'weights_only': False})."
+"""What to write to allow files of a checkpoint to run any code."""
+
+_RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What can be read. Made by `open_checkpoint`.
+
+    Attributes:
+        folder: where the files are.
+        asked_for: the folder that was given, for messages.
+        there: their names.
+        manifest: what is known about it; None for one of accelerate's.
+        compared: compares its files while they are read.
+    """
+
+    folder: Path
+    asked_for: Path
+    there: frozenset[str]
+    manifest: Manifest | None
+    compared: Verification | None = None
+
+
+def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Look what is there, without reading more than the manifest.
+
+    Args:
+        folder: of the checkpoint.
+
+    Returns:
+        The checkpoint, and a sentence for each file of it that is obviously damaged; there is one or the other.
+    """
+    where = published(folder, "state")
+    try:
+        manifest = Manifest.read(where)
+        damage = _damage_without_manifest(where) if manifest is None else obvious_damage(where, manifest.files)
+    except CheckpointError as error:
+        damage = [str(error)]
+    if damage:
+        return None, damage
+    # What is there besides is not part of it, and is not looked at.
+    listed = manifest.files if manifest is not None else {}  # format 1 has listed none
+    there = frozenset(listed or [entry.name for entry in where.iterdir()])
+    return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
+
+
+def read_checkpoint(
+    folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
+) -> tuple[T | None, list[str]]:
+    """Read a checkpoint and compare its checksums meanwhile. All ranks call it together.
+
+    Ranks of one machine share the comparing.
+
+    Args:
+        folder: of the checkpoint.
+        read: reads what this rank needs, and changes nothing.
+        collectives: of all ranks.
+        identity: of this rank.
+
+    Returns:
+        What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
+        rank or another; there is one or the other.
+
+    Raises:
+        CheckpointError: it is not damaged, and ``read`` has failed, on this rank or another.
+    """
+    opened: list[Checkpoint | None] = []
+
+    def look() -> list[str]:
+        checkpoint, damage = open_checkpoint(folder)
+        opened.append(checkpoint)
+        return damage
+
+    damage = _found_on_all(gather_from_all_ranks(collectives, look), folder)
+    checkpoint = opened[0]
+    if checkpoint is None or damage:
+        return None, damage
+    files = {} if checkpoint.manifest is None else checkpoint.manifest.files
+    compared = Verification(checkpoint.folder, files, rank=identity.local_rank, num_ranks=identity.local_world_size)
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(read(replace(checkpoint, compared=compared)))
+    except Exception as caught:  # it may be the damage that is about to be found
+        error = caught
+    finally:
+        if not result and error is None:
+            compared.close()
+    damage = _found_on_all(gather_from_all_ranks(collectives, compared.result), folder)
+    if damage:
+        return None, damage
+
+    def told() -> None:
+        if error is not None:
+            raise error
+
+    run_on_all_ranks(collectives, told)
+    return result[0], []
+
+
+def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
+    found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
+    hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
+    return [*found, hint] if len(found) > 1 else found
+
+
+def _damage_without_manifest(folder: Path) -> list[str]:
+    known = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
+    if not known:
+        return [f"{folder} holds no checkpoint."]
+    odd = [name for name in known if not stat.S_ISREG((folder / name).lstat().st_mode)]
+    if odd:
+        return [f"{folder / odd[0]} is a link, or no regular file. Put the file itself there."]
+    for name in known:
+        if _RANDOM_NUMBERS.fullmatch(name):
+            states = read(folder / name, "cpu", if_trusted=IF_TRUSTED)
+            if isinstance(states, dict) and SAVED_BY in states:
+                return [f"{folder / MANIFEST_NAME} is missing, which says what belongs to this checkpoint."]
+    return []
