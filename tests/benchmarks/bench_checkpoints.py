@@ -115,9 +115,9 @@ def measure() -> list[str]:
 
         lines += [
             f"{ranks} rank{'s' if ranks > 1 else ' '}  save   {ratio('save ours', 'save theirs')} of accelerate, "
-            f"{last['save ours'] / last['durable theirs']:.2f} until durable  ({last['save ours']:.2f} s; the disk alone "
-            f"{disk:.2f} s for {size / 1e9:.1f} GB; {taken['more memory'][0][0] / 1024:.0f} MB more memory at first, "
-            f"then {last['more memory'] / 1024:.0f} MB)",
+            f"{last['save ours'] / last['durable theirs']:.2f} until durable  ({last['save ours']:.2f} s; the disk "
+            f"alone {disk:.2f} s for {size / 1e9:.1f} GB; {taken['more memory'][0][0] / 1024:.0f} MB more memory at "
+            f"first, then {last['more memory'] / 1024:.0f} MB)",
             f"         load   {ratio('load ours', 'load theirs')} of accelerate ({last['load ours']:.2f} s)",
             f"         async  {last['blocked'] / last['save ours']:5.2f} of a save is waited for, "
             f"{ratio('blocked', 'copy')} of a copy into used memory ({last['blocked']:.2f} s)",

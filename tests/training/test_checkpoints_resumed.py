@@ -42,7 +42,14 @@ class Killed(Exception):
     """Stands for the end of a process."""
 
 
-def _run(where: Path, *, die_after: int | None = None, stateful: bool = False, **options: Any) -> list[Any]:
+def _run(
+    where: Path,
+    *,
+    die_after: int | None = None,
+    stateful: bool = False,
+    resume: bool | None = None,
+    **options: Any,
+) -> list[Any]:
     """Train for three epochs of 6 steps; return the step, rows and loss of each, and what was drawn after epochs."""
     torch.manual_seed(1)
     configuration = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=stateful)
@@ -60,7 +67,7 @@ def _run(where: Path, *, die_after: int | None = None, stateful: bool = False, *
     )
     seen: list[Any] = []
     try:
-        for epoch, batches in accelerator.resumable(loader, 3):
+        for epoch, batches in accelerator.resumable(loader, 3, resume=resume):
             for (rows,) in batches:
                 with accelerator.accumulate(model):
                     loss = model(rows).square().mean()
@@ -107,19 +114,25 @@ def test_a_run_that_ends_anywhere_goes_on_with_the_batch_after_the_checkpoint(
         assert _run(where, save_every=every, stateful=stateful) == []  # it is over
 
 
-def test_a_run_on_another_number_of_ranks_goes_on_with_the_rows_that_are_left(run_ranks: RunRanks, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_a_run_on_another_number_of_ranks_goes_on_with_the_rows_that_are_left(
+    run_ranks: RunRanks, tmp_path: Path, before: int, after: int
+):
     def run(where: str, die_after: int | None) -> list[Any]:
         from training.test_checkpoints_resumed import _run
 
-        return _run(Path(where), die_after=die_after, save_every="1 step")
+        return _run(Path(where), die_after=die_after, save_every="1 step", resume=True)
 
     def rows(of_ranks: list[list[Any]]) -> list[Any]:
         steps = zip(*([rows for rows, _ in one if isinstance(rows, list)] for one in of_ranks), strict=True)
         return [[row for rows in step for row in rows] for step in steps]
 
     whole = rows([_run(tmp_path / "whole")])
-    first = rows(run_ranks(run, str(tmp_path / "run"), 10))  # with what was drawn after the first epoch
-    rest = rows([_run(tmp_path / "run", save_every="1 step")])
+    first = rows(run_ranks(run, str(tmp_path / "run"), 10, world_size=before))  # with what was drawn after an epoch
+    rest = rows(run_ranks(run, str(tmp_path / "run"), None, world_size=after))
     assert first == whole[:9]
     assert rest == whole[8:]  # the ninth was in the middle of an accumulation window
 
