@@ -2,7 +2,7 @@
 
 ::
 
-    pages of the ranks --> state.py: what it means, as a `View` --> html.py --> a widget while it runs, then static
+    pages of the ranks --> state.py: what it means, as a `View` --> html.py --> plain output of a notebook, updated
                                                                 --> text.py --> lines in a log, a block in a terminal
 
 State is data, and has no process, kernel or browser in it. `panel.py` reads the pages now and then, and draws.

@@ -25,12 +25,15 @@ _HINTS = {
     "gpu": "part of the time in which the GPU computed, a moment ago",
     "cpu": "of one core, a moment ago; several threads together make more than 100 %",
 }
+_EMPTY_TRACK = '<div class="nba-track"></div>'
+_GONE = "Last seen at {at}. Since then the kernel has ended, or the page was loaded anew while it ran."
 _CURVE = (150, 26)
 _FEW_POINTS = 8
 _WIDE = 10
 """Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
 
-_NARROW = ' class="nba-narrow"'
+_ONLY_NOW = ' class="nba-only-now"'
+"""A table without bars and figures: its last column begins beside the rank."""
 
 
 @functools.cache
@@ -39,9 +42,16 @@ def style() -> str:
     return f"<style>{files(__package__).joinpath('style.css').read_text(encoding='utf-8')}</style>"
 
 
-def render(view: View) -> str:
-    """Return the panel, without its style sheet and its charts."""
-    return f'<div class="nba">{_header(view)}{_body(view)}</div>'
+def render(view: View, *, at: str = "") -> str:
+    """Return the panel, without its style sheet and its charts.
+
+    Args:
+        view: what to show.
+        at: time of day of a panel that is drawn again soon. If that does not happen, since the kernel has ended, say,
+            a sentence with it appears: by the style sheet alone, so that it does in a saved notebook too.
+    """
+    gone = f'<p class="nba-gone">{_GONE.format(at=at)}</p>' if at else ""
+    return f'<div class="nba"><div class="nba-inside">{_header(view)}{_body(view)}{gone}</div></div>'
 
 
 def render_charts(view: View) -> str:
@@ -59,14 +69,17 @@ def _header(view: View) -> str:
         f'<header><span role="img" aria-label="{view.state}">{MARKS[view.state]}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
-        f'<span class="nba-time">{view.elapsed}{rest}</span>{_curve(view.curve)}</header>'
+        f'<span class="nba-time"><span>{view.elapsed}</span>{rest}</span>{_curve(view)}</header>'
     )
 
 
-def _curve(points: Sequence[tuple[float, float]]) -> str:
-    if len(points) < _FEW_POINTS:
-        return ""
+def _curve(view: View) -> str:
+    """Return the curve of the loss; its empty place while there may be one later, so that nothing moves then."""
+    points = view.curve
     width, height = _CURVE
+    if len(points) < _FEW_POINTS:
+        is_on = view.state in ("starting", "running")
+        return f'<svg width="{width}" height="{height}" aria-hidden="true"></svg>' if is_on else ""
     (first, _), (last, _) = points[0], points[-1]
     values = [loss for _, loss in points]
     if min(values) > 0 and max(values) > _WIDE * min(values):  # else the first steps would flatten all that follow
@@ -86,24 +99,31 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _body(view: View) -> str:
-    table = _dots(view) + _table((*view.bars, *view.rows))
+    table = _dots(view) + _table((*view.bars, *view.rows), view.columns)
     if view.state == "done" and view.rows:
-        folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{_table(view.rows)}</details>"
+        rows = _table(view.rows, view.columns)
+        folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{rows}</details>"
         table = _table(view.bars) + folded if view.bars else folded
     warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
     return table + warnings + _failure(view)
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row], standing: Sequence[str] = ()) -> str:
+    """Return a table.
+
+    Args:
+        rows: of it.
+        standing: names of columns that it has also if no row has a value for them.
+    """
     if not rows:
         return ""
-    columns = [(name, title) for name, title in FIGURES if any(getattr(row, name) for row in rows)]
-    has_bars = any(row.share is not None for row in rows)
+    columns = [(name, title) for name, title in FIGURES if name in standing or any(getattr(row, name) for row in rows)]
+    has_bars = bool(standing) or any(row.share is not None for row in rows)
     head = "".join(f'<th class="nba-{name}"{_hint(name)}>{title}</th>' for name, title in columns)
     bar = '<th class="nba-bar"></th>' if has_bars else ""
     lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars) for row in rows)
     return (
-        f"<table{'' if has_bars else _NARROW}><thead>"
+        f"<table{'' if has_bars or columns else _ONLY_NOW}><thead>"
         f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
         f"<tbody>{lines}</tbody></table>"
     )
@@ -118,13 +138,13 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
     kind = f' class="nba-{row.kind}"' if row.kind else ""
     return (
         f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
-        f'<td class="nba-now">{escape(row.said)}</td></tr>'
+        f'<td class="nba-now"><div title="{escape(row.said)}">{escape(row.said)}</div></td></tr>'
     )
 
 
 def _bar(row: Row) -> str:
     if row.share is None:
-        return '<td class="nba-bar"></td>'
+        return f'<td class="nba-bar">{"" if row.step else _EMPTY_TRACK}</td>'
     percent = f"{100 * row.share:.1f}"
     return (
         f'<td class="nba-bar"><div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" '

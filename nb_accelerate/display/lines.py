@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import override
@@ -77,10 +78,11 @@ class Lines(Drawing):
 
 
 def bundle(view: View) -> dict[str, Any]:
-    """A view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
+    """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
+    at = time.strftime("%H:%M:%S") if view.state in ("starting", "running") else ""
     return {
         "data": {
-            "text/html": html.style() + html.render(view) + html.render_charts(view),
+            "text/html": html.style() + html.render(view, at=at) + html.render_charts(view),
             "text/plain": text.table(view),
         },
         "metadata": {},

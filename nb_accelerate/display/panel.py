@@ -2,7 +2,7 @@
 
 It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
 
-    watched.look --> PanelState --> View --> a Drawing: widget.py, lines.py
+    watched.look --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
     watched.ask  (some ranks do not move) --> watched.stacks --> where they are
 """
 

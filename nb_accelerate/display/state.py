@@ -14,7 +14,7 @@ from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.stragglers import slowest_of_all, stragglers
 from nb_accelerate.display.track import WORDS, LossHistory, Track, loss_of
-from nb_accelerate.display.view import Dot, Row, View
+from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase, Sample
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ STALL = 5.0
 
 MOST_ROWS = 12
 """Ranks with a row each; more are folded into one, with those that stand out."""
+
+_STANDING = ("step", "epoch", "rate", "loss", "memory")
+"""Columns that are there from the first drawing on."""
 
 _OUTLIERS = 6
 """Ranks that stand out and keep a row of their own then."""
@@ -75,6 +78,7 @@ class PanelState:
         self._tracks = {rank: Track(now) for rank in ranks}
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
         self._losses = LossHistory()
+        self._columns = {*_STANDING}
         self._peak = 0
         self._rows = 0
         self._stood = False
@@ -126,6 +130,8 @@ class PanelState:
         if bars and not any(row.step or row.kind in ("late", "bad") for row in rows.values()):
             rows = {}  # the bars say it all
         many = len(rows) > MOST_ROWS
+        self._columns.update(name for row in rows.values() for name, _ in FIGURES if getattr(row, name))
+        is_known = self._ended is None or any(row.step for row in rows.values())
         return View(
             state=self._state,
             facts=self._facts,
@@ -135,6 +141,7 @@ class PanelState:
             remarks=self._remarks() if self._ended is not None else (),
             bars=bars,
             rows=self._folded(rows, kinds, now) if many else tuple(rows.values()),
+            columns=self._standing() if is_known else (),
             dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
             if many
             else (),
@@ -194,6 +201,12 @@ class PanelState:
             cpu=self._cpu([rank]),
             now=self._now(rank, kind, now, slow),
         )
+
+    def _standing(self) -> tuple[str, ...]:
+        """Return the columns that there were, and that of the CPU before it is known where nothing else will be."""
+        samples = [track.sample for track in self._tracks.values()]
+        says_cpu = "CPU" in self._facts.setup and not any(one.memory or one.utilisation is not None for one in samples)
+        return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
         """Return the median GPU utilisation at the last steps; "-" if no rank takes steps at the moment."""

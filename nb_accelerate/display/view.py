@@ -128,6 +128,7 @@ class View:
         remarks: about its ranks.
         bars: progress bars.
         rows: the ranks, or those of many that stand out.
+        columns: names of the figures that have a column in any case, so that none comes and goes while one watches.
         dots: all ranks, if they are too many for a row each.
         curve: (step, loss), in order.
         charts: what was logged to be drawn here.
@@ -143,6 +144,7 @@ class View:
     remarks: tuple[str, ...] = ()
     bars: tuple[Row, ...] = ()
     rows: tuple[Row, ...] = ()
+    columns: tuple[str, ...] = ()
     dots: tuple[Dot, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
     charts: tuple[Chart, ...] = ()

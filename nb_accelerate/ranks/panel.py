@@ -9,8 +9,8 @@ from nb_accelerate.diagnostics.stacks import listed
 from nb_accelerate.display import Panel, Seen
 from nb_accelerate.display.block import Block, can_redraw
 from nb_accelerate.display.lines import Lines
+from nb_accelerate.display.notebook_panel import NotebookPanel
 from nb_accelerate.display.relay import Relay
-from nb_accelerate.display.widget import Widget
 from nb_accelerate.progress_page import Sample
 from nb_accelerate.ranks.sinks import CellSink, StreamSink
 from nb_accelerate.ranks.status import state_of
@@ -93,7 +93,7 @@ def make_panel(
         return None
     drawing: Drawing
     if front_end == "widget" and isinstance(sink, CellSink):
-        drawing = Widget(sink, sink.kernel, ranks, watched, listed, place=place)
+        drawing = NotebookPanel(sink, sink.kernel, ranks, watched, listed, place=place)
     elif front_end == "terminal" and isinstance(sink, CellSink):
         drawing = Relay(sink)
     elif isinstance(sink, StreamSink) and can_redraw(sys.stdout):

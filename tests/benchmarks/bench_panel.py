@@ -20,7 +20,7 @@ from turns import pin, ratio_of_sums
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.display import Action, Facts, Panel, Seen
-from nb_accelerate.display.widget import Widget
+from nb_accelerate.display.notebook_panel import NotebookPanel
 from nb_accelerate.progress_page import PageReader, Phase, ProgressPage
 
 RANKS = 64
@@ -272,7 +272,7 @@ def _watching() -> list[str]:
         writer.stdout.readline()
         stack.enter_context(_widgets_on(wire))
         watched = _Ranks(readers, writer.pid)
-        drawing = Widget(wire, None, range(RANKS), watched, str)
+        drawing = NotebookPanel(wire, None, range(RANKS), watched, str)
         panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, watched)
         _refresh_for(panel, 3.0)  # until it is drawn, and the widgets are made
         before = wire.messages, wire.bytes

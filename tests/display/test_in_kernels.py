@@ -84,9 +84,15 @@ class Sent:
 
     @property
     def tables(self) -> list[str]:
-        """Static panels, as text."""
+        """Panels, as text."""
         displays = self.of("display_data", "update_display_data")
         return [one["data"]["text/plain"] for one in displays if "nba" in one["data"].get("text/html", "")]
+
+    @property
+    def html(self) -> list[str]:
+        """Panels as HTML."""
+        displays = self.of("display_data", "update_display_data")
+        return [one["data"]["text/html"] for one in displays if "nba" in one["data"].get("text/html", "")]
 
     @property
     def num_bytes(self) -> int:
@@ -141,29 +147,33 @@ def test_a_plain_training_function_prints_lines_and_leaves_a_table(notebook: Ker
     assert len(re.findall(r"^ +[01] .*done$", table, re.MULTILINE)) == 2
 
 
-def test_a_widget_is_replaced_by_a_table_and_nothing_of_it_is_left(notebook: Kernel) -> None:
+def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Kernel) -> None:
     sent = everything(notebook, "notebook_launcher(train, (2.5,), 2, progress='widget')")
     opened = {content["comm_id"] for content in sent.of("comm_open")}
     closed = {content["comm_id"] for content in sent.of("comm_close")}
-    assert opened, "there was no widget"
+    assert opened, "there were no buttons"
     assert opened == closed
-    ids = {content["transient"]["display_id"] for content in sent.of("display_data", "update_display_data")}
-    assert len(ids) == 1, "one place in the cell"
-    shown = [set(content["data"]) for content in sent.of("display_data", "update_display_data")]
-    assert {"application/vnd.jupyter.widget-view+json", "text/plain"} in shown
-    assert shown[-1] == {"text/html", "text/plain"}
-    (table,) = sent.tables
-    assert table.startswith("✓ train")
-    updates = sent.of("comm_msg")
-    assert 2 <= len(updates) <= 6 + 4 * sent.seconds
-    assert sent.num_bytes <= 20_000 + 20_000 * sent.seconds, "bytes"
+    shown: dict[str, list[set[str]]] = {}
+    for content in sent.of("display_data", "update_display_data"):
+        shown.setdefault(content["transient"]["display_id"], []).append(set(content["data"]))
+    panel, buttons = shown.values()
+    assert panel[0] == {"text/plain"}
+    assert all(kinds == {"text/html", "text/plain"} for kinds in panel[1:])
+    assert buttons == [{"application/vnd.jupyter.widget-view+json"}, set()], "shown once, and gone at the end"
+    frames = sent.tables
+    assert all(one.startswith(("○ train", "● train")) for one in frames[:-1])
+    assert frames[-1].startswith("✓ train")
+    assert 2 <= len(frames) <= 3 + 2 * sent.seconds
+    heads = {html.split("<thead>")[1].split("</thead>")[0] for html in sent.html}
+    assert len(heads) == 1, "columns that come and go"
+    assert ["Last seen at" in html for html in sent.html] == [True] * (len(frames) - 1) + [False]
+    assert sum(map(len, sent.html)) + sent.num_bytes <= 40_000 + 40_000 * sent.seconds, "bytes"
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 
 
 def test_a_rank_that_computes_and_one_that_waits_are_told_apart_by_their_cpu(notebook: Kernel) -> None:
     sent = everything(notebook, "percents = notebook_launcher(uneven, (4.0,), 2, progress='widget')")
-    drawn = [content["data"].get("state", {}).get("value", "") for content in sent.of("comm_msg")]
-    percents = [re.findall(r'<td class="nba-cpu">(\d+) %</td>', str(one)) for one in drawn]
+    percents = [re.findall(r'<td class="nba-cpu">(\d+) %</td>', one) for one in sent.html]
     pairs = [(int(one[0]), int(one[1])) for one in percents if len(one) == 2]
     assert pairs, "nobody said anything"
     # Half of what each had by its own account, which covers the whole run: what a core is worth depends on neighbours.
@@ -209,7 +219,7 @@ def test_a_cell_of_ranks_that_stay_has_a_widget(notebook: Kernel) -> None:
     opened = {content["comm_id"] for content in sent.of("comm_open")}
     assert opened
     assert opened == {content["comm_id"] for content in sent.of("comm_close")}
-    assert len(sent.tables) == 1
+    assert sent.tables[-1].startswith("✓ cell")
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 
 

@@ -1,6 +1,11 @@
-"""The panel as a widget of a notebook; at the end it becomes HTML that needs no kernel.
+"""The panel in a notebook: a table that is plain output, and buttons below it that are widgets.
 
-The widget is made in a thread of its own, in an empty context: its buttons then belong to no cell, so that newer
+::
+
+    View --> HTML --display_data, then update_display_data--> the table: stays in the saved notebook, needs no kernel
+    buttons, a log, stacks --comm of ipywidgets------------> below it, and gone when the run is over
+
+The widgets are made in a thread of their own, in an empty context: buttons then belong to no cell, so that newer
 kernels answer them while the cell that shows them still runs. Older ones answer after it; the kernel's own
 interrupt always works.
 """
@@ -16,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.display import html
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.panel import Drawing
 from nb_accelerate.display.words import named
@@ -29,11 +33,13 @@ if TYPE_CHECKING:
     from nb_accelerate.display.view import View
 
 _WAIT = 10.0
-_CHARTS_EVERY = 5
-"""Drawings of the panel for one of its charts, which are larger and move less."""
+"""Seconds for the thread that makes the buttons to end."""
+
+_CHARTS_EVERY = 4
+"""Drawings of a panel for one that is sent when it has charts, which are larger and move less."""
 
 
-class Widget(Drawing):
+class NotebookPanel(Drawing):
     """A panel in a cell.
 
     Args:
@@ -45,7 +51,7 @@ class Widget(Drawing):
         place: id of a display that this takes the place of; "" for a new one.
     """
 
-    every = 0.3
+    every = 0.5
 
     def __init__(
         self,
@@ -63,15 +69,15 @@ class Widget(Drawing):
         self._watched = watched
         self._where = where
         self._id = place or uuid.uuid4().hex
+        self._buttons_id = uuid.uuid4().hex
         self._box: Any = None
-        self._panel: Any = None
         self._aside: Any = None
         self._shown: Callable[[], str] | None = None
         self._log_of = min(ranks)
-        self._last = ""
+        self._last: dict[str, Any] = {}
         self._is_shown = bool(place)
         self._draws = 0
-        self._charts: Any = None
+        self._has_buttons = False
         self._thread: threading.Thread | None = None
 
     @override
@@ -79,34 +85,21 @@ class Widget(Drawing):
         if self._thread is None:
             self._thread = threading.Thread(target=self._make, name="nb_accelerate-panel", daemon=True)
             self._thread.start()
-        if self._thread.is_alive():
-            return
-        if self._panel is None:
-            return
-        now = html.render(view)
-        if now != self._last:
-            self._last = self._panel.value = now
         self._draws += 1
-        if self._draws % _CHARTS_EVERY == 1:
-            charts = html.render_charts(view)
-            if charts != self._charts.value:
-                self._charts.value = charts
+        if not view.charts or self._draws % _CHARTS_EVERY == 1:
+            content = bundle(view)
+            if content != self._last:
+                self._last = content
+                self._show(content)
+        if self._thread.is_alive() or self._box is None:
+            return
         if self._shown is not None:
             said = self._shown()
             if said != self._aside.value:
                 self._aside.value = said
-        if not self._box.layout.display:
-            return
-        self._box.layout.display = None
-        data: dict[str, Any] = {
-            "application/vnd.jupyter.widget-view+json": {
-                "version_major": 2,
-                "version_minor": 0,
-                "model_id": self._box.model_id,
-            },
-            "text/plain": view.facts.name,
-        }
-        self._show({"data": data, "metadata": {}})
+        if not self._has_buttons:
+            self._has_buttons = True
+            self._send("display_data", self._buttons_id, {"data": self._view_of_buttons(), "metadata": {}})
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
@@ -116,13 +109,22 @@ class Widget(Drawing):
             self._show(bundle(view))
         elif self._is_shown:
             self._show({"data": {"text/plain": view.facts.details}, "metadata": {}})
+        if self._has_buttons:
+            self._send("update_display_data", self._buttons_id, {"data": {}, "metadata": {}})
         if self._box is not None:
             self._close()
 
     def _show(self, content: dict[str, Any]) -> None:
         kind = "update_display_data" if self._is_shown else "display_data"
         self._is_shown = True
-        self._paper.display(kind, {**content, "transient": {"display_id": self._id}})
+        self._send(kind, self._id, content)
+
+    def _send(self, kind: str, place: str, content: dict[str, Any]) -> None:
+        self._paper.display(kind, {**content, "transient": {"display_id": place}})
+
+    def _view_of_buttons(self) -> dict[str, Any]:
+        model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        return {"application/vnd.jupyter.widget-view+json": model}
 
     def _make(self) -> None:
         parent = getattr(self._kernel, "_shell_parent", None)
@@ -130,18 +132,13 @@ class Widget(Drawing):
             parent.set({})  # this thread's context only
         import ipywidgets
 
-        style = ipywidgets.HTML(html.style())
-        style.layout.display = "none"
-        self._panel = ipywidgets.HTML()
-        self._charts = ipywidgets.HTML()
         self._aside = ipywidgets.HTML()
         buttons = [
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
             self._button("Stacks", "show where every rank is", self._show_stacks),
         ]
         controls = ipywidgets.HBox([*buttons, *self._logs()], layout={"margin": "0 0 0 5px"})
-        self._box = ipywidgets.VBox([style, self._panel, self._charts, controls, self._aside])
-        self._box.layout.display = "none"  # until there is something in it
+        self._box = ipywidgets.VBox([controls, self._aside])
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
         import ipywidgets
