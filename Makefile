@@ -12,7 +12,7 @@ UNFINISHED := $(VENV)/unfinished
 RIVALS     := $(VENV)/rivals
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow soak lint format bench clean
+.PHONY: help setup demo test test-slow screenshots soak lint format bench clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -31,6 +31,9 @@ test: $(READY) ## Run the tests, except the slow ones
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser
 	@$(RUN) -m pytest -m "slow or browser" $(ARGS) || [ $$? -eq 5 ]
+
+screenshots: $(READY) ## Picture the states of the panel in JupyterLab, narrow and wide, light and dark
+	@$(RUN) tests/browser/screenshots.py $(ARGS)
 
 soak: $(READY) ## Kill 50 runs at random instants, and compare how they go on with one left alone
 	@$(RUN) tests/training/soak.py 50 $(ARGS)

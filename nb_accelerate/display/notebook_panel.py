@@ -137,13 +137,13 @@ class NotebookPanel(Drawing):
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
             self._button("Stacks", "show where every rank is", self._show_stacks),
         ]
-        controls = ipywidgets.HBox([*buttons, *self._logs()], layout={"margin": "0 0 0 5px"})
+        controls = ipywidgets.HBox([*buttons, *self._logs()], layout={"margin": "0 0 0 5px", "flex_flow": "row wrap"})
         self._box = ipywidgets.VBox([controls, self._aside])
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
         import ipywidgets
 
-        button = ipywidgets.Button(description=title, tooltip=hint, layout={"width": "auto"})
+        button = ipywidgets.Button(description=title, tooltip=hint, layout={"width": "auto", "flex": "0 0 auto"})
         button.on_click(lambda _: action())
         return button
 

@@ -146,7 +146,7 @@ class PanelState:
             if many
             else (),
             curve=self._losses.points,
-            warnings=(*self._stall_words(stalled, now), *(() if many else _slow_words(slow)))
+            warnings=(*self._stall_words(stalled, now), *(() if many else _slow_words(slow, len(self._tracks))))
             if self._ended is None
             else (),
             failure=self._failure,
@@ -402,8 +402,9 @@ class PanelState:
         return tuple(parts)
 
 
-def _slow_words(slow: Mapping[int, Straggler]) -> list[str]:
-    return [f"Rank {rank} is {one.factor:.1f}x slower than the median: {one.why}." for rank, one in slow.items()]
+def _slow_words(slow: Mapping[int, Straggler], num_ranks: int) -> list[str]:
+    others = "the other" if num_ranks == 2 else "the median"
+    return [f"Rank {rank} is {one.factor:.1f}x slower than {others}: {one.why}." for rank, one in slow.items()]
 
 
 def _it(ranks: Sequence[int]) -> str:

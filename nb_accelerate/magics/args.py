@@ -215,8 +215,14 @@ def parse_rank(line: str) -> Parsed:
 
 
 def help_text(usage: str, about: str, options: Iterable[Option]) -> str:
-    """Help in the manner of IPython's magics."""
-    lines = [f"::\n\n  {usage}\n", about, ""]
+    """Return a help text in the manner of IPython's magics.
+
+    Args:
+        usage: how it is written.
+        about: what it does.
+        options: those it has.
+    """
+    lines = [f"{usage}\n", about, ""]
     rows = [
         (", ".join(f"{flag} {option.meta}".rstrip() for flag in option.flags), option.help)
         for option in options

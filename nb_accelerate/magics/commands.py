@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import suggest
+from nb_accelerate.display.words import named
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.args import HELP, POOL, SHOW, Option
@@ -14,7 +15,7 @@ from nb_accelerate.magics.replacing import replace
 from nb_accelerate.magics.status import status_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -74,7 +75,7 @@ COMMANDS = {
 }
 
 HELP_TEXT = (
-    "::\n\n  %distributed COMMAND [options]\n\nRanks that stay, for %%distributed cells.\n\ncommands:\n"
+    "%distributed COMMAND [options]\n\nRanks that stay, for %%distributed cells.\n\ncommands:\n"
     + "\n".join(f"  {command.usage}\n      {command.about}" for command in COMMANDS.values())
     + "\n"
 )
@@ -141,7 +142,9 @@ class Commands:
             near = suggest(missing[0], [name for name in self._shell.user_ns if not name.startswith("_")])
             raise NameError(f"name {missing[0]!r} is not defined in the notebook.{near}")
         values = {name: self._shell.user_ns[name] for name in parsed.words}
-        pools.current().push(values, parsed.get("ranks"), large=bool(parsed.get("large")))
+        ranks = parsed.get("ranks")
+        pools.current().push(values, ranks, large=bool(parsed.get("large")))
+        _say(f"{', '.join(values)}: sent to {_whom(ranks)}")
 
     def _pull(self, parsed: Parsed) -> None:
         from nb_accelerate import pool as pools
@@ -150,6 +153,7 @@ class Commands:
         by_rank = pools.current().pull(parsed.words, ranks)
         for name, values in zip(parsed.words, zip(*by_rank, strict=True), strict=True):
             self._shell.user_ns[name] = values[0] if ranks is not None and len(ranks) == 1 else list(values)
+        _say(f"{', '.join(parsed.words)}: from {_whom(ranks)}")
 
     def _where(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools
@@ -160,7 +164,10 @@ class Commands:
     def _interrupt(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools
 
+        pool = pools.current()
+        was_busy = pool.is_running and not pool.is_idle
         pools.interrupt()
+        _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
     def _restart(self, parsed: Parsed) -> None:
         from nb_accelerate import pool as pools
@@ -186,14 +193,18 @@ class Commands:
         from nb_accelerate import pool as pools
 
         pools.current().reset()
+        _say("the ranks have no variables of yours any more")
 
     def _stop(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools
 
+        was_running = pools.current().is_running
         pools.stop()
+        _say("the ranks have ended" if was_running else "no ranks are running")
 
     def _switch_auto(self, parsed: Parsed) -> None:
         self._auto.switch(parsed.words[0])
+        _say("cells run on the ranks; %%local keeps one here" if self._auto.is_on else "cells run in the notebook")
 
     def _config(self, parsed: Parsed) -> None:
         self._defaults.update(parsed.values)
@@ -202,6 +213,10 @@ class Commands:
                 _say(f"{option.flags[-1]} {self._defaults[option.name]}")
         if not self._defaults:
             _say("nothing is set: cells and ranks start with what --help says")
+
+
+def _whom(ranks: Sequence[int] | None) -> str:
+    return "all ranks" if ranks is None else named(ranks)
 
 
 def _rank(word: str, command: str) -> int:

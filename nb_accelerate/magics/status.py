@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.words import size
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -27,7 +29,7 @@ def status_table(ranks: Sequence[RankStatus], places: Mapping[int, str]) -> str:
                 str(one.rank),
                 str(one.pid or ""),
                 one.device,
-                f"{one.memory / 2**20:.0f} MiB" if one.memory else "",
+                size(one.memory) if one.memory else "",
                 one.state,
                 "" if place == "idle" else place,
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-def _notebook_of(cells: Sequence[str]) -> str:
+def notebook_of(cells: Sequence[str]) -> str:
     code: dict[str, object] = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     content = {
@@ -65,7 +65,7 @@ def open_notebook(server: JupyterServer, chromium: Chromium) -> Iterator[OpenNot
 
     def open_(cells: Sequence[str] | Path, where: Where = "lab", theme: Theme = "light", /) -> Notebook:
         name = f"notebook-{next(_numbers)}.ipynb"
-        text = cells.read_text(encoding="utf-8") if isinstance(cells, Path) else _notebook_of(cells)
+        text = cells.read_text(encoding="utf-8") if isinstance(cells, Path) else notebook_of(cells)
         (server.notebooks / name).write_text(text, encoding="utf-8")
         opened.append(Notebook(server, chromium, name, where, theme))
         return opened[-1]

@@ -11,7 +11,7 @@ from browser.server import THEMES
 
 if TYPE_CHECKING:
     import psutil
-    from playwright.async_api import BrowserContext, Page
+    from playwright.async_api import BrowserContext, Dialog, Page
 
     from browser.chromium import Chromium
     from browser.server import JupyterServer, Theme, Where
@@ -39,6 +39,11 @@ _RUN = """([command, cell]) => {
 }"""
 # A notebook that has just been opened may not have this cell yet, nor the cell its output.
 _OUTPUT = "document.querySelectorAll('.jp-Notebook .jp-Cell')[{cell}]?.querySelector('.jp-Cell-outputArea')"
+
+
+async def _leave(question: Dialog) -> None:
+    """Answer JupyterLab's question whether to leave what is not saved."""
+    await question.accept()
 
 
 class Notebook:
@@ -160,6 +165,22 @@ class Notebook:
             area = self._page.locator(".jp-Notebook .jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
             self._chromium.wait_for(area.screenshot(path=path))
         return path
+
+    def resize(self, width: int, height: int = _HEIGHT) -> None:
+        """Give the window another size, in pixels."""
+        self._chromium.wait_for(self._page.set_viewport_size({"width": width, "height": height}))
+
+    def hide_sidebar(self) -> None:
+        """Hide JupyterLab's list of files, as its menu does."""
+        self.evaluate(
+            "() => { const app = window.jupyterapp; if (!app.shell.leftCollapsed) { app.shell.collapseLeft?.(); } }"
+        )
+
+    def reload(self) -> None:
+        """Load the page again, also while a cell runs; the kernel goes on."""
+        self._page.on("dialog", _leave)
+        self._chromium.wait_for(self._page.reload(wait_until="domcontentloaded"), _OPEN)
+        self.wait_until("() => document.querySelector('.jp-Notebook .jp-CodeCell') !== null", timeout=_OPEN)
 
     def close(self) -> None:
         self._chromium.wait_for(self._context.close())
