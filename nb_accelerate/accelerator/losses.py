@@ -41,14 +41,20 @@ class LossReport:
         self._kind = kind
         self._due = 0.0
         self._arrived: Tensor | None = None
+        self._computed: Tensor | None = None
         self._utilisation = kind.utilisation
         self._ask_at = 0.0
 
     def report(self, loss: Tensor) -> None:
         """Report the loss of a step, a tensor with one element; does nothing within `_REPORT_SECONDS` of the last."""
         now = time.monotonic()
+        before, self._computed = self._computed, loss.detach() if self._kind.reads_later else None
         if now < self._due:
             return
+        if self._kind.reads_later:
+            if before is None:
+                return
+            loss = before
         self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:
             if self._arrived is None:

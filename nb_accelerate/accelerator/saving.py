@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, write
+from nb_accelerate.pytree import send_to_device
 from nb_accelerate.state.choices import current_process
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ def save(
         save_on_each_node: on the first process of each machine instead, for disks that machines do not share.
         safe_serialization: write safetensors, with tensors that share memory written once.
     """
-    topology = current_process().topology
+    process = current_process()
+    topology = process.topology
+    if process.kind.reads_later:
+        obj = send_to_device(obj, "cpu")  # tensors of this device have no memory that can be read
     if topology.is_local_main if save_on_each_node else topology.is_main:
         given = obj
         if safe_serialization:

@@ -273,9 +273,10 @@ def shapes_in(checkpoint_file: str | os.PathLike[str]) -> dict[str, tuple[int, .
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return what two tensors have in common when they share memory: device, address and size of their storage.
 
-    A sparse tensor, which has several, and one that is sharded over ranks share with themselves only.
+    A sparse tensor, which has several, one that is sharded over ranks, and one on a device without addresses share with
+    themselves only.
     """
-    if tensor.layout is not torch.strided or hasattr(tensor, "device_mesh"):
+    if tensor.layout is not torch.strided or hasattr(tensor, "device_mesh") or not tensor.data_ptr():
         return tensor.device, id(tensor), 0
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -24,7 +24,10 @@ class Collectives(ABC):
         world_size: the number of processes.
         device: the device that the backend communicates from. Tensors on another kind of device are copied to it
             first, and results are copied back.
+        packs_bytes: many small tensors are cheaper as the bytes of one. False where memory cannot be read as bytes.
     """
+
+    packs_bytes: bool = True
 
     rank: int
     world_size: int

@@ -55,7 +55,9 @@ def gather(collectives: Collectives, data: Any) -> Any:
         return data
     collectives.verify("gather", data, tensors)
     rows = [tensor if tensor.dim() else tensor.reshape(1) for tensor in tensors]
-    gathered = communicate_packed(rows, collectives.all_gather, collectives.world_size)
+    gathered = communicate_packed(
+        rows, collectives.all_gather, collectives.world_size, as_bytes=collectives.packs_bytes
+    )
     return _put_back(data, [tensor.flatten(0, 1) for tensor in gathered])
 
 
@@ -123,7 +125,7 @@ def broadcast(collectives: Collectives, data: Any, from_process: int = 0) -> Any
     def send(flat: Tensor) -> Tensor:
         return collectives.broadcast(flat, from_process)
 
-    return _put_back(data, communicate_packed(tensors, send))
+    return _put_back(data, communicate_packed(tensors, send, as_bytes=collectives.packs_bytes))
 
 
 def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
@@ -148,7 +150,11 @@ def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
         )
     shape, dtype = specs[owners[0]]
     sent = torch.empty(shape, dtype=dtype, device=collectives.device) if tensor is None else tensor.detach()
-    return communicate_packed([sent.to(collectives.device)], lambda flat: collectives.broadcast(flat, owners[0]))[0]
+    return communicate_packed(
+        [sent.to(collectives.device)],
+        lambda flat: collectives.broadcast(flat, owners[0]),
+        as_bytes=collectives.packs_bytes,
+    )[0]
 
 
 def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 
 
 def communicate_packed(
-    tensors: Sequence[Tensor], collective: Callable[[Tensor], Tensor], *leading: int
+    tensors: Sequence[Tensor], collective: Callable[[Tensor], Tensor], *leading: int, as_bytes: bool = True
 ) -> list[Tensor]:
     """Run a collective on all small tensors at once, and on each large one.
 
@@ -32,10 +32,13 @@ def communicate_packed(
         collective: takes a tensor of shape (n,) and dtype uint8, which it may overwrite, and returns one of shape
             (*leading, n).
         leading: the dimensions that ``collective`` adds in front: none, or the world size.
+        as_bytes: False if ``collective`` takes tensors as they are, of any shape and dtype, and overwrites none.
 
     Returns:
         For each tensor a result of shape (*leading, *tensor.shape). Results of small tensors may share memory.
     """
+    if not as_bytes:
+        return [collective(tensor.detach()) for tensor in tensors]
     results: list[Tensor] = list(tensors)
     small_by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):

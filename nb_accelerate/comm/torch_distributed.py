@@ -26,7 +26,7 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a method so that the rank's progress shows which collective it waits in.
 
     After a failure it keeps showing the collective, as the place of the failure.
@@ -62,7 +62,7 @@ class TorchCollectives(Collectives):
         self._device_ids = device_ids
 
     @override
-    @_shows(Collective.all_gather)
+    @shows(Collective.all_gather)
     def all_gather(self, tensor: Tensor) -> Tensor:
         sent = self._on_device(tensor)
         # Flat: gloo expects dimension 0 of the output to be world_size times that of the input, which scalars lack.
@@ -71,21 +71,21 @@ class TorchCollectives(Collectives):
         return gathered.view(self.world_size, *sent.shape).to(tensor.device)
 
     @override
-    @_shows(Collective.all_reduce)
+    @shows(Collective.all_reduce)
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         reduced = self._on_device(tensor)
         dist.all_reduce(reduced, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         return reduced.to(tensor.device)
 
     @override
-    @_shows(Collective.broadcast)
+    @shows(Collective.broadcast)
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         received = self._on_device(tensor)
         dist.broadcast(received, source)
         return received.to(tensor.device)
 
     @override
-    @_shows(Collective.scatter)
+    @shows(Collective.scatter)
     def scatter(self, parts: Tensor | None, like: Tensor, source: int) -> Tensor:
         received = self._on_device(like)
         rows = None if parts is None else list(self._on_device(parts).unbind(0))
@@ -93,21 +93,21 @@ class TorchCollectives(Collectives):
         return received.to(like.device)
 
     @override
-    @_shows(Collective.all_gather_object)
+    @shows(Collective.all_gather_object)
     def all_gather_object(self, item: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, item)
         return gathered
 
     @override
-    @_shows(Collective.broadcast_object)
+    @shows(Collective.broadcast_object)
     def broadcast_objects(self, items: list[Any], source: int) -> list[Any]:
         received = list(items)
         dist.broadcast_object_list(received, source)
         return received
 
     @override
-    @_shows(Collective.barrier)
+    @shows(Collective.barrier)
     def barrier(self) -> None:
         dist.barrier(device_ids=self._device_ids)
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
+from nb_accelerate.devices import find_kind
 from nb_accelerate.errors import CollectiveMismatchError, ConfigError
 from nb_accelerate.process.rng import RNGType
 from nb_accelerate.progress_page import Phase, here
@@ -184,6 +185,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 current = next(batches)
             except StopIteration:
                 return
+            end_step = _step_end(self.device)
             late = place = _placement(current, self.device, non_blocking=self._non_blocking)
             if place is not None and self._non_blocking:
                 # Asynchronous copies start as early as possible; others as late as possible, so that only one batch at
@@ -201,6 +203,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                     self.batch_remainder = self.rows_of_ranks = None
                 else:
                     yield current if late is None else late(current)
+                end_step(position, current)
                 current = upcoming
                 enter(reads)
             self.end_of_dataloader = True
@@ -209,6 +212,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             enter(works)
             current = self._note_last(progress.reader.last(current))
             yield current if late is None else late(current)
+            end_step(position + 1, current)
         finally:
             page.end_loop(loop)
             self.end()
@@ -259,6 +263,16 @@ def _with_read_states(batches: Iterator[Any], progress: EpochProgress) -> Iterat
             progress.read_state = reader.end_state()
             return
         yield batch
+
+
+def _step_end(device: torch.device | None) -> Callable[[int, Any], None]:
+    """Return what is called after each step, with its number and its batch."""
+    kind = None if device is None else find_kind(device.type)
+    return _nothing if kind is None or kind.end_step is None else kind.end_step()
+
+
+def _nothing(_step: int, _batch: Any) -> None:
+    """End a step on a device that computes at once."""
 
 
 def _placement(first: Any, device: torch.device | None, *, non_blocking: bool) -> Callable[[Any], Any] | None:

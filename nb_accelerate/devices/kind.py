@@ -56,6 +56,16 @@ class DeviceKind:
         passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
         pins_memory: copies from it to pinned memory of the host need not be waited for.
         mixed_precision: names of the precisions that autocast, and the loss scaler of fp16, offer on it.
+        label: what one of them is called in messages.
+        all_or_one: ranks of a machine use all of them or one; its runtime knows no other number.
+
+        start_runtime: for a runtime of its own, which takes the place of torch.distributed: starts it in this process,
+            takes the `Topology` that the environment tells and returns the one that the runtime knows. None for others.
+        make_collectives: makes the `Collectives` of such a runtime from a device. None for others.
+        make_strategy: makes the `Strategy` for such a runtime from a device, its collectives and a
+            `DistributedType`. None for others.
+        end_step: makes a function that a prepared loader calls after each step with the number of the step and its
+            batch, for a runtime that records operations and runs them later. None for others.
 
         visibility: environment variable that selects among the devices; "" if there is none.
         hidden: value of that variable that hides all devices; None if no value does.
@@ -63,6 +73,7 @@ class DeviceKind:
             returns the devices that ranks will see, as the variable writes them.
         forbids_fork: says why its runtime does not survive a fork even if nothing has used it; "" if it does.
         in_use: says what shows that its runtime was started in this process, whose forks cannot use it; "" if nothing.
+        held: says why no other process at all can use the devices before this one ends; "" if others can.
         pin: takes the devices of the ranks of this machine and a local rank; returns variables that give the rank its
             device. Empty for a type whose ranks see all devices and select one by their local rank.
         memory_users: takes devices as `find` gives them; returns lines of ``pid, MiB``, one for each process that
@@ -81,6 +92,8 @@ class DeviceKind:
         memory_reserved: bytes that this process holds of it now, caches included.
         utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
             and the driver's library raise where that library is missing, or does not know this device.
+        reads_later: numbers that it computes are read a step later, because reading one at once would run what was
+            recorded so far as a program of its own.
         supports_bf16: whether this device computes in bfloat16.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
         uuid: a name of the device with a number that is unique over all machines; None if it has none.
@@ -93,12 +106,20 @@ class DeviceKind:
     passes_device_ids: bool = False
     pins_memory: bool = False
     mixed_precision: tuple[str, ...] = ("fp16", "bf16")
+    label: str = "GPU"
+    all_or_one: bool = False
+
+    start_runtime: Callable[[Any], Any] | None = None
+    make_collectives: Callable[[torch.device], Any] | None = None
+    make_strategy: Callable[[torch.device, Any, Any], Any] | None = None
+    end_step: Callable[[], Callable[[int, Any], None]] | None = None
 
     visibility: str = ""
     hidden: str | None = None
     find: Callable[[str | None, bool], tuple[str, ...]] = lambda *_: ()
     forbids_fork: Callable[[], str] = str
     in_use: Callable[[], str] = str
+    held: Callable[[], str] = str
     pin: Callable[[Sequence[str], int], Mapping[str, str]] = _no_variables
     memory_users: Callable[[Sequence[str]], str] = lambda _: ""
 
@@ -114,6 +135,7 @@ class DeviceKind:
     memory_allocated: Callable[[], int] = lambda: 0
     memory_reserved: Callable[[], int] = lambda: 0
     utilisation: Callable[[], int] | None = None
+    reads_later: bool = False
     supports_bf16: Callable[[], bool] = lambda: True
     pci_address: Callable[[int], str | None] = lambda _: None
     uuid: Callable[[int], str | None] = lambda _: None

@@ -5,11 +5,12 @@ from __future__ import annotations
 from nb_accelerate.devices.cuda import CUDA
 from nb_accelerate.devices.kind import DeviceKind
 from nb_accelerate.devices.mps import MPS
+from nb_accelerate.devices.xla import XLA
 from nb_accelerate.devices.xpu import XPU
 
 CPU = DeviceKind(name="cpu", distributed_type="MULTI_CPU", backend="gloo", is_host=True)
 
-DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, CPU]
+DEVICE_KINDS: list[DeviceKind] = [XLA, CUDA, XPU, MPS, CPU]
 """The last one is there on every machine."""
 
 

@@ -70,7 +70,8 @@ class ProcessContext:
     @property
     def distributed_type(self) -> DistributedType:
         """What accelerate calls this setup."""
-        return DistributedType(self.kind.distributed_type if self.topology.world_size > 1 else DistributedType.NO)
+        is_distributed = self.topology.world_size > 1 or self.kind.start_runtime is not None
+        return DistributedType(self.kind.distributed_type if is_distributed else DistributedType.NO)
 
 
 _context: ProcessContext | None = None

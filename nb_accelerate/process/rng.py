@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nb_accelerate.config.checks import check_choice, check_whole
+from nb_accelerate.devices.xla import is_started as xla_is_started
 from nb_accelerate.process import context
 from nb_accelerate.process.devices import device_kind
 
@@ -143,5 +144,5 @@ def _synchronize_xla(broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def _xla_model() -> Any:
-    """Return torch_xla's module with random numbers, or None where it is not in use: importing it takes seconds."""
-    return sys.modules.get("torch_xla.core.xla_model")
+    """Return torch_xla's module with random numbers, or None where its runtime was not started, which they would do."""
+    return sys.modules.get("torch_xla.core.xla_model") if xla_is_started() else None

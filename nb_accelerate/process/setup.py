@@ -12,6 +12,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from nb_accelerate.config.env import Environment
@@ -26,8 +27,6 @@ from nb_accelerate.process.devices import choose_device, device_of_group, idle_k
 from nb_accelerate.topology import Topology, read_topology
 
 if TYPE_CHECKING:
-    import torch
-
     from nb_accelerate.devices import DeviceKind
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,10 @@ def setup_process(
         kind, device = device_of_group(adopted.bound_device_id, topology, guessed=guessed, cpu=use_cpu)
     if environment.flag("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(topology.local_rank if device.index is None else device.index)
-    if topology.world_size > 1:
+    if kind.start_runtime is not None:
+        topology = kind.start_runtime(topology)
+        device = torch.device(kind.name, 0)  # each process sees its own only
+    elif topology.world_size > 1:
         _select(kind, device)
         if adopted is None:
             group.create(topology, kind, device, options=options, environment=environment)
@@ -82,7 +84,7 @@ def setup_process(
             kind=kind,
             device=device,
             group=context.default_group(),
-            owns_group=adopted is None and topology.world_size > 1,
+            owns_group=adopted is None and kind.start_runtime is None and topology.world_size > 1,
             options=options,
         )
     )

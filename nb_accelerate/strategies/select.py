@@ -16,6 +16,7 @@ from nb_accelerate.config.env import DEBUG_MODE, Environment
 from nb_accelerate.config.fsdp import resolve_fsdp
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
 from nb_accelerate.devices import backend_named
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.ddp import DDPStrategy
 from nb_accelerate.strategies.fsdp import FSDPStrategy
 from nb_accelerate.strategies.single import SingleStrategy
@@ -70,6 +71,9 @@ def resolve_engines(
 
 def select_collectives(process: ProcessContext) -> Collectives:
     """Return how this process exchanges data with the others; one without a process group exchanges none."""
+    if process.kind.make_collectives is not None and process.topology.world_size > 1:
+        own: Collectives = process.kind.make_collectives(process.device)
+        return own
     if process.group is None:
         return SingleCollectives()
     checks = Environment().flag(DEBUG_MODE)
@@ -86,8 +90,19 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     Args:
         process: its device and its process group.
         engines: the options of each engine; which of them are given decides.
+
+    Raises:
+        ConfigError: an engine that was asked for does not run on such devices.
     """
     collectives = select_collectives(process)
+    if process.kind.make_strategy is not None:
+        if engines.fsdp is not None:
+            raise ConfigError(
+                f"fsdp_plugin was given, but models are not sharded over {process.kind.label}s. Leave it out, and "
+                "ACCELERATE_USE_FSDP too."
+            )
+        strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)
+        return strategy
     if process.topology.world_size == 1:
         return SingleStrategy(process.device, collectives, process.distributed_type)
     if engines.fsdp is not None:
