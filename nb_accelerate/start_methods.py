@@ -39,6 +39,7 @@ class StartMethod:
         runner: ``module:function`` that runs a whole launch, with the arguments of
             `nb_accelerate.launch.launcher.run_in_processes`.
         is_automatic: ``"auto"`` may choose it.
+        device: torch's name of the only type of device that it is for; "" for all types.
         forks: ranks are forked from a process that has imported torch.
         copies_notebook: that process is the notebook. Its data is shared, so that nothing is pickled. Ranks have one
             intra-op thread, because they inherit the state of OpenMP without its threads.
@@ -50,6 +51,7 @@ class StartMethod:
     starter: str = ""
     runner: str = "nb_accelerate.launch.launcher:run_in_processes"
     is_automatic: bool = False
+    device: str = ""
     forks: bool = False
     copies_notebook: bool = False
     max_ranks: int | None = None
@@ -60,8 +62,14 @@ class StartMethod:
         """Whether ranks may stay for the cells of a notebook. A copy of it would be out of date with the next cell."""
         return bool(self.starter) and not self.copies_notebook
 
+    def suits(self, conditions: Conditions) -> bool:
+        """Return whether it is for this type of device."""
+        return self.device in ("", conditions.device.lower())
+
     def obstacle(self, conditions: Conditions) -> str:
         """Return why it cannot work, or ""."""
+        if not self.suits(conditions):
+            return f"it starts ranks on {self.device.upper()} devices, and these are to run on {conditions.device}"
         if self.forks and not conditions.can_fork:
             return "no fork here"
         return conditions.in_use if self.copies_notebook else ""
@@ -80,6 +88,15 @@ class StartMethod:
 START_METHODS: dict[str, StartMethod] = {
     method.name: method
     for method in (
+        StartMethod(
+            name="xla",
+            starter="nb_accelerate.launch.starters:fork",
+            is_automatic=True,
+            device="xla",
+            forks=True,
+            copies_notebook=True,
+            max_nodes=1,
+        ),
         StartMethod(
             name="fork",
             starter="nb_accelerate.launch.starters:fork",
@@ -112,7 +129,7 @@ def choose_method(conditions: Conditions, *, may_copy: bool = True) -> tuple[Sta
     """
     reason = ""
     for method in START_METHODS.values():
-        if not method.is_automatic or (method.copies_notebook and not may_copy):
+        if not method.is_automatic or (method.copies_notebook and not may_copy) or not method.suits(conditions):
             continue
         if method.copies_notebook and conditions.is_host:  # a large operation here, and a forked rank would hang
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from nb_accelerate.comm.torch_distributed import shows
 from nb_accelerate.progress_page import Collective
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -88,7 +89,8 @@ class XLACollectives(Collectives):
     @override
     @shows(Collective.barrier)
     def barrier(self) -> None:
-        xm.rendezvous("nb_accelerate")
+        with _keeping_random_state():
+            xm.rendezvous("nb_accelerate")
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its mean over ranks, as a part of the program that is recorded.
@@ -143,6 +145,12 @@ def _as_numbers(tensor: Tensor) -> Tensor:
 
 def _submit() -> None:
     """Run what was recorded, and keep the random state, which XLA would change at each submission."""
+    with _keeping_random_state():
+        torch_xla.sync()
+
+
+@contextlib.contextmanager
+def _keeping_random_state() -> Iterator[None]:
     seed = xm.get_rng_state()
-    torch_xla.sync()
+    yield
     xm.set_rng_state(seed)

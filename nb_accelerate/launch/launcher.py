@@ -66,7 +66,7 @@ def notebook_launcher(
         function: what to run. It makes its own `Accelerator()`.
         args: its positional arguments.
         num_processes: number of ranks on this machine. None is what the configuration file says (see ``nb-accelerate
-            config``); without one it is one for each GPU, or one on a machine without.
+            config``); without one it is one for each TPU chip or GPU, or one on a machine without.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: `Accelerator()`'s default in the ranks.
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
         master_addr: on several machines, the address of machine 0 as the others see it.
@@ -85,10 +85,10 @@ def notebook_launcher(
         kwargs: keyword arguments of the function.
         start_method: ``"auto"`` chooses and says why. ``"forkserver"``: ranks are forked from a warm process that has
             torch imported and nothing of this notebook in it. ``"fork"``: from this one, so data in memory is shared
-            and nothing is pickled. ``"spawn"``: fresh interpreters. ``"inline"``: one rank, in this process, for a
-            debugger.
-        devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xpu"``, ``"mps"``), or numbers of the GPUs to use,
-            one rank each. None is all that are visible, of the best type there is.
+            and nothing is pickled. ``"xla"``: the same on TPUs, in the place of ``xmp.spawn(start_method="fork")``.
+            ``"spawn"``: fresh interpreters. ``"inline"``: one rank, in this process, for a debugger.
+        devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xla"``, ``"xpu"``, ``"mps"``), or numbers of the
+            GPUs to use, one rank each. None is all that are visible, of the best type there is.
         timeout: seconds after which the launch is stopped. None is no limit.
         block: False returns a `Launch` at once, and the cell ends; several launches may run.
         progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is

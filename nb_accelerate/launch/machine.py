@@ -33,12 +33,14 @@ class VisibleDevices:
         names: each of them, as the variable that selects among them writes it.
         in_use: why a rank forked from this process could not use them, or "" if it could.
         forbids_fork: why their runtime does not survive any fork, or "" if it does.
+        held: why no rank at all could use them, or "" if ranks could.
     """
 
     kind: DeviceKind
     names: tuple[str, ...]
     in_use: str = ""
     forbids_fork: str = ""
+    held: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,11 @@ def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> l
         names = () if kind.is_host else kind.find(variables.get(kind.visibility), kind.visibility in changed)
         if names:
             in_use = kind.in_use() or after_backward
-            found.append(VisibleDevices(kind=kind, names=names, in_use=in_use, forbids_fork=kind.forbids_fork()))
+            found.append(
+                VisibleDevices(
+                    kind=kind, names=names, in_use=in_use, forbids_fork=kind.forbids_fork(), held=kind.held()
+                )
+            )
     return found
 
 

@@ -100,7 +100,7 @@ class LaunchPlan:
         where = f" on each of {self.num_nodes} machines" if self.num_nodes > 1 else ""
         method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
         parts = [f"{ranks} on {self.device.upper()}{where}", method]
-        if self.world_size > 1:
+        if self.world_size > 1 and self.kind.start_runtime is None:
             parts.append(self.backend if self.num_nodes > 1 else f"{self.backend} on loopback")
         if self.mixed_precision != "no":
             parts.append(self.mixed_precision)
@@ -120,6 +120,11 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
         ConfigError: more ranks than there are devices, a device that is not there, or a start method that cannot work.
     """
     devices = _choose_kind(options, facts)
+    if devices.held:
+        raise ConfigError(
+            f"Ranks cannot use the {devices.kind.label}s: {devices.held}. Restart the kernel, and touch them (by "
+            "Accelerator(), xm.xla_device() or a tensor there) in the function only"
+        )
     number, names, visibility = _ranks_and_devices(options, devices)
     conditions = Conditions(
         can_fork=facts.can_fork,
@@ -184,7 +189,17 @@ def _ranks_and_devices(
         if options.devices is not None:
             visibility = {row.visibility: row.hidden for row in DEVICE_KINDS if row.hidden is not None}
         return options.num_processes or 1, (), visibility
+    if kind.start_runtime is not None and options.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={options.num_nodes}, but {kind.label}s of several machines are connected by their own runtime, "
+            "which is not supported. Leave num_nodes out"
+        )
     if options.devices is not None and not isinstance(options.devices, str):
+        if kind.all_or_one:
+            raise ConfigError(
+                f"devices={options.devices!r}, but {kind.label}s cannot be chosen by their numbers: ranks use all "
+                f"{len(names)} or one. Leave devices out, or write num_processes=1"
+            )
         missing = [number for number in options.devices if number >= len(names)]
         if missing:
             raise ConfigError(
@@ -198,10 +213,15 @@ def _ranks_and_devices(
     available = len(names) if kind.backend else 1
     number = options.num_processes or available
     if number > available:
-        there_are = f"there {'are' if available > 1 else 'is'} {available} GPU{'s' if available > 1 else ''}"
+        there_are = f"there {'are' if available > 1 else 'is'} {available} {kind.label}{'s' if available > 1 else ''}"
         raise ConfigError(
             f"num_processes={number}, but {there_are}, and each rank needs its own. Write num_processes={available}, "
             f"or devices={CPU.name!r} to run on the CPU"
+        )
+    if kind.all_or_one and number not in (1, available):
+        raise ConfigError(
+            f"num_processes={number}, but ranks use all {available} {kind.label}s or one. Write "
+            f"num_processes={available} or 1"
         )
     if options.num_nodes > 1 and not kind.backend:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import replace
 
@@ -27,11 +28,15 @@ def start_runtime(told: Topology) -> Topology:
         ConfigError: the runtime knows another number of ranks than the launcher has started, or this process has
             several devices that take part in one run.
     """
+    import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla import runtime
     from torch_xla._internal import pjrt
 
     if not is_started():
+        # It was registered where torch_xla was imported, maybe in the notebook, whose handlers a forked rank drops.
+        atexit.unregister(torch_xla._prepare_to_exit)  # noqa: SLF001 - there is no other name
+        atexit.register(torch_xla._prepare_to_exit)  # noqa: SLF001
         if told.local_world_size > 1:
             for name, value in _LEFT_BY_IMAGES.items():
                 if os.environ.get(name) == value:
@@ -40,6 +45,8 @@ def start_runtime(told: Topology) -> Topology:
         else:
             pjrt.initialize_singleprocess()
         xm.set_rng_state(torch.initial_seed() % 2**63)  # as the generators of other devices follow torch.manual_seed
+    # The engine of a process that was forked after a backward has no place for devices that came later.
+    torch.autograd.set_multithreading_enabled(False)
     rank, world_size = runtime.global_ordinal(), runtime.world_size()
     if world_size > 1 and runtime.addressable_device_count() > 1:
         raise ConfigError(

@@ -14,6 +14,7 @@ import pytest
 
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.devices.cuda import CUDA, devices_in
+from nb_accelerate.devices.xla import XLA
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.machine import MachineFacts, VisibleDevices, interface_of, look
@@ -36,6 +37,14 @@ def gpus(*names: str, **state: str) -> dict[str, Any]:
 T4 = gpus("0", "1")
 
 
+def chips(number: int, **state: str) -> dict[str, Any]:
+    """Facts about a machine with TPU chips."""
+    return {"accelerators": (VisibleDevices(kind=XLA, names=tuple(map(str, range(number))), **state),)}
+
+
+STARTED = "the XLA runtime was started in this notebook"
+
+
 @pytest.mark.parametrize(
     ("facts", "options", "said"),
     [
@@ -54,6 +63,15 @@ T4 = gpus("0", "1")
             {},
             "2 ranks on CUDA, spawn (the runtime of these GPUs does not survive a fork), nccl on loopback",
         ),
+        (chips(8), {}, "8 ranks on XLA, xla (XLA is untouched here, so data in memory is shared)"),
+        (chips(8), {"num_processes": 8}, "8 ranks on XLA, xla (XLA is untouched here, so data in memory is shared)"),
+        (
+            chips(1),
+            {"mixed_precision": "bf16"},
+            "1 rank on XLA, xla (XLA is untouched here, so data in memory is shared), bf16",
+        ),
+        (chips(8), {"start_method": "forkserver"}, "8 ranks on XLA, forkserver"),
+        (chips(1, in_use=STARTED), {}, f"1 rank on XLA, forkserver ({STARTED})"),
         (T4, {"devices": "cpu", "num_processes": 3}, "3 ranks on CPU, forkserver, gloo on loopback"),
         (T4, {"start_method": "spawn"}, "2 ranks on CUDA, spawn, nccl on loopback"),
         ({"can_fork": False}, {"num_processes": 2}, "2 ranks on CPU, spawn (no fork here), gloo on loopback"),
@@ -76,6 +94,17 @@ def test_one_line_says_what_was_chosen_and_why(facts: dict[str, Any], options: d
         (T4, {"devices": [0, 2]}, r"devices=\[0, 2\], but the visible GPUs are 0 to 1: there is no GPU 2"),
         (T4, {"devices": [1], "num_processes": 2}, "there is 1 GPU"),
         ({}, {"devices": [0]}, "no GPU is visible here"),
+        (chips(1), {"num_processes": 8}, "there is 1 XLA device, and each rank.*Write num_processes=1"),
+        (chips(8), {"num_processes": 2}, "ranks use all 8 XLA devices or one. Write num_processes=8 or 1"),
+        (chips(8), {"devices": [0, 1]}, "cannot be chosen by their numbers"),
+        (
+            chips(8),
+            {"num_nodes": 2, "master_addr": "10.0.0.1", "start_method": "forkserver"},
+            "num_nodes=2, but XLA devices of several machines",
+        ),
+        (chips(8, in_use=STARTED, held=STARTED), {}, f"{STARTED}. Restart the kernel"),
+        (T4, {"start_method": "xla"}, "it starts ranks on XLA devices, and these are to run on CUDA"),
+        ({}, {"start_method": "xla"}, "it starts ranks on XLA devices, and these are to run on CPU"),
         ({}, {"start_method": "inline", "num_processes": 2}, "Write num_processes=1"),
         (
             gpus("0", "1", in_use="the CUDA driver is loaded in this notebook"),
