@@ -10,9 +10,12 @@ PINS   := tests/requirements-dev.txt
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
 RIVALS     := $(VENV)/rivals
+# torch_xla belongs to an older torch than the rest is tested with.
+XLA        := .venv-xla
+XLA_PINS   := tests/requirements-xla.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow screenshots soak lint format bench clean
+.PHONY: help setup demo test test-slow test-xla screenshots soak lint format bench clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -35,6 +38,9 @@ test-slow: $(READY) ## Run the slow tests and those that need a browser
 screenshots: $(READY) ## Picture the states of the panel in JupyterLab, narrow and wide, light and dark
 	@$(RUN) tests/browser/screenshots.py $(ARGS)
 
+test-xla: $(XLA)/ready ## Run the tests of TPUs, on the CPU device of their runtime
+	@PJRT_DEVICE=CPU PYTHONPATH=$(CURDIR) $(XLA)/bin/python -m pytest tests/xla $(ARGS)
+
 soak: $(READY) ## Kill 50 runs at random instants, and compare how they go on with one left alone
 	@$(RUN) tests/training/soak.py 50 $(ARGS)
 
@@ -51,7 +57,7 @@ bench: $(RIVALS) ## Measure; prints ratios taken within one run
 	@$(RUN) tests/benchmarks/run.py $(ARGS)
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
@@ -64,6 +70,16 @@ $(READY): $(PINS) pyproject.toml
 	@$(RUN) -m pip install --disable-pip-version-check --requirement $(PINS) --editable .
 	@rm -f $(UNFINISHED)
 	@touch $(READY)
+
+$(XLA)/ready: $(XLA_PINS) $(PINS) tests/xla/cuda_stubs.py
+	@echo "[1/3] creating $(XLA)"; $(PYTHON) -m venv --clear $(XLA)
+	@echo "[2/3] installing torch and torch_xla: a gigabyte, a minute or two the first time"
+	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement $(XLA_PINS)
+	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps torch==2.9.0 torch_xla==2.9.0
+	@$(XLA)/bin/python tests/xla/cuda_stubs.py
+	@echo "[3/3] starting the runtime of XLA"
+	@PJRT_DEVICE=CPU $(XLA)/bin/python -c 'import torch, torch_xla; print(torch.__version__, torch_xla.__version__, torch.ones(2, device="xla").device)'
+	@touch $(XLA)/ready
 
 $(RIVALS): $(READY) tests/requirements-bench.txt
 	@echo "installing what is measured beside"
