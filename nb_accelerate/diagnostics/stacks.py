@@ -1,7 +1,10 @@
-"""Where every thread of a rank is, also while C code holds the interpreter.
+"""Where the main thread of a rank is, also while C code holds the interpreter.
 
 A rank registers `faulthandler` for a signal. Its dump is written by C code without the interpreter's lock, so it
 works in a blocked collective or a compiled loop; a stopped process (SIGSTOP) does not answer.
+
+Other threads are left out. Nothing keeps them from running while they are listed, and a rank whose threads read a
+checkpoint was ended by a fault in `dump_traceback`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 STOPPED = "stopped (SIGSTOP)"
 """Stands for the stacks of a process that cannot answer."""
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+_THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\):)$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
 _SAID = {"_engine_run_backward": "backward"}
 """What people call a function of torch."""
@@ -39,7 +42,7 @@ def is_whole(dump: bytes | bytearray) -> bool:
 def main_thread(dump: str) -> tuple[Frame, ...]:
     """Frames of the main thread, innermost first, from a dump. Empty if the dump is.
 
-    Users' code runs in the main thread, and faulthandler lists that thread last.
+    Users' code runs in the main thread, which the system prefers for signals; faulthandler lists it last, or alone.
     """
     threads = _THREAD.split(dump)
     if len(threads) < 2:

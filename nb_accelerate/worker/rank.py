@@ -75,7 +75,7 @@ def run_rank(
     gate = InterruptGate(ends.interrupt)
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
-    faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     channel = Channel.from_fd(ends.control)
     sys.path[:] = own_path = list(own_path or sys.path)
