@@ -31,17 +31,17 @@ T = TypeVar("T")
 
 
 def report_exception(error: BaseException) -> ErrorReport:
-    """Everything about `error` that a reader in another process can use. Raises nothing."""
+    """Return everything about `error` that a reader in another process can use. Raises nothing."""
     return _report(error, _MAX_CHAIN, set())
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, cut if it is very long; something in its place if there is no such text."""
+    """Return ``str(error)``, cut if it is very long; a note in its place if that raises."""
     return readable(_whole_text_of(error))
 
 
 def has_plain_text(error: BaseException) -> bool:
-    """Can its text be had, and shown as it is?"""
+    """Return whether ``str(error)`` can be had, and shown as it is."""
     try:
         text = str(error)
         return readable(text) == text
@@ -50,7 +50,7 @@ def has_plain_text(error: BaseException) -> bool:
 
 
 def readable(text: str) -> str:
-    """A text that can be sent and shown: not too long, and without halves of letters."""
+    """Return a text that can be sent and shown: at most `LONGEST_TEXT` characters, and without lone surrogates."""
     if len(text) > LONGEST_TEXT:
         kept = LONGEST_TEXT // 2 - 50
         text = f"{text[:kept]}\n... {len(text) - 2 * kept:,} characters are left out here ...\n{text[-kept:]}"
@@ -114,13 +114,13 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 
 def _group(error: BaseException) -> list[BaseException]:
-    """The exceptions in a group; none if it is not one."""
+    """Return the exceptions in a group; none if it is not one."""
     found: Any = _asked(lambda: error.exceptions, ())  # type: ignore[attr-defined]
     return [one for one in found if issubclass(type(one), BaseException)] if type(found) is tuple else []
 
 
 def _last_lines(error: BaseException, message: str) -> tuple[str, ...]:
-    """What follows the frames in a plain traceback."""
+    """Return what follows the frames in a plain traceback."""
     plain = [f"{_type_name(error)}: {message}\n" if message else f"{_type_name(error)}\n"]
     if message != _asked(lambda: str(error), None):
         return (*plain, *(f"{note}\n" for note in _notes(error)))
@@ -129,7 +129,7 @@ def _last_lines(error: BaseException, message: str) -> tuple[str, ...]:
 
 
 def _asked(question: Callable[[], T], otherwise: T) -> T:
-    """What an exception says about itself, or something else if that raises."""
+    """Return what an exception says about itself, or something else if that raises."""
     try:
         return question()
     except BaseException:  # users' code: it may also exit

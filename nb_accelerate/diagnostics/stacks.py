@@ -35,12 +35,12 @@ _LAST_LINE = b'  File "<string>", line 1 in <module>\n'
 
 
 def is_whole(dump: bytes | bytearray) -> bool:
-    """Has all of a rank's dump come? One of stacks too deep to be listed whole does not say."""
+    """Return whether all of a rank's dump has come. False for one of stacks that are too deep to be listed whole."""
     return dump.endswith(_LAST_LINE)
 
 
 def main_thread(dump: str) -> tuple[Frame, ...]:
-    """Frames of the main thread, innermost first, from a dump. Empty if the dump is.
+    """Return the frames of the main thread, innermost first, from a dump; none from an empty one.
 
     Users' code runs in the main thread, which the system prefers for signals; faulthandler lists it last, or alone.
     """
@@ -54,7 +54,7 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
 
 
 def where(dump: str) -> str:
-    """In a few words what a rank was doing, for a list of ranks.
+    """Return in a few words what a rank was doing, for a list of ranks.
 
     The innermost frame, and the line of the notebook (or of the user's file) that led there.
     """
@@ -71,13 +71,13 @@ def where(dump: str) -> str:
 
 
 def innermost(dump: str) -> str:
-    """The function a rank is in; "" if it did not answer."""
+    """Return the function a rank is in; "" if it did not answer."""
     frames = main_thread(dump)
     return _SAID.get(frames[0].name, frames[0].name) if frames else ""
 
 
 def listed(dump: str) -> str:
-    """Where the main thread of a rank is, innermost first, a line each; frames of our own are left out."""
+    """Return where the main thread of a rank is, innermost first, a line each; frames of our own are left out."""
     if dump == STOPPED:
         return dump
     places = [place(frame) for frame in main_thread(dump) if not _WORKER.search(frame.filename)]

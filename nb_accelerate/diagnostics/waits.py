@@ -35,12 +35,12 @@ class Waits:
 
     @property
     def waits(self) -> bool:
-        """All of them wait."""
+        """Return whether all of them wait."""
         return bool(self.waiting) and not self.elsewhere
 
     @property
     def place(self) -> str:
-        """Where most of them are, in a few words."""
+        """Return where most of them are, in a few words."""
         places = Counter({place: len(ranks) for place, ranks in (*self.waiting.items(), *self.elsewhere.items())})
         return places.most_common(1)[0][0] if places else ""
 

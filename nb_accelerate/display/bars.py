@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from nb_accelerate.progress_page import Bar, Sample
 
 _ALIKE = 0.02
-"""Difference, as a part of the whole, up to which bars of several ranks are one row."""
+"""Largest difference of bars of several ranks that are one row, as a part of their total."""
 
 _MOST_EACH = 8
-"""Ranks that get a row each for one bar."""
+"""Largest number of ranks that get a row each for one bar."""
 
 _FEW = 20
-"""Counts up to which nothing is foretold: each is long, an epoch say, and how far the one is that is on matters."""
+"""Largest total of a bar for which no time left is estimated: each item is long, an epoch say."""
 
 _SLOW = 0.1
+"""Items a second below which no rate is shown."""
 
 
 def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
-    """Rows for the bars of ranks, outermost first."""
+    """Return rows for the progress bars of ranks, outermost bars first."""
     kinds: dict[tuple[int, int, str], dict[int, Bar]] = {}
     for rank, sample in samples.items():
         for index, bar in enumerate(sample.bars):

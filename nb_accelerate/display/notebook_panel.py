@@ -165,7 +165,7 @@ class NotebookPanel(Drawing):
         return _pre("\n\n".join(lines) or "no answer yet")
 
     def _logs(self) -> list[Any]:
-        """A button for the log of a rank, and a field for which.
+        """Make a button for the log of a rank, and a field that chooses the rank.
 
         No list to choose from: in a cell's output JupyterLab takes the arrow keys, and all letters, for itself, but
         where one can write.

@@ -189,7 +189,7 @@ class Panel:
         return replace(seen, state=state, memory=self._memory.get(seen.rank, 0), cpu=self._cpu.get(seen.rank))
 
     def _inspect(self, rank: int, pid: int) -> None:
-        """Look at the process: its memory, its CPU time, and whether somebody has stopped it, which sends no event.
+        """Read the memory of a process, its CPU time, and whether somebody has stopped it, which sends no event.
 
         From outside, so that a rank that hangs or has no `Accelerator` is seen as well.
         """

@@ -24,7 +24,7 @@ _projects: dict[str, str] = {}
 
 
 def runs() -> list[RunRecord]:
-    """Runs logged with ``log_with="notebook"`` since the kernel started, the first one first.
+    """Return the runs logged with ``log_with="notebook"`` since the kernel started, the first one first.
 
     Shown in a cell, a run draws its curves; ``run.column("loss")`` has the values, ``run.config`` the settings.
     """
@@ -51,12 +51,12 @@ def take(data: bytes) -> str | None:
 
 
 def record_of(key: str) -> RunRecord:
-    """A run by its id."""
+    """Return a run by its id."""
     return _records[key]
 
 
 def earlier(key: str, most: int) -> list[RunRecord]:
-    """The last few runs of the same project before one."""
+    """Return the last few runs of the same project before one."""
     before = list(_records)[: list(_records).index(key)]
     return [_records[other] for other in before if _projects[other] == _projects[key]][-most:]
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from nb_accelerate.display.track import Track
 
 _FACTOR = 1.3
+"""Time of a rank for a step, as a multiple of the others', from which on it counts as slow."""
+
 _WORTH_SAYING = 0.05
+"""Smallest excess of the slowest rank, as a part of the median, that the summary of a run mentions."""
 
 _NOISE = 2.0
 """Four standard deviations of a share that was seen at one look: of 64 equal ranks some are always off by three."""
@@ -40,7 +43,7 @@ class Straggler:
 
     @property
     def words(self) -> str:
-        """What a row says about it."""
+        """Return what a row says about it."""
         return f"{self.factor:.1f}x slower: {self.why}"
 
 
@@ -66,7 +69,7 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
 
 
 def slowest_of_all(tracks: Mapping[int, Track]) -> tuple[int, float] | None:
-    """The rank that worked longest by itself, and how much longer than the median as a part of that; None if none."""
+    """Return the rank that worked longest by itself, and by which part of the median more; None if none did."""
     own = {rank: share for rank, track in tracks.items() if (share := track.own_share_of_all()) is not None}
     if len(own) < 2:
         return None
@@ -76,7 +79,7 @@ def slowest_of_all(tracks: Mapping[int, Track]) -> tuple[int, float] | None:
 
 
 def _factor(share: float, others: Sequence[float]) -> float:
-    """How much longer a rank takes for a step than the median of others would without it.
+    """Return how many times longer a rank takes for a step than the median of others would without it.
 
     What is not its own part of a step is no waiting, as it is the last to come: the others need as much of it. So
     where 0.7 of its time is its own, and 0.2 of theirs, they would take 0.2 + 0.3 for what takes it 1.

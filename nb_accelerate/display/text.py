@@ -18,7 +18,7 @@ _WIDTH = 12
 
 
 def line(view: View) -> str:
-    """Everything worth a line of a log."""
+    """Return a view as one line of a log."""
     if view.state not in ("starting", "running"):
         return ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
     parts = [f"{view.facts.name}: {view.elapsed}"]
@@ -35,7 +35,7 @@ def line(view: View) -> str:
 
 
 def table(view: View, *, bars: bool = False) -> str:
-    """The whole panel, in lines.
+    """Return the whole panel, in lines.
 
     Args:
         view: what to show.
@@ -73,6 +73,6 @@ def _aligned(cells: Sequence[Sequence[str]], used: Sequence[int]) -> list[str]:
 
 
 def _middle(rows: Sequence[Row]) -> Row | None:
-    """The row that stands for all: the slowest of those that are well."""
+    """Return the row that stands for all: the slowest of those that have not failed."""
     well = [row for row in rows if row.kind != "bad"] or list(rows)
     return min(well, key=lambda row: row.share or 0.0) if well else None

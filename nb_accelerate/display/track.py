@@ -94,17 +94,17 @@ class Track:
 
     @property
     def rate(self) -> float | None:
-        """Steps of the current loop per second in the last `_WINDOW` seconds; None if it is too early to say."""
+        """Return the current loop's steps per second in the last `_WINDOW` seconds; None if it is too early to say."""
         return self._pace[0] / self._pace[1] if self._pace is not None else None
 
     @property
     def rate_at_most(self) -> float | None:
-        """The same with one step more: of two equally fast ranks, one may have taken a step just after the sample."""
+        """Return `rate` with one step more: of two equally fast ranks, one may have taken one just after the sample."""
         return (self._pace[0] + 1) / self._pace[1] if self._pace is not None else None
 
     @cached_property  # until the next look
     def _pace(self) -> tuple[int, float] | None:
-        """Number of steps and the seconds that they took, lately; None if it is too early to say.
+        """Return the number of recent steps and the seconds that they took; None if it is too early to say.
 
         Taken from a step to a step, if there were two: in a window of four seconds there are three steps of 1.2 seconds
         at times, and four at others, and a rate that jumps between the two would be wrong both times.
@@ -133,7 +133,7 @@ class Track:
 
     @cached_property
     def phase(self) -> Phase:
-        """The most frequent phase of the last `_RECENT` seconds."""
+        """Return the most frequent phase of the last `_RECENT` seconds."""
         if not self._moments:
             return Phase.NOTHING
         newest = self._moments[-1]
@@ -151,7 +151,7 @@ class Track:
 
     @property
     def looks(self) -> int:
-        """Number of recent samples that were taken in the current loop."""
+        """Return the number of recent samples that were taken in the current loop."""
         return sum(moment.loop == self.sample.loop for moment in self._moments)
 
     def shares(self) -> dict[Phase, float]:
@@ -202,7 +202,7 @@ class Track:
         return _own(self.shares())
 
     def own_share_of_all(self) -> float | None:
-        """The same for all of its loops."""
+        """Return the share for all loops of the run, not the recent past alone; None if it is too early to say."""
         number = self._in_loops.total()
         return _own({phase: one / number for phase, one in self._in_loops.items()}) if number >= _ENOUGH else None
 
@@ -222,7 +222,7 @@ class LossHistory:
 
     @property
     def points(self) -> tuple[tuple[float, float], ...]:
-        """(step, mean loss over ranks), in order of steps."""
+        """Return (step, mean loss over ranks), in order of steps."""
         return (*self._points, self._newest) if self._newest is not None else tuple(self._points)
 
     def add(self, sampled: tuple[int, list[float]] | None) -> None:

@@ -72,7 +72,7 @@ class Row:
 
     @property
     def said(self) -> str:
-        """The label of a bar and what it does now, as one text."""
+        """Return the label of a bar and what it does now, as one text."""
         return " · ".join(part for part in (self.label, self.now) if part)
 
 

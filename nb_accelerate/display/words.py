@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Format numbers, times, sizes and lists of ranks for people to read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDLESS = 1e9
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``0:42``, ``12:07`` or ``3:05:12``."""
+    """Format seconds as ``0:42``, ``12:07`` or ``3:05:12``."""
     whole = max(0, int(min(seconds, _ENDLESS)))
     hours, rest = divmod(whole, _HOUR)
     minutes, left = divmod(rest, _MINUTE)
@@ -23,24 +23,24 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Seconds in a sentence: ``12 s``, ``3 min``."""
+    """Format seconds for a sentence: ``12 s``, ``3 min``."""
     return f"{seconds:.0f} s" if seconds < 2 * _MINUTE else f"{seconds / _MINUTE:.0f} min"
 
 
 def count(number: float) -> str:
-    """``1,800``; a part of one keeps two digits."""
+    """Format a count: ``1,800``; one that is not whole has two decimals."""
     return f"{number:,.0f}" if number == int(number) else f"{number:,.2f}"
 
 
 def rate(per_second: float) -> str:
-    """So many in a second, with three digits."""
+    """Format a rate per second with three digits."""
     if per_second >= 100 or per_second == 0:
         return f"{per_second:,.0f}"
     return f"{per_second:.1f}" if per_second >= 10 else f"{per_second:.2f}"
 
 
 def measured(value: float) -> str:
-    """A loss: four digits that mean something."""
+    """Format a loss with about four significant digits."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
@@ -49,7 +49,7 @@ def measured(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as ``840 MB`` or ``11.2 GB``."""
+    """Format bytes as ``840 MB`` or ``11.2 GB``."""
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.1f} GB"
     return f"{num_bytes / 1e6:.0f} MB"
@@ -61,12 +61,12 @@ def percent(part: float) -> str:
 
 
 def plural(number: int, thing: str) -> str:
-    """``1 rank``, ``4 ranks``."""
+    """Format a number of things: ``1 rank``, ``4 ranks``."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def ranges(ranks: Sequence[int], *, shortest: int = 3) -> str:
-    """Ranks as short as can be: ``0-2, 5``; so many in a row are written with a dash."""
+    """Format ranks as short as can be: ``0-2, 5``; ``shortest`` or more in a row are written with a dash."""
     parts: list[str] = []
     ordered = sorted(ranks)
     start = 0
@@ -79,12 +79,12 @@ def ranges(ranks: Sequence[int], *, shortest: int = 3) -> str:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """Ranks as what they print is marked: ``rank 3``, ``ranks 0-1``, ``ranks 0, 2-3``."""
+    """Format ranks as a prefix of what they print: ``rank 3``, ``ranks 0-1``, ``ranks 0, 2-3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, shortest=2)}"
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-62``."""
+    """Format ranks for a sentence: ``rank 1``, ``ranks 0, 2 and 3``, ``ranks 0-62``."""
     text = ranges(ranks)
     head, comma, last = text.rpartition(", ")
     return ("rank " if len(ranks) == 1 else "ranks ") + (f"{head} and {last}" if comma else text)

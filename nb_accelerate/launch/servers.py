@@ -48,6 +48,7 @@ PRELOAD = (
     "nb_accelerate.accelerator",
     "nb_accelerate.process.rendezvous",
     "nb_accelerate.worker.cell",
+    "nb_accelerate.worker.launched_displays",
     *LATER,
 )
 """Modules that every rank needs, imported once in the warm server."""

@@ -57,7 +57,7 @@ class AutoMode:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, cells are what they say they are."""
+        """Turn auto mode off inside the block."""
         before, self._is_paused = self._is_paused, True
         try:
             yield

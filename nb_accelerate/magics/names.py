@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.magics.auto import AutoMode
 
-_PATIENCE = 0.2
-"""Seconds. A late answer is worse than none while somebody types."""
+_ANSWER_WITHIN = 0.2
+"""Seconds that rank 0 has for an answer, while somebody types."""
 
 
 class RankNames:
@@ -66,7 +66,7 @@ def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:
 
     @context_matcher()  # type: ignore[untyped-decorator]
     def distributed_matcher(context: Any) -> dict[str, Any]:
-        """Names of rank 0 in a cell for the ranks."""
+        """Complete names of rank 0 in a cell for the ranks."""
         from nb_accelerate.worker.namespace import complete
 
         nothing: dict[str, Any] = {"completions": []}
@@ -95,6 +95,6 @@ def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
     if pools is None or not pools.current().is_idle:
         return None
     try:
-        return pools.current().call(function, *arguments, ranks=(0,), timeout=_PATIENCE)[0]
+        return pools.current().call(function, *arguments, ranks=(0,), timeout=_ANSWER_WITHIN)[0]
     except Exception:  # whatever it is, somebody is typing and wants no error
         return None

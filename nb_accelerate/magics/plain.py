@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Errors about what was asked for, raised inside, show no traceback of ours.
+    """Show errors about what was asked for, raised inside the block, without a traceback.
 
     Raises:
         CellSyntaxError: instead of a SyntaxError, which IPython shows with all frames, whatever it is told.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def replace(pool: Pool, rank: int) -> str:
-    """Replace a rank, and all that have ended; gives a line on what they lack.
+    """Replace a rank, and all that have ended; return a line on what they lack.
 
     Raises:
         PoolError: there are no ranks, or they run a cell.

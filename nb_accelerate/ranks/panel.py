@@ -92,7 +92,7 @@ def make_panel(
     if front_end == "off":
         return None
     drawing: Drawing
-    if front_end == "widget" and isinstance(sink, CellSink):
+    if front_end == "widget" and isinstance(sink, CellSink) and not sink.is_captured:
         drawing = NotebookPanel(sink, sink.kernel, ranks, watched, listed, place=place)
     elif front_end == "terminal" and isinstance(sink, CellSink):
         drawing = Relay(sink)

@@ -138,6 +138,11 @@ class CellSink(Sink):
         self._kept: list[str] = []
         self._overflow: Overflow | None = None
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether ``%%capture``, say, keeps what is displayed: each update too, for ever."""
+        return self._publisher is not None
+
     @override
     def write(self, stream: StreamName, text: str) -> None:
         redirected = self._redirected[stream]

@@ -32,7 +32,7 @@ class RunRecord:
 
     @property
     def columns(self) -> list[str]:
-        """The names of all numbers that were logged, in the order in which they first came."""
+        """Return the names of all numbers that were logged, in the order in which they first came."""
         names: dict[str, None] = {}
         for row in self.rows:
             names.update(dict.fromkeys(name for name, value in row.items() if _is_number(value)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -35,9 +36,13 @@ def send_displays(port: DisplayPort) -> None:
 
 
 def _make_when_asked_for(port: DisplayPort) -> None:
+    lock = threading.RLock()  # several threads may show something first
+
     def initialized(_: type[InteractiveShell]) -> bool:
-        del InteractiveShell.initialized  # the one of its base class shows again
-        make_shell(sys.modules["__main__"], port)
+        with lock:
+            if "initialized" in vars(InteractiveShell):
+                del InteractiveShell.initialized  # the one of its base class shows again
+                make_shell(sys.modules["__main__"], port)
         return True
 
     # `display` and `get_ipython` ask this before anything else.

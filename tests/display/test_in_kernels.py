@@ -171,6 +171,12 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 
 
+@pytest.mark.slow
+def test_a_cell_that_captures_its_output_keeps_one_panel_and_not_each_drawing(notebook: Kernel) -> None:
+    notebook.run("%%capture kept\nnotebook_launcher(train, (7.0,), 2, progress='widget')").ok()
+    assert notebook.run("sum('text/html' in one.data for one in kept.outputs)").ok().value == "1"
+
+
 def test_a_rank_that_computes_and_one_that_waits_are_told_apart_by_their_cpu(notebook: Kernel) -> None:
     sent = everything(notebook, "percents = notebook_launcher(uneven, (4.0,), 2, progress='widget')")
     percents = [re.findall(r'<td class="nba-cpu">(\d+) %</td>', one) for one in sent.html]

@@ -22,7 +22,7 @@ def texts(cell: Cell) -> list[str]:
 def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
     # Seconds. A rank that was off the CPU for a while says the same as the other nevertheless.
     shared_kernel.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)
-    shared_kernel.put("nb_accelerate.magics.names._PATIENCE", 20.0)
+    shared_kernel.put("nb_accelerate.magics.names._ANSWER_WITHIN", 20.0)
     shared_kernel.run("%load_ext nb_accelerate").ok()
     first = shared_kernel.run("%%distributed\nrank").ok()
     assert first.stdout == "2 ranks on CPU, forkserver, gloo on loopback\n[rank 0] 0\n[rank 1] 1\n"
