@@ -12,6 +12,8 @@ actions has a lock.
 
 Errors in showing output cost output and nothing else (`GuardedOutput`). If the thread of a pool fails, it kills the
 ranks, and whoever waits for them gets an error at once.
+
+The class is long because all of it acts, in that one thread, on the same ranks and requests.
 """
 
 from __future__ import annotations
