@@ -10,7 +10,7 @@ State is data, and has no process, kernel or browser in it. `panel.py` reads the
 
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.panel import Action, Panel, Watched
-from nb_accelerate.display.state import Seen
+from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.view import Facts, View
 
 __all__ = ["Action", "Facts", "Panel", "Seen", "View", "Watched", "choose_front_end"]

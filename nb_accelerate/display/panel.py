@@ -22,7 +22,7 @@ from nb_accelerate.display.state import PanelState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nb_accelerate.display.state import Seen
+    from nb_accelerate.display.seen import Seen
     from nb_accelerate.display.view import Facts, FailureSummary, PanelStatus, View
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,12 @@ from nb_accelerate.diagnostics.stacks import innermost
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
-from nb_accelerate.display.stragglers import slowest_of_all, stragglers
+from nb_accelerate.display.not_finite import NotFiniteLosses
+from nb_accelerate.display.seen import Seen
+from nb_accelerate.display.stragglers import slow_sentences, slowest_of_all, stragglers
 from nb_accelerate.display.track import WORDS, LossHistory, Track, loss_of
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
-from nb_accelerate.progress_page import Phase, Sample
+from nb_accelerate.progress_page import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,27 +40,6 @@ _COMPARE_EVERY = 1.0
 """Seconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A rank, as the notebook sees it from outside.
-
-    Attributes:
-        rank: its number.
-        sample: what its page says.
-        state: ``starting``, ``running``, ``stopped`` (SIGSTOP), ``returned``, ``failed`` or ``ended``.
-        memory: bytes of its process.
-        cpu: percent of one core that its process used lately; None if that is not known.
-        pid: its process; None while it starts.
-    """
-
-    rank: int
-    sample: Sample = field(default_factory=Sample)
-    state: str = "running"
-    memory: int = 0
-    cpu: float | None = None
-    pid: int | None = None
-
-
 class PanelState:
     """Collects what is known about the ranks of a launch or a cell. Call `observe` now and then, and `end` once.
 
@@ -78,6 +58,7 @@ class PanelState:
         self._tracks = {rank: Track(now) for rank in ranks}
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
         self._losses = LossHistory()
+        self._not_finite = NotFiniteLosses()
         self._columns = {*_STANDING}
         self._peak = 0
         self._rows = 0
@@ -97,6 +78,7 @@ class PanelState:
             if track.moved_at != before and one.rank in self._stacks:
                 self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
             self._seen[one.rank] = one
+            self._not_finite.add(one.rank, one.sample)
             if one.sample.trains:
                 self._rows = one.sample.rows
             self._peak = max(self._peak, one.sample.peak or one.memory)
@@ -146,9 +128,7 @@ class PanelState:
             if many
             else (),
             curve=self._losses.points,
-            warnings=(*self._stall_words(stalled, now), *(() if many else _slow_words(slow, len(self._tracks))))
-            if self._ended is None
-            else (),
+            warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
             failure=self._failure,
         )
 
@@ -204,8 +184,8 @@ class PanelState:
 
     def _standing(self) -> tuple[str, ...]:
         """Return the columns that there were, and that of the CPU before it is known where nothing else will be."""
-        samples = [track.sample for track in self._tracks.values()]
-        says_cpu = "CPU" in self._facts.setup and not any(one.memory or one.utilisation is not None for one in samples)
+        by_device = any(one.sample.memory or one.sample.utilisation is not None for one in self._tracks.values())
+        says_cpu = "CPU" in self._facts.setup and not by_device
         return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
@@ -336,6 +316,10 @@ class PanelState:
             sentences[-1] += f". {who} for {_it(stopped)}{waited_in}."
         return tuple(sentences)
 
+    def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
+        on_now = (*self._stall_words(stalled, now), *slow) if self._ended is None else ()
+        return (*on_now, *self._not_finite.sentences(len(self._tracks)))
+
     def _place(self, ranks: Sequence[int], before: str = " ") -> str:
         dumps = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
         if dumps:
@@ -400,11 +384,6 @@ class PanelState:
         if self._peak:
             parts.append(f"peak {words.size(self._peak)}")
         return tuple(parts)
-
-
-def _slow_words(slow: Mapping[int, Straggler], num_ranks: int) -> list[str]:
-    others = "the other" if num_ranks == 2 else "the median"
-    return [f"Rank {rank} is {one.factor:.1f}x slower than {others}: {one.why}." for rank, one in slow.items()]
 
 
 def _it(ranks: Sequence[int]) -> str:

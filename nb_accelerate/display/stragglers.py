@@ -68,6 +68,17 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
     return found if len(found) <= len(own) // 2 else {}
 
 
+def slow_sentences(slow: Mapping[int, Straggler], num_ranks: int) -> list[str]:
+    """Return a sentence about each slow rank.
+
+    Args:
+        slow: by rank.
+        num_ranks: number of ranks that are watched.
+    """
+    others = "the other" if num_ranks == 2 else "the median"
+    return [f"Rank {rank} is {one.factor:.1f}x slower than {others}: {one.why}." for rank, one in slow.items()]
+
+
 def slowest_of_all(tracks: Mapping[int, Track]) -> tuple[int, float] | None:
     """Return the rank that worked longest by itself, and by which part of the median more; None if none did."""
     own = {rank: share for rank, track in tracks.items() if (share := track.own_share_of_all()) is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 
@@ -730,3 +731,30 @@ def test_no_numbers_however_odd_break_a_panel(samples: list[list[Sample]]):
         assert text.table(run.view, bars=True)
         assert text.line(run.view)
     assert html.render(run.end())
+
+
+def test_a_loss_that_is_nan_is_told_with_its_step_and_at_the_end_too():
+    run = Run(2)
+    run.begin_loop()
+    run.train(2.0)
+    assert run.view.warnings == ()
+    run.put([1], loss=math.nan)
+    run.look()
+    first = run.view.warnings
+    run.train(2.0)
+    assert first == run.view.warnings == ("The loss is nan since about step 16 on rank 1.",)
+    run.put([0], loss=math.inf)
+    run.look()
+    assert run.view.warnings == ("The loss is nan since about step 16.",)
+    assert run.end().warnings == ("The loss is nan since about step 16.",)
+
+
+def test_a_loss_that_is_finite_again_is_told_no_longer():
+    run = Run(1)
+    run.begin_loop()
+    run.put(loss=math.inf)
+    run.train(1.0)
+    assert run.view.warnings == ("The loss is inf since about step 1.",)
+    run.put(loss=1.0)
+    run.look()
+    assert run.view.warnings == ()
