@@ -28,6 +28,7 @@ class Flag:
         short: a second name of one letter, or "".
         metavar: what stands for the value in the help.
         differs: how it differs from accelerate's flag of this name; "" if it does not.
+        needs: name of the switch without which it says nothing; "" if there is none.
         is_ours: accelerate has no such flag.
     """
 
@@ -38,6 +39,7 @@ class Flag:
     short: str = ""
     metavar: str = ""
     differs: str = ""
+    needs: str = ""
     is_ours: bool = False
 
 
@@ -55,6 +57,111 @@ class Refused:
     switches: str = ""
     valued: str = ""
 
+
+def _machines(text: str) -> tuple[int, int]:
+    """Return the fewest and the most machines: ``2`` or ``1:2``."""
+    fewest, _, most = text.partition(":")
+    if not fewest.isdecimal() or not (most or fewest).isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number, such as 2, nor a range, such as 1:2")
+    return int(fewest), int(most or fewest)
+
+
+def _yes_or_no(text: str) -> str:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower()
+
+
+def _flags_of(needs: str, *rows: tuple[str, Callable[[str], Any], str, str]) -> tuple[Flag, ...]:
+    """Return flags that say something to one engine: name, conversion, what stands for the value, and help of each."""
+    return tuple(
+        Flag(name=name, convert=convert, metavar=metavar, help=text, needs=needs)
+        for name, convert, metavar, text in rows
+    )
+
+
+_BOOL = "true|false"
+
+_ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
+    (
+        "sharded models (FSDP)",
+        (
+            Flag(
+                name="use_fsdp",
+                help="shard models over the processes; also with --cpu",
+                differs="with --cpu too, where accelerate trains without FSDP",
+            ),
+            Flag(
+                name="fsdp_version",
+                help="version of FSDP: 2",
+                convert=str,
+                metavar="N",
+                needs="use_fsdp",
+                differs="2 by default, not 1",
+            ),
+            *_flags_of(
+                "use_fsdp",
+                ("fsdp_reshard_after_forward", str.lower, _BOOL, "free gathered parameters after the forward"),
+                ("fsdp_offload_params", _yes_or_no, _BOOL, "keep parameters and gradients in host memory"),
+                ("fsdp_auto_wrap_policy", str, "POLICY", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
+                ("fsdp_transformer_layer_cls_to_wrap", str, "NAMES", "classes of blocks, as BertLayer,T5Block"),
+                ("fsdp_min_num_params", int, "N", "parameters of a block with SIZE_BASED_WRAP"),
+                ("fsdp_state_dict_type", str, "TYPE", "FULL_STATE_DICT or SHARDED_STATE_DICT in checkpoints"),
+                ("fsdp_cpu_ram_efficient_loading", _yes_or_no, _BOOL, "only rank 0 reads the weights of a model"),
+                ("fsdp_activation_checkpointing", _yes_or_no, _BOOL, "compute activations again in the backward"),
+                ("fsdp_activation_checkpointing_offload", _yes_or_no, _BOOL, "keep inputs of blocks in host memory"),
+                ("fsdp_sharding_strategy", str, "NAME", "of version 1: FULL_SHARD ..."),
+                ("fsdp_backward_prefetch", str, "NAME", "of version 1: BACKWARD_PRE ..."),
+                ("fsdp_forward_prefetch", _yes_or_no, _BOOL, "gather the next block during the forward"),
+                ("fsdp_use_orig_params", _yes_or_no, _BOOL, "of version 1: keep parameters as they are"),
+                ("fsdp_sync_module_states", _yes_or_no, _BOOL, "all ranks get the weights of rank 0"),
+            ),
+        ),
+    ),
+    (
+        "DeepSpeed",
+        (
+            Flag(
+                name="use_deepspeed",
+                help="train with DeepSpeed; also with --cpu",
+                differs="with --cpu too; on several machines this command is started on each",
+            ),
+            *_flags_of(
+                "use_deepspeed",
+                ("deepspeed_config_file", Path, "FILE", "a JSON configuration of DeepSpeed"),
+                (
+                    "zero_stage",
+                    int,
+                    "STAGE",
+                    "0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too",
+                ),
+                ("offload_optimizer_device", str, "DEVICE", "where optimizer states are: none, cpu or nvme"),
+                ("offload_param_device", str, "DEVICE", "where parameters are with stage 3: none, cpu or nvme"),
+                ("offload_optimizer_nvme_path", str, "PATH", "folder for optimizer states on nvme"),
+                ("offload_param_nvme_path", str, "PATH", "folder for parameters on nvme"),
+                ("gradient_clipping", float, "NORM", "largest norm of all gradients"),
+                ("zero3_init_flag", _yes_or_no, _BOOL, "shard models of stage 3 while they are built"),
+                ("zero3_save_16bit_model", _yes_or_no, _BOOL, "save models of stage 3 in 16 bits"),
+                ("deepspeed_moe_layer_cls_names", str, "NAMES", "classes of mixture-of-experts blocks"),
+            ),
+        ),
+    ),
+    (
+        "TPU",
+        (
+            Flag(name="tpu", help="train on the TPU of this machine"),
+            Flag(name="downcast_bf16", help="with bf16: torch.double in 16 bits too", needs="tpu"),
+            Flag(
+                name="main_training_function",
+                help="understood, and without effect",
+                convert=str,
+                metavar="NAME",
+                needs="tpu",
+                differs="it has no effect: every process runs the whole script",
+            ),
+        ),
+    ),
+)
 
 GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
@@ -121,7 +228,13 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
         "several machines",
         (
-            Flag(name="num_machines", help="number of machines", convert=int, metavar="N"),
+            Flag(
+                name="num_machines",
+                help="number of machines; with c10d also a range, such as 1:4: as many as there are, also later",
+                convert=_machines,
+                metavar="N",
+                differs="a range too, as torchrun's --nnodes 1:4",
+            ),
             Flag(name="machine_rank", help="number of this machine, from 0", convert=int, metavar="K"),
             Flag(name="main_process_ip", help="address of machine 0", convert=str, metavar="ADDRESS"),
             Flag(name="main_process_port", help="port on machine 0", convert=int, metavar="PORT"),
@@ -136,6 +249,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(name="same_network", help="understood, and without effect", differs="it has no effect"),
         ),
     ),
+    *_ENGINES,
     (
         "how to run",
         (
@@ -168,14 +282,9 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ),
 )
 
-_FSDP = "Sharded models (FSDP) have no flags here. Write Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
-_DEEPSPEED = "DeepSpeed is not in this version. To run under it: deepspeed SCRIPT"
 _MESH = "Meshes of several kinds of parallelism are not in this version"
 
 REFUSED = (
-    Refused(
-        reason="TPUs are not supported in this version", switches="tpu downcast_bf16", valued="main_training_function"
-    ),
     Refused(
         reason="This command starts processes on machines where it runs itself, and on no others",
         switches="tpu_cluster no_tpu_cluster tpu_use_sudo",
@@ -187,20 +296,8 @@ REFUSED = (
     ),
     Refused(reason="Processes have no roles here", valued="role"),
     Refused(
-        reason=_FSDP,
-        switches="use_fsdp",
-        valued="fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy fsdp_reshard_after_forward "
-        "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type "
-        "fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states "
-        "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload",
-    ),
-    Refused(
-        reason=_DEEPSPEED,
-        switches="use_deepspeed",
-        valued="deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
-        "offload_optimizer_nvme_path offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model "
-        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher "
-        "deepspeed_moe_layer_cls_names",
+        reason="DeepSpeed's own ways to other machines are not used here: start this command on each machine",
+        valued="deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher",
     ),
     Refused(
         reason="Megatron-LM brings a launcher of its own",

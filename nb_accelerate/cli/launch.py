@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.cli.engines import chosen_engine, engine_variables
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.config.file import CONFIG_FILE
+from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from nb_accelerate.config.file import ConfigFile
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
+
+_TPU = "xla"
+"""Torch's name for the type of device that a TPU is."""
 
 _INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
@@ -80,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(name_unknown(file), file=sys.stderr)
     options = options_for(job, **launch_options(arguments, file))
     if arguments.dry_run:
-        wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_multi_gpu(file))
+        wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
         print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
         return 0
     if arguments.multi_gpu:
@@ -123,7 +128,9 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         raise ConfigError(
             f"--cpu and {'--multi_gpu' if arguments.multi_gpu else '--gpu_ids'} were both given. Leave one of them out."
         )
-    machines = choose("num_machines", 1)
+    fewest, machines = said["num_machines"] or (choose("num_machines", 1),) * 2
+    if not 1 <= fewest <= machines:
+        raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
     processes = choose("num_processes", None)
     if processes in (None, -1):
         processes = None
@@ -136,11 +143,19 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         processes //= machines
     on_cpu = arguments.cpu or (not (arguments.multi_gpu or arguments.gpu_ids) and _is_on_cpu(file))
     gpu_ids = choose("gpu_ids", "all")
+    devices: Any = "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes)
+    if chosen_engine(arguments, file) == "XLA" and not arguments.cpu:
+        devices = _TPU
+        if not any(kind.name == _TPU for kind in DEVICE_KINDS):
+            raise ConfigError(
+                "--tpu, or distributed_type: XLA in the configuration file: TPUs are not in this version."
+            )
     return {
         "num_processes": processes,
-        "devices": "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes),
+        "devices": devices,
         "mixed_precision": arguments.mixed_precision or "no",
         "num_nodes": machines,
+        **({"min_nodes": fewest} if fewest != machines else {}),
         "node_rank": choose("machine_rank", 0),
         "rdzv_backend": choose("rdzv_backend", "static"),
         "rdzv_conf": _pairs(arguments.rdzv_conf),
@@ -166,8 +181,9 @@ def _where_machines_meet(arguments: argparse.Namespace, choose: Any, machines: i
     return {"master_addr": address, "use_port": port}
 
 
-def _is_multi_gpu(file: ConfigFile | None) -> bool:
-    return file is not None and file.get("distributed_type") == "MULTI_GPU"
+def _is_for_gpus(file: ConfigFile | None) -> bool:
+    kinds = ("MULTI_GPU", "FSDP", "DEEPSPEED")
+    return file is not None and file.get("distributed_type") in kinds and not file.get("use_cpu")
 
 
 def _is_on_cpu(file: ConfigFile | None) -> bool:
@@ -193,7 +209,7 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 
 def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, str]:
     """Return the variables of the ranks. Flags come before the environment, the environment before the file."""
-    of_file = file.as_variables() if file is not None else {}
+    of_file = file.general_variables() if file is not None else {}
     if file is not None:
         of_file[CONFIG_FILE] = str(file.path.absolute())
     found = {name: value for name, value in of_file.items() if not os.environ.get(name, "").strip()}
@@ -222,7 +238,7 @@ def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[s
         value = getattr(arguments, flag)
         if value is not None:
             found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return found
+    return found | engine_variables(arguments, file, chosen_engine(arguments, file))
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import check_choice, check_flag, check_whole, suggest
 from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.config.engine_variables import (
+    FSDP_DEFAULTS,
+    deepspeed_fields,
+    deepspeed_variables,
+    fsdp_variables,
+    xla_variables,
+)
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 
@@ -108,7 +115,28 @@ class ConfigFile:
         return found
 
     def as_variables(self) -> dict[str, str]:
-        """Return the values that an `Accelerator` reads, as environment variables."""
+        """Return the environment variables that say the same to an `Accelerator`."""
+        return self.general_variables() | self.engine_variables(self.get("distributed_type"))
+
+    def engine_variables(self, kind: str | None) -> dict[str, str]:
+        """Return the variables that ask for an engine, with the options that the file has for it.
+
+        Args:
+            kind: ``FSDP``, ``DEEPSPEED`` or ``XLA``; all else needs none.
+        """
+        precision = self.get("mixed_precision")
+        if kind == DistributedType.FSDP:
+            return {"ACCELERATE_USE_FSDP": "true", **FSDP_DEFAULTS, **fsdp_variables(self.section("fsdp_config"))}
+        if kind == DistributedType.DEEPSPEED:
+            section = self.section("deepspeed_config")
+            fields = deepspeed_fields(section, has_precision=precision is not None)
+            return {"ACCELERATE_USE_DEEPSPEED": "true", **fields, **deepspeed_variables(section)}
+        if kind == DistributedType.XLA and precision == PrecisionType.BF16:
+            return xla_variables(downcast=bool(self.get("downcast_bf16")))
+        return {}
+
+    def general_variables(self) -> dict[str, str]:
+        """Return the variables that are the same for all engines."""
         found: dict[str, str] = {}
         for key, name in (
             ("mixed_precision", "ACCELERATE_MIXED_PRECISION"),

@@ -48,6 +48,7 @@ class LaunchOptions:
     master_addr: str = "127.0.0.1"
     node_rank: int = 0
     num_nodes: int = 1
+    min_nodes: int | None = None
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
     rdzv_conf: Mapping[str, Any] | None = None
@@ -87,6 +88,12 @@ class LaunchOptions:
 
     def _check_nodes(self) -> None:
         _check_count("num_nodes", self.num_nodes, "machines", "1")
+        _check_count("min_nodes", self.min_nodes, "machines", "None for num_nodes")
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise ConfigError(
+                f"min_nodes={self.min_nodes} is more than num_nodes={self.num_nodes}, which is how many machines there "
+                f"can be. Write min_nodes={self.num_nodes} or less"
+            )
         if not _is_int(self.node_rank) or not 0 <= self.node_rank < self.num_nodes:
             raise ConfigError(
                 f"node_rank={self.node_rank!r}, but of num_nodes={self.num_nodes} machines the first is number 0 and "
@@ -108,6 +115,11 @@ class LaunchOptions:
             raise ConfigError(
                 f"num_nodes={self.num_nodes}, but master_addr={self.master_addr!r} is the local machine on each. Write "
                 f"the address of machine 0 that the others can reach: master_addr='10.0.0.1'"
+            )
+        if self.rdzv_backend == "static" and self.min_nodes not in (None, self.num_nodes):
+            raise ConfigError(
+                f"{self.min_nodes} to {self.num_nodes} machines cannot be numbered beforehand. Write "
+                f"rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
         if self.rdzv_backend == "static" and self.max_restarts:
             # With the static rendezvous, a machine does not learn that ranks of another one failed.

@@ -186,7 +186,9 @@ class Panel:
 
     def _with_process(self, seen: Seen) -> Seen:
         state = "stopped" if seen.rank in self._stopped and seen.state == "running" else seen.state
-        return replace(seen, state=state, memory=self._memory.get(seen.rank, 0), cpu=self._cpu.get(seen.rank))
+        return replace(
+            seen, state=state, memory=self._memory.get(seen.rank, seen.memory), cpu=self._cpu.get(seen.rank, seen.cpu)
+        )
 
     def _inspect(self, rank: int, pid: int) -> None:
         """Read the memory of a process, its CPU time, and whether somebody has stopped it, which sends no event.

@@ -15,6 +15,7 @@
         │   └── TooLargeError             it is so large that it is only sent when asked for
         ├── PoolError                     the ranks of `%%distributed` are not in a state in which this can be done
         ├── StartError                    a rank could not be started
+        ├── MachineError                  another machine of the launch has failed, or is lost
         ├── RankError                     a rank failed; base of the two below
         │   ├── RankDiedError             its process ended without an answer: exit code or signal
         │   └── RemoteError               it raised something that cannot be raised here as it was
@@ -135,6 +136,18 @@ class PoolError(LaunchError):
 
 class StartError(LaunchError):
     """A rank could not be started."""
+
+
+class MachineError(LaunchError):
+    """The ranks of another machine have failed, or nothing is heard of that machine any more.
+
+    Attributes:
+        address: of that machine.
+    """
+
+    def __init__(self, message: str, *, address: str) -> None:
+        super().__init__(message)
+        self.address = address
 
 
 class RankError(LaunchError):

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.display import Action
 from nb_accelerate.errors import ShippingError, StartError
+from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
+from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of
-from nb_accelerate.launch.rendezvous import open_rendezvous, rendezvous_kind
+from nb_accelerate.launch.rendezvous import rendezvous_kind
 from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import notebook_sources
 from nb_accelerate.launch.starters import open_server
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.display.view import FailureSummary, PanelStatus
     from nb_accelerate.launch.local import LocalRank
+    from nb_accelerate.launch.machines import Machines
     from nb_accelerate.launch.plan import LaunchPlan
+    from nb_accelerate.launch.rendezvous import RendezvousBackend
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.values import Values
     from nb_accelerate.protocol.shipping import Packed
@@ -80,6 +84,7 @@ class Launch:
         self._seconds: float | None = None
         self._loop: RankLoop | None = None
         self._requests: tuple[Request, ...] = ()
+        self._others: MachineWatch | None = None
         self._values: Values | None = None
         self._error: BaseException | None = None
         self._stopping = False
@@ -219,19 +224,25 @@ class Launch:
             with enough_room():
                 server = stack.enter_context(open_server(plan.method, options))
                 call = None if server.inherits_call else stack.enter_context(self._packed_call())
+            backend = stack.enter_context(rendezvous_kind(options).open(options, plan))
             attempt = 0
             while True:
                 try:
-                    return self._attempt(server, call, attempt)
-                except (KeyboardInterrupt, StartError):
+                    values = self._attempt(server, backend, call, attempt)
+                    backend.ends_as(DONE)
+                    return values
+                except MachineJoinedError as joined:
+                    again = f"{joined}: all ranks start again"
+                except (KeyboardInterrupt, StartError) as error:
+                    backend.ends_as(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
                     raise
                 except BaseException as error:
                     if attempt >= options.max_restarts or self._stopping:
                         raise
                     attempt += 1
                     again = f"{summary(error)}; start {attempt + 1} of {options.max_restarts + 1}"
-                    with OutputGuard(self._sink):
-                        self._sink.write("stderr", again + "\n")
+                with OutputGuard(self._sink):
+                    self._sink.write("stderr", again + "\n")
 
     def _packed_call(self) -> Packed:
         options = self._options
@@ -247,22 +258,23 @@ class Launch:
                 text += " Or write start_method='fork': ranks are then born with it in memory."
             raise ShippingError(text, path=path) from error.__cause__
 
-    def _attempt(self, server: RankServer, call: Packed | None, attempt: int) -> Values:
-        options, plan, timeouts = self._options, self._plan, self.timeouts
+    def _attempt(self, server: RankServer, backend: RendezvousBackend, call: Packed | None, attempt: int) -> Values:
+        options, timeouts = self._options, self.timeouts
         watch = Watch(self._say)
         with contextlib.ExitStack() as stack:
             with enough_room():
                 births = stack.enter_context(contextlib.ExitStack())
                 if rendezvous_kind(options).is_local:
                     births.enter_context(one_at_a_time())
-                rendezvous = stack.enter_context(open_rendezvous(options, plan))
+                rendezvous = stack.enter_context(backend.open())
+                self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
                 handles, stores = stack.enter_context(
                     started_ranks(server, options, plan, rendezvous, wants_rows=self._front_end != "off", births=births)
                 )
                 with interrupts_later():  # after the start: forked ranks would inherit the descriptors of the loop
                     loop = RankLoop(
                         monitor_interval=options.monitor_interval,
-                        monitor=lambda: watch.look({one.owner for one in handles if one.owner and not one.ended}),
+                        monitor=lambda: self._look_around(watch, handles),
                     )
                     stack.callback(loop.close)
                 sources = stack.enter_context(pack(notebook_sources()))
@@ -298,6 +310,9 @@ class Launch:
                 self._loop, self._requests = loop, (calling, leaving)
                 was_stopped = self._stopping
             stack.callback(calling.close)
+            if backend.machines is not None:
+                self._others = MachineWatch(backend.machines, rendezvous.round_id, calling)
+                stack.callback(self._others.close)
             end: tuple[PanelStatus, FailureSummary | None] = ("done", None)
             try:
                 with interrupts_call(self._interrupt_requests):
@@ -305,7 +320,7 @@ class Launch:
                     if was_stopped:
                         self._interrupt_requests(StepKind.TERMINATE, "stopped")
                     with loop.output.guard:  # after the request, so that the ranks start meanwhile
-                        calling.panel = self._panel(calling, attempt)
+                        calling.panel = self._panel(calling, backend.machines, is_first=not attempt)
                     loop.run(calling)
                     if calling.step is not None:  # not all ranks have finished by themselves
                         leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)
@@ -314,6 +329,8 @@ class Launch:
                     loop.run(leaving)
                     loop.output.finish()
                 error = error_of(calling, leaving)
+                if self._others is not None:
+                    error = self._others.explain(error)
                 if error is None:
                     return unpack_values(calling)
                 add_note(error, watch.note())
@@ -331,15 +348,22 @@ class Launch:
         if self._loop is not None and not self._done.is_set():
             self._loop.interrupt(*self._requests, kind=kind, how=how)
 
-    def _panel(self, request: Request, attempt: int) -> Panel | None:
+    def _look_around(self, watch: Watch, handles: Sequence[LocalRank]) -> None:
+        watch.look({one.owner for one in handles if one.owner and not one.ended})
+        if self._others is not None:
+            self._others.look()
+
+    def _panel(self, request: Request, machines: Machines | None, *, is_first: bool) -> Panel | None:
+        if machines is not None and not machines.is_first:
+            return None  # that of the first machine has all ranks
         facts = facts_of(self._name, self._plan, details=self._plan.describe())
-        numbers = [rank.rank for rank in request.ranks]
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
             Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, "stopped")),
         )
-        view = RequestView(request, actions)
-        return make_panel(facts, numbers, self._sink, view, self._front_end, place="" if attempt else self._place)
+        view = RequestView(request, actions) if machines is None else MachinesView(request, actions, machines)
+        place = self._place if is_first else ""
+        return make_panel(facts, range(self._plan.world_size), self._sink, view, self._front_end, place=place)
 
     def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]

@@ -55,6 +55,7 @@ def notebook_launcher(
     by_value: Sequence[ModuleType] = (),
     fold_output: bool = False,
     resume: bool = False,
+    min_nodes: int | None = None,
 ) -> Values | Launch:
     """Run a function on every rank and return what each of them returned.
 
@@ -97,6 +98,8 @@ def notebook_launcher(
         by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
         resume: have `Accelerator.resumable` go on from the newest whole checkpoint that there is. Ranks that are
             started again after a failure (``max_restarts``) do so anyway.
+        min_nodes: with ``"c10d"``, the fewest machines to run on; `num_nodes` is then the most. All ranks start again
+            when a machine comes, which does not count as a restart, and when one is lost, which does.
         fold_output: show a line that all ranks print once, and put the rank in front of others.
 
     Returns:
@@ -131,6 +134,7 @@ def notebook_launcher(
         master_addr=master_addr,
         node_rank=node_rank,
         num_nodes=num_nodes,
+        min_nodes=min_nodes,
         rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_conf=rdzv_conf,

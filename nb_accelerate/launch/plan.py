@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.devices import CPU, DEVICE_KINDS
@@ -33,7 +33,7 @@ class LaunchPlan:
 
     Attributes:
         num_processes: ranks on this machine, and on each other one.
-        num_nodes: machines.
+        num_nodes: machines; before they have met, the most that there can be.
         method: how ranks come to be.
         reason: why it was chosen; "" where it is what one expects.
         kind: the type of device that ranks compute on.
@@ -43,6 +43,7 @@ class LaunchPlan:
         num_threads: intra-op threads of each rank.
         loopback: name of the loopback interface.
         mixed_precision: what `Accelerator()` takes in the ranks by default.
+        min_nodes: the fewest machines that there can be.
         can_fork: ranks could have the notebook's memory, if that was asked for.
         warnings: what the user should know before it starts.
     """
@@ -58,6 +59,7 @@ class LaunchPlan:
     mixed_precision: str
     is_kind_asked_for: bool = False
     visibility: Mapping[str, str] = field(default_factory=dict)
+    min_nodes: int = 1
     can_fork: bool = False
     warnings: tuple[str, ...] = ()
 
@@ -90,6 +92,10 @@ class LaunchPlan:
         """
         return Topology.of_machine(local_rank, self.num_processes, node_rank=node_rank, num_nodes=self.num_nodes)
 
+    def with_nodes(self, number: int) -> LaunchPlan:
+        """Return the plan for the machines that have come."""
+        return replace(self, num_nodes=number, min_nodes=number)
+
     def device_variables(self, local_rank: int) -> dict[str, str]:
         """Return the environment variables that decide which devices a rank sees."""
         return {**self.visibility, **self.kind.pin(self.device_names, local_rank)}
@@ -97,7 +103,8 @@ class LaunchPlan:
     def describe(self) -> str:
         """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"
-        where = f" on each of {self.num_nodes} machines" if self.num_nodes > 1 else ""
+        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
+        where = f" on each of {machines} machines" if self.num_nodes > 1 else ""
         method = f"{self.start_method} ({self.reason})" if self.reason else self.start_method
         parts = [f"{ranks} on {self.device.upper()}{where}", method]
         if self.world_size > 1 and self.kind.start_runtime is None:
@@ -139,6 +146,7 @@ def make_plan(options: LaunchOptions, facts: MachineFacts, *, may_copy: bool = T
     return LaunchPlan(
         num_processes=number,
         num_nodes=options.num_nodes,
+        min_nodes=options.min_nodes or options.num_nodes,
         method=method,
         reason=reason,
         kind=devices.kind,

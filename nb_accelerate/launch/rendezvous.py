@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import socket
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, StartError
+from nb_accelerate.launch.elastic import ElasticRendezvous
 from nb_accelerate.launch.machine import interface_of
+from nb_accelerate.launch.machine_state import JOIN_TIMEOUT, no_first_machine, not_all_came
+from nb_accelerate.launch.machines import Machines
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
 
@@ -43,13 +47,6 @@ _DEFAULT_PORT = 29500
 
 _DEFAULT_ELASTIC_PORT = 29400
 """Port at which machines meet through torch elastic, as torchrun's."""
-
-_RETRY_INTERVAL = 0.5
-"""Seconds until a machine looks again whether the others have come back to meet."""
-
-_JOIN_TIMEOUT = 600.0
-"""Seconds for all machines to come, as torchrun's; ``rdzv_conf={"join_timeout": ...}`` says another number."""
-
 
 _keepers: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -73,8 +70,10 @@ class Rendezvous:
         run_id: names the launch.
         listener: the bound socket if this machine serves the store, else None.
         file: descriptor of the file that is the store, or -1.
+        num_nodes: machines that take part.
         world_size: ranks on all machines.
         polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
+        round_id: tells one rendezvous from others of the same launch, for `Machines`.
     """
 
     address: str
@@ -85,8 +84,10 @@ class Rendezvous:
     listener: socket.socket | None
     file: int = -1
     keeps_interface: bool = False
+    num_nodes: int = 1
     world_size: int = 1
     polls: bool = False
+    round_id: str = ""
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
         """Return what a rank is told of the store, and the descriptor it gets, or -1.
@@ -104,18 +105,44 @@ class Rendezvous:
         return spec, fd
 
 
-def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> contextlib.AbstractContextManager[Rendezvous]:
-    """Return a context manager that agrees on a place; the listener is open while inside.
+@dataclass(frozen=True, kw_only=True)
+class RendezvousBackend:
+    """How the ranks of one launch find one another, at each of its starts.
 
-    Raises on entry:
-        ConfigError: the port that was asked for is taken, or the address is not this machine's.
-        StartError: not all machines came, or this one has no loopback interface.
+    Attributes:
+        open: returns a context manager with where they meet; the listener is open while inside. On entry it raises
+            ConfigError or StartError.
+        machines: those of the launch; None if it is on this one alone.
     """
-    return rendezvous_kind(options).open(options, plan)
+
+    open: Callable[[], contextlib.AbstractContextManager[Rendezvous]]
+    machines: Machines | None = None
+
+    def ends_as(self, how: str) -> None:
+        """Note how the launch of this machine ends, for the others."""
+        if self.machines is not None:
+            self.machines.ends_as = how
 
 
 @contextlib.contextmanager
-def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
+def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
+    """Agree on a place, for ranks that are started once; the listener is open while inside.
+
+    Raises:
+        ConfigError: the port that was asked for is taken, or the address is not this machine's.
+        StartError: not all machines came, or this one has no loopback interface.
+    """
+    with rendezvous_kind(options).open(options, plan) as backend, backend.open() as rendezvous:
+        yield rendezvous
+
+
+@contextlib.contextmanager
+def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBackend]:
+    yield RendezvousBackend(open=functools.partial(_meet_here, options, plan))
+
+
+@contextlib.contextmanager
+def _meet_here(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
     with contextlib.ExitStack() as stack:
         listener = None
         with interrupts_later():  # or nobody would close it
@@ -188,47 +215,80 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
 
 
 @contextlib.contextmanager
-def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
+def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBackend]:
+    """The first machine serves the table of machines; when all are there, its first rank serves the store."""
     address, port = options.master_addr, int(options.use_port or _DEFAULT_PORT)
     if options.rdzv_endpoint:
         address, port = _split(options.rdzv_endpoint, port)
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(address, port)) if options.node_rank == 0 else None
-        yield Rendezvous(
-            address=address,
-            port=port,
-            node_rank=options.node_rank,
-            interface=_interface_towards(address),
-            run_id=options.rdzv_id,
-            listener=listener,
-            keeps_interface=True,
-            world_size=plan.world_size,
-        )
+    seconds = float((options.rdzv_conf or {}).get("join_timeout", JOIN_TIMEOUT))
+    deadline = time.monotonic() + seconds
+    where, own = f"{address}:{port}", _own_address_towards(address)
+    facts = {"num_processes": plan.num_processes, "node_rank": options.node_rank}
+    if options.node_rank == 0:
+        machines = Machines.serve(_listen(address, port), address, **facts)
+    else:
+        try:
+            machines = Machines.connect((address, port), own, deadline, **facts)
+        except OSError as error:
+            raise no_first_machine(where, seconds, error) from None
+
+    @contextlib.contextmanager
+    def rendezvous() -> Iterator[Rendezvous]:
+        if not machines.wait_for(lambda: len(machines.here) == options.num_nodes, deadline):
+            raise not_all_came(machines.all, options.num_nodes, where, seconds)
+        machines.join(where)
+        with contextlib.ExitStack() as stack:
+            yield Rendezvous(
+                address=address,
+                port=port,
+                node_rank=options.node_rank,
+                interface=interface_of(own) or "",
+                run_id=options.rdzv_id,
+                listener=stack.enter_context(machines.admit_no_more()) if machines.is_first else None,
+                keeps_interface=True,
+                num_nodes=options.num_nodes,
+                world_size=plan.world_size,
+                round_id=where,
+            )
+
+    try:
+        yield RendezvousBackend(open=rendezvous, machines=machines)
+    finally:
+        machines.close()
 
 
 @contextlib.contextmanager
-def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
-    """Let torch elastic decide which machine is number 0; that one then says where its socket is."""
-    host, _ = _split(options.rdzv_endpoint, _DEFAULT_ELASTIC_PORT)
-    own = _own_address_towards(host)
-    handler, info = _join(options, own, is_host=own == host or interface_of(host) is not None)
-    with contextlib.ExitStack() as stack:
-        stack.callback(handler.shutdown)
-        listener = None
-        if info.rank == 0:
-            listener = stack.enter_context(_listen(own, 0))
-            info.store.set("nb_accelerate/master", f"{own}:{listener.getsockname()[1]}")
-        address, port = _split(info.store.get("nb_accelerate/master").decode(), 0)
-        yield Rendezvous(
-            address=address,
-            port=port,
-            node_rank=info.rank,
-            interface=interface_of(own) or "",
-            run_id=options.rdzv_id,
-            listener=listener,
-            keeps_interface=True,
-            world_size=plan.world_size,
-        )
+def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBackend]:
+    """Let torch elastic decide which machine is number 0; a rank of that one then serves the store."""
+    place = _split(options.rdzv_endpoint, _DEFAULT_ELASTIC_PORT)
+    own = _own_address_towards(place[0])
+    is_here = own == place[0] or interface_of(place[0]) is not None
+    # Said, and not left to torch, which looks names up to find out.
+    said = (options.rdzv_conf or {}).get("is_host", is_here)
+    is_host = str(said).lower() in ("1", "true", "yes")
+    elastic = ElasticRendezvous(options, place, own, _listen, num_processes=plan.num_processes, is_host=is_host)
+
+    @contextlib.contextmanager
+    def rendezvous() -> Iterator[Rendezvous]:
+        with elastic.next_round() as found:
+            address, port = _split(found.address, 0)
+            yield Rendezvous(
+                address=address,
+                port=port,
+                node_rank=found.node_rank,
+                interface=interface_of(own) or "",
+                run_id=options.rdzv_id,
+                listener=found.listener,
+                keeps_interface=True,
+                num_nodes=found.num_nodes,
+                world_size=found.num_nodes * plan.num_processes,
+                round_id=found.address,
+            )
+
+    try:
+        yield RendezvousBackend(open=rendezvous, machines=elastic.machines)
+    finally:
+        elastic.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,19 +296,19 @@ class RendezvousKind:
     """One row: a way in which ranks find one another.
 
     Attributes:
-        open: takes the options and the plan of a launch; returns a context manager with where its ranks meet.
+        open: takes the options and the plan of a launch; returns a context manager with the backend.
         is_local: all ranks are on this machine. Elsewhere a launch waits for others, perhaps in this very process.
         holds_sockets: sockets are open while ranks are started that a server forked from this process would keep.
     """
 
-    open: Callable[[LaunchOptions, LaunchPlan], contextlib.AbstractContextManager[Rendezvous]]
+    open: Callable[[LaunchOptions, LaunchPlan], contextlib.AbstractContextManager[RendezvousBackend]]
     is_local: bool = False
     holds_sockets: bool = False
 
 
 RENDEZVOUS = {
     "local": RendezvousKind(open=_local, is_local=True),
-    "static": RendezvousKind(open=_static),
+    "static": RendezvousKind(open=_static, holds_sockets=True),
     "c10d": RendezvousKind(open=_elastic, holds_sockets=True),
 }
 """``local`` on one machine; else by the name in ``rdzv_backend``."""
@@ -259,48 +319,6 @@ def rendezvous_kind(options: LaunchOptions) -> RendezvousKind:
     return RENDEZVOUS["local" if options.num_nodes == 1 else options.rdzv_backend]
 
 
-def _join(options: LaunchOptions, own: str, *, is_host: bool) -> tuple[Any, Any]:
-    """Wait for all machines; return torch elastic's handler and what it found out.
-
-    Args:
-        options: of the launch.
-        own: address of this machine.
-        is_host: whether this one serves the store. Said and not left to torch, which looks names up to find out.
-    """
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousParameters,
-        RendezvousTimeoutError,
-    )
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    number = options.num_nodes
-    conf = {"is_host": is_host, **(options.rdzv_conf or {})}
-    seconds = float(conf.pop("join_timeout", _JOIN_TIMEOUT))
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        parameters = RendezvousParameters(
-            "c10d", options.rdzv_endpoint, options.rdzv_id, number, number, local_addr=own, join_timeout=left, **conf
-        )
-        handler = None
-        try:
-            handler = get_rendezvous_handler(parameters)
-            return handler, handler.next_rendezvous()
-        except (RendezvousClosedError, RendezvousConnectionError):
-            # After a failure one machine comes back while the other has still to leave the place of the last attempt.
-            time.sleep(min(_RETRY_INTERVAL, left))
-        except RendezvousTimeoutError:
-            if handler is not None:
-                handler.shutdown()
-            break
-    # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.
-    raise StartError(
-        f"not all of num_nodes={number} machines came to {options.rdzv_endpoint} within {seconds:g} s. Start the same "
-        f"launch on each, with the same rdzv_id={options.rdzv_id!r}"
-    )
-
-
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
     if port and not port.isdigit():
@@ -308,17 +326,17 @@ def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     return host, int(port or default_port)
 
 
-@contextlib.contextmanager
-def _listen(address: str, port: int) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # A store of an earlier launch on this port may still have connections in TIME_WAIT.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            raise ConfigError(_why_not_bound(address, port, error)) from error
+def _listen(address: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # A store of an earlier launch on this port may still have connections in TIME_WAIT.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
         listener.listen(1024)  # every rank connects before rank 0 has had time to accept
-        yield listener
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_why_not_bound(address, port, error)) from error
+    return listener
 
 
 def _why_not_bound(address: str, port: int, error: OSError) -> str:
@@ -351,7 +369,3 @@ def _own_address_towards(host: str) -> str:
         except OSError as error:
             raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
         return str(probe.getsockname()[0])
-
-
-def _interface_towards(host: str) -> str:
-    return interface_of(_own_address_towards(host)) or ""

@@ -35,6 +35,10 @@ class PageReader:
         """Return what the page says now."""
         return read(self._memory)
 
+    def copy(self) -> bytes:
+        """Return the memory as it is now, for `nb_accelerate.progress_page.sample.read` on another machine."""
+        return self._memory[:]
+
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars as rows, or as text; see `nb_accelerate.progress_page.ProgressPage.wants_rows`."""
         start = 8 * layout.ROWS_WANTED

@@ -62,6 +62,7 @@ class IncidentKind(enum.Enum):
     NOT_STARTED = "ranks were not ready in time"
     LATE = "ranks have not answered in time"
     INTERRUPTED = "the user has interrupted"
+    ABANDONED = "ranks cannot go on because of something outside them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Incident:
         rank: the rank that it happened on; None if it concerns several.
         failure: with ``FAILED``, the rank's answer and its descriptors. The thread that has asked makes an exception
             of it later.
-        error: with ``UNASKED``, why the message could not be sent.
+        error: with ``UNASKED``, why the message could not be sent; with ``ABANDONED``, why ranks cannot go on.
         tail: the last output of the rank.
         late: with ``NOT_STARTED`` and ``LATE``, the ranks that were not ready or had not answered.
         how: with ``INTERRUPTED``, what the user did, as a participle.

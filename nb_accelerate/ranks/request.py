@@ -263,6 +263,14 @@ class Request:
         elif step is None or step.kind < kind:
             self._enter(kind)
 
+    def abandon(self, error: BaseException) -> None:
+        """End it because its ranks cannot go on, for a reason outside them; in the loop's thread.
+
+        Args:
+            error: the reason, which is raised for whoever waits.
+        """
+        self._add(Incident(kind=IncidentKind.ABANDONED, when=time.monotonic(), error=error))
+
     def expire(self) -> None:
         """Treat its timeout as over. For the loop's thread, see `RankLoop.post`."""
         if self._late_at < NEVER:

@@ -90,7 +90,7 @@ def test_a_machine_that_does_not_come_is_named(tmp_path: Path, two_hosts: list[s
     job = launch(0, [*flags, "--rdzv_conf=join_timeout=3"], script)
     _, error = job.communicate(timeout=60)
     assert job.returncode == 1
-    assert f"not all of num_nodes=2 machines came to {two_hosts[0]}:29500 within 3 s" in error
+    assert f"1 of 2 machines came to {two_hosts[0]}:29500 within 3 s; here is {two_hosts[0]}" in error
 
 
 def test_numbered_machines_cannot_start_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

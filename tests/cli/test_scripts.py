@@ -197,9 +197,12 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["-m", "--no_python"], "-m and --no_python were both given"),
         (["--num_machines", "2", "--num_processes", "3"], "cannot be shared out equally"),
         (["--num_machines", "2", "--num_processes", "4"], "--main_process_ip ADDRESS"),
-        (["--use_fsdp"], "--use_fsdp: Sharded models (FSDP) have no flags"),
-        (["--fsdp-offload-params", "true"], "--fsdp-offload-params: Sharded models"),
-        (["--zero_stage", "3"], "--zero_stage: DeepSpeed"),
+        (["--use_fsdp", "--use_deepspeed"], "--use_fsdp and --use_deepspeed were both given"),
+        (["--fsdp-offload-params", "true"], "--fsdp_offload_params is for --use_fsdp, which was not given"),
+        (["--zero_stage", "3", "--use_fsdp"], "--zero_stage is for --use_deepspeed"),
+        (["--use_deepspeed", "--deepspeed_config_file", "nothing.json"], "there is no such file"),
+        (["--num_machines", "2:1"], "write the fewest first"),
+        (["--num_machines", "1:2", "--main_process_ip", "10.0.0.1"], "rdzv_backend='c10d'"),
         (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
         (["--config_file", "nothing.yaml"], "There is no configuration file"),
         (["--num_processes", "-2"], "num_processes=-2 starts nothing"),
@@ -230,6 +233,8 @@ def test_several_machines_share_out_the_processes(tmp_path: Path):
     c10d = ["--num_machines=2", "--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60", *address]
     found = launch_options(parser.parse_args(c10d), None)
     assert (found["rdzv_endpoint"], found["rdzv_conf"]) == ("10.0.0.1:29500", {"join_timeout": "60"})
+    some = launch_options(parser.parse_args(["--num_machines=1:4", "--num_processes=8", *c10d[1:]]), None)
+    assert (some["min_nodes"], some["num_nodes"], some["num_processes"]) == (1, 4, 2)
     text = "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 4\nmain_process_ip: host\nmachine_rank: 1\n"
     file = read_config(write(tmp_path, text, "config.yaml"))
     of_file = launch_options(parser.parse_args([]), file)

@@ -1,0 +1,78 @@
+"""Which engine ``launch`` is asked for, and the variables that say so to the ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from nb_accelerate.cli.flags import GROUPS
+from nb_accelerate.config.engine_variables import (
+    FSDP_DEFAULTS,
+    deepspeed_fields,
+    deepspeed_variables,
+    fsdp_variables,
+    xla_variables,
+)
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from nb_accelerate.config.file import ConfigFile
+
+_SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "tpu": "XLA"}
+"""Flags that ask for an engine, and the word for it in a configuration file."""
+
+_FLAGS = {flag.name: flag for _, flags in GROUPS for flag in flags if flag.needs}
+
+
+def chosen_engine(arguments: argparse.Namespace, file: ConfigFile | None) -> str:
+    """Return ``FSDP``, ``DEEPSPEED`` or ``XLA`` if flags ask for it, or else the file; "" for none of them.
+
+    Raises:
+        ConfigError: flags contradict one another, or belong to an engine that is not asked for.
+    """
+    switches = [name for name in (*_SWITCHES, "multi_gpu") if getattr(arguments, name)]
+    if len(switches) > 1:
+        raise ConfigError(f"--{switches[0]} and --{switches[1]} were both given. Leave one of them out.")
+    of_file = file.get("distributed_type", "") if file is not None else ""
+    engine = _SWITCHES.get(switches[0], "") if switches else of_file if of_file in _SWITCHES.values() else ""
+    for name, flag in _FLAGS.items():
+        if getattr(arguments, name) is not None and _SWITCHES[flag.needs] != engine:
+            raise ConfigError(
+                f"--{name} is for --{flag.needs}, which was not given. Add --{flag.needs}, or leave it out."
+            )
+    return engine
+
+
+def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, engine: str) -> dict[str, str]:
+    """Return the variables for an engine. Flags come before the environment, which comes before the file.
+
+    Args:
+        arguments: the flags.
+        file: the configuration file.
+        engine: as `chosen_engine` has found it.
+
+    Raises:
+        ConfigError: a file of DeepSpeed that was named is not there.
+    """
+    given = {name: getattr(arguments, name) for name, flag in _FLAGS.items() if getattr(arguments, name) is not None}
+    low = file.engine_variables(engine) if file is not None else {}
+    high: dict[str, str] = {}
+    if engine == "FSDP":
+        low = {**FSDP_DEFAULTS, **low}
+        high = {"ACCELERATE_USE_FSDP": "true", **fsdp_variables(given)}
+    elif engine == "DEEPSPEED":
+        path = arguments.deepspeed_config_file
+        if path is not None and not path.is_file():
+            raise ConfigError(f"--deepspeed_config_file {str(path)!r}: there is no such file.")
+        low = {**deepspeed_fields((), has_precision=False), **low}
+        high = {"ACCELERATE_USE_DEEPSPEED": "true", **deepspeed_variables(given)}
+        if arguments.mixed_precision is not None and file is not None:  # then the file does not decide it
+            high |= deepspeed_fields(file.section("deepspeed_config"), has_precision=False)
+    elif engine == "XLA":
+        precision = arguments.mixed_precision or (file.get("mixed_precision") if file is not None else None)
+        downcast = arguments.downcast_bf16 or bool(file is not None and file.get("downcast_bf16"))
+        low = xla_variables(downcast=downcast) if precision == "bf16" else {}
+    off = {name: "false" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if arguments.multi_gpu}
+    return off | {name: value for name, value in low.items() if not os.environ.get(name, "").strip()} | high

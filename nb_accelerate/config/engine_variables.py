@@ -1,0 +1,120 @@
+"""The environment variables by which Hugging Face accelerate's launcher asks for FSDP and DeepSpeed.
+
+The names are those that accelerate 1.15 sets (``accelerate/utils/launch.py``) and that transformers reads too. Keys are
+those of the sections ``fsdp_config`` and ``deepspeed_config`` of its configuration file, which are also its flags.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+FSDP_KEYS = {
+    f"fsdp_{key}": f"FSDP_{name or key.upper()}"
+    for key, name in {
+        "version": "",
+        "sharding_strategy": "",
+        "reshard_after_forward": "",
+        "offload_params": "",
+        "min_num_params": "",
+        "auto_wrap_policy": "",
+        "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP",
+        "backward_prefetch": "",
+        "state_dict_type": "",
+        "forward_prefetch": "",
+        "use_orig_params": "",
+        "cpu_ram_efficient_loading": "",
+        "sync_module_states": "",
+        "activation_checkpointing": "",
+        "activation_checkpointing_offload": "",
+        "ignored_modules": "",
+    }.items()
+}
+"""Variables by key."""
+
+FSDP_DEFAULTS = {
+    "FSDP_VERSION": "2",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}
+"""What accelerate's launcher sets where nothing else is said, but for the version: it takes 1, which is not here."""
+
+DEEPSPEED_KEYS = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+"""Variables by key. accelerate's launcher forgets those of the two paths, which its plugin reads."""
+
+_CASE_COUNTS = {
+    "fsdp_version",
+    "fsdp_sharding_strategy",
+    "fsdp_min_num_params",
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_backward_prefetch",
+    "fsdp_state_dict_type",
+    "fsdp_ignored_modules",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "deepspeed_config_file",
+    "deepspeed_moe_layer_cls_names",
+}
+"""Keys whose values are passed on as they are written; those of all others are turned to small letters."""
+
+
+def fsdp_variables(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables for keys of ``fsdp_config``, which may lack their ``fsdp_``; None values are left out."""
+    named = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
+    return _variables(named, FSDP_KEYS)
+
+
+def deepspeed_variables(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables for keys of ``deepspeed_config``; None values are left out."""
+    return _variables(section, DEEPSPEED_KEYS)
+
+
+def deepspeed_fields(section: Collection[str], *, has_precision: bool) -> dict[str, str]:
+    """Return the variable that says what the configuration file decides, which a file of DeepSpeed must not contradict.
+
+    Args:
+        section: the keys of ``deepspeed_config``.
+        has_precision: the precision is from the configuration file too.
+    """
+    fields = [*section, *(["mixed_precision"] if has_precision else [])]
+    return {"ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields).lower()}
+
+
+def xla_variables(*, downcast: bool) -> dict[str, str]:
+    """Return the variable by which bf16 is asked for on a TPU.
+
+    Args:
+        downcast: numbers of 64 bits have 16 too, and not 32.
+    """
+    return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
+
+
+def _variables(section: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    return {
+        names[key]: str(value) if key in _CASE_COUNTS else str(value).lower()
+        for key, value in section.items()
+        if key in names and value is not None
+    }
