@@ -102,21 +102,19 @@ def _torch() -> Iterator[tuple[str, str]]:
         yield "torch", "not installed (pip install torch)"
         return
     yield "torch", torch.__version__
-    yield "devices", ", ".join(_devices()) or "cpu"
+    yield "devices", "; ".join(_devices()) or "cpu"
     backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if _has_backend(name)]
     yield "distributed", ", ".join(backends) or "not built into this PyTorch"
 
 
 def _devices() -> Iterator[str]:
-    import torch
+    """Return a line for each device that this process sees, of any type in the device table."""
+    from nb_accelerate.devices import DEVICE_KINDS
 
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index} {properties.name} {properties.total_memory / 2**30:.0f} GiB"
-    if torch.backends.mps.is_available():
-        yield "mps"
-    if hasattr(torch, "xpu"):
-        yield from (f"xpu:{index}" for index in range(torch.xpu.device_count()))
+    for kind in DEVICE_KINDS:
+        visible = os.environ.get(kind.visibility) if kind.visibility else None
+        for index, _ in enumerate(kind.find(visible, False)):
+            yield f"{kind.name}:{index} {kind.describe(index)}".rstrip()
 
 
 def _has_backend(name: str) -> bool:

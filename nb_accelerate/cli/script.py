@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.config.launch import LaunchOptions
-from nb_accelerate.devices import DEVICE_KINDS
+from nb_accelerate.devices import find_kind
 from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import LaunchError, RankDiedError
 from nb_accelerate.launch.environ import rank_environ
@@ -148,7 +148,9 @@ def describe(job: Job, options: LaunchOptions, *, wants_gpus: bool) -> Iterator[
 def _with_gpus(facts: MachineFacts, options: LaunchOptions) -> MachineFacts:
     numbers = () if options.devices is None or isinstance(options.devices, str) else options.devices
     number = max((options.num_processes or 1), *(device + 1 for device in numbers), 1)
-    gpus = VisibleDevices(kind=DEVICE_KINDS[0], names=tuple(map(str, range(number))))
+    cuda = find_kind("cuda")
+    assert cuda is not None
+    gpus = VisibleDevices(kind=cuda, names=tuple(map(str, range(number))))
     return replace(facts, accelerators=(gpus,), prefers_cpu=False)
 
 

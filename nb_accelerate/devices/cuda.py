@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.devices.kind import DeviceKind, by_name
+from nb_accelerate.devices.kind import DeviceKind, by_name, name_and_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,5 +143,6 @@ CUDA = DeviceKind(
     utilisation=by_name("torch.cuda:utilization"),
     supports_bf16=by_name("torch.cuda:is_bf16_supported"),
     pci_address=lambda index: pci_address(_properties(index)),
+    describe=lambda index: name_and_memory(_properties(index)),
     uuid=_uuid,
 )

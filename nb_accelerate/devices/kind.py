@@ -33,6 +33,11 @@ def by_name(dotted: str) -> Callable[..., Any]:
     return call
 
 
+def name_and_memory(properties: Any) -> str:
+    """Return ``NVIDIA H100 80GB HBM3, 79 GiB`` from properties of a device as torch gives them."""
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
 def _nothing(*_: object) -> None:
     """Do nothing, for rows that have nothing to do."""
 
@@ -97,6 +102,7 @@ class DeviceKind:
         supports_bf16: whether this device computes in bfloat16.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
         uuid: a name of the device with a number that is unique over all machines; None if it has none.
+        describe: product name and memory of the device with a number; "" if torch does not say.
     """
 
     name: str
@@ -138,6 +144,7 @@ class DeviceKind:
     reads_later: bool = False
     supports_bf16: Callable[[], bool] = lambda: True
     pci_address: Callable[[int], str | None] = lambda _: None
+    describe: Callable[[int], str] = lambda _: ""
     uuid: Callable[[int], str | None] = lambda _: None
 
     @property

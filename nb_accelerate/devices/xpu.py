@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import sys
 
-from nb_accelerate.devices.kind import DeviceKind, by_name
+from nb_accelerate.devices.kind import DeviceKind, by_name, name_and_memory
 
 
 def _visible_devices(visible: str | None, changed: bool) -> tuple[str, ...]:
@@ -60,4 +60,5 @@ XPU = DeviceKind(
     memory_reserved=by_name("torch.xpu:memory_reserved"),
     # No utilisation: torch.xpu.utilization measures for a tenth of a second, in which the step would wait.
     supports_bf16=by_name("torch.xpu:is_bf16_supported"),
+    describe=lambda index: name_and_memory(by_name("torch.xpu:get_device_properties")(index)),
 )

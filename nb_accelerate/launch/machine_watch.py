@@ -61,12 +61,8 @@ class MachineWatch:
         """Tell the others of a failure here, or abandon the request because of one there; in the loop's thread."""
         if self._is_over or self._request.done.is_set():
             return
-        incidents = self._request.incidents
-        if not all(one.peer_lost for one in incidents):
-            self._is_over = True
-            cause = first_cause(incidents)
-            if cause.kind is not IncidentKind.INTERRUPTED:
-                self._machines.fail(said_of(cause, self._request))
+        if self._has_own_cause():
+            self._tell()
         elif trouble := self._machines.trouble(self._round_id):
             self._abandon(trouble)
         elif self._machines.wants_regrouping(self._round_id):
@@ -75,11 +71,14 @@ class MachineWatch:
     def explain(self, error: BaseException | None) -> BaseException | None:
         """Return why the request has failed: the reason of another machine if ranks here only know that they lost it.
 
+        If the reason is here, the others are told.
+
         Args:
             error: what the ranks of this machine say; None if they have not failed.
         """
-        incidents = self._request.incidents
-        if error is not None and incidents and all(one.peer_lost for one in incidents):
+        if self._has_own_cause():
+            self._tell()
+        elif error is not None and self._request.incidents:
             deadline = time.monotonic() + _REASON_LIMIT
             self._machines.wait_for(lambda: self._machines.trouble(self._round_id) is not None, deadline)
             return self._machines.trouble(self._round_id) or error
@@ -88,6 +87,17 @@ class MachineWatch:
     def close(self) -> None:
         """Tell nothing of these ranks any more."""
         self._machines.rows = tuple
+
+    def _has_own_cause(self) -> bool:
+        return not all(one.peer_lost for one in self._request.incidents)
+
+    def _tell(self) -> None:
+        """Tell the others why ranks here have failed, unless the user has interrupted, which the end tells."""
+        if not self._is_over:
+            self._is_over = True
+            cause = first_cause(self._request.incidents)
+            if cause.kind is not IncidentKind.INTERRUPTED:
+                self._machines.fail(said_of(cause, self._request))
 
     def _abandon(self, error: Exception) -> None:
         self._is_over = True

@@ -274,7 +274,7 @@ class Machines:
         """Send what is left, to those that read."""
         deadline = time.monotonic() + _CLOSING_LIMIT
         while (late := [peer.link for peer in self._peers if peer.link.is_sending]) and time.monotonic() < deadline:
-            wait(late, _FLUSH_INTERVAL)
+            wait(late, _FLUSH_INTERVAL)  # type: ignore[arg-type] # it wants no more than a fileno
             with contextlib.suppress(OSError):
                 for link in late:
                     link.flush()
@@ -284,7 +284,7 @@ class Machines:
         sources: list[Any] = [self._wake_reads, *(peer.link for peer in self._peers)]
         if self._listener is not None:
             sources.append(self._listener)
-        ready = wait(sources, seconds)
+        ready: list[Any] = wait(sources, seconds)
         if self._wake_reads in ready:
             self._wake_reads.recv(1 << 10)
         with self._changed:

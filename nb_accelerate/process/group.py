@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, MissingDependencyError
 from nb_accelerate.process import context
+from nb_accelerate.topology.place import place_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,8 @@ def create(
             f"{kind.name} devices cannot exchange tensors between ranks. Write Accelerator(cpu=True), or start "
             "one rank."
         )
-    if options.init_method is None and not environment.has_rendezvous:
+    place = None if environment.has_rendezvous else place_of(environment.variables, topology)
+    if options.init_method is None and not environment.has_rendezvous and place is None:
         raise ConfigError(
             f"This is rank {topology.rank} of {topology.world_size}, but MASTER_ADDR and MASTER_PORT do not say where "
             "the ranks meet. Export both (the host of rank 0 and a free port there), or start the ranks with "
@@ -66,7 +68,7 @@ def create(
         )
     dist.init_process_group(
         backend=backend,
-        **_place(backend, topology, kind, device, options=options, environment=environment),
+        **_place(backend, topology, kind, device, options=options, environment=environment, place=place),
         timeout=options.timeout,
         rank=topology.rank,
         world_size=topology.world_size,
@@ -84,19 +86,21 @@ def _place(
     *,
     options: InitProcessGroupKwargs,
     environment: Environment,
+    place: tuple[str, int] | None,
 ) -> dict[str, Any]:
     """Return where the ranks meet, as arguments of `init_process_group`."""
+    url = "env://" if place is None else f"tcp://{place[0]}:{place[1]}"
     is_bound = backend_named(backend).binds_device and device.index is not None
     uuid = kind.uuid(device.index) if is_bound else None
     if options.init_method is not None or not (environment.has_agent_store or uuid):
-        return {"init_method": options.init_method or "env://"}
+        return {"init_method": options.init_method or url}
     # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names
     # that the first one has left there.
     from torch._C._distributed_c10d import PrefixStore  # missing where torch was built without torch.distributed
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     timeout = options.timeout or rendezvous.default_pg_timeout
-    store, _, _ = next(rendezvous.rendezvous("env://", topology.rank, topology.world_size, timeout=timeout))
+    store, _, _ = next(rendezvous.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
     if environment.has_agent_store:
         store = PrefixStore(f"nb_accelerate/group {next(_numbers)}", store)
     if uuid:

@@ -1,0 +1,129 @@
+"""What the launchers of several machines tell one another, over loopback."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.launch.machine_state import DONE, Machine, no_first_machine, not_all_came
+from nb_accelerate.launch.machines import Machines
+
+LIMIT = 10.0
+"""Seconds that a test waits for something that is heard at once."""
+
+
+def soon() -> float:
+    return time.monotonic() + LIMIT
+
+
+@pytest.fixture
+def first() -> Iterator[Machines]:
+    """The first machine, which the others connect to."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    machines = Machines.serve(listener, "127.0.0.1", node_rank=0)
+    machines.port = listener.getsockname()[1]  # type: ignore[attr-defined]
+    yield machines
+    machines.close()
+
+
+@pytest.fixture
+def come(first: Machines) -> Iterator[Callable[..., Machines]]:
+    """Make another machine come."""
+    others: list[Machines] = []
+
+    def connect(**facts: object) -> Machines:
+        others.append(Machines.connect(("127.0.0.1", first.port), "127.0.0.2", soon(), **facts))  # type: ignore[attr-defined]
+        return others[-1]
+
+    yield connect
+    for other in others:
+        other.close()
+
+
+def test_every_machine_knows_all_others(first: Machines, come: Callable[..., Machines]) -> None:
+    second, third = come(node_rank=1), come(node_rank=2)
+    assert all(one.wait_for(lambda one=one: len(one.here) == 3, soon()) for one in (first, second, third))
+    assert [one.node_rank for one in second.here] == [0, 1, 2]
+    assert third.here[1].address == "127.0.0.2"
+
+
+def test_a_failure_is_told_to_all_that_take_part(first: Machines, come: Callable[..., Machines]) -> None:
+    second, third = come(node_rank=1), come(node_rank=2)
+    for one in (first, second):
+        one.join("round")
+    second.fail("rank 1 failed: ValueError: not today")
+    assert first.wait_for(lambda: first.trouble("round") is not None, soon())
+    trouble = first.trouble("round")
+    assert str(trouble).startswith("on the machine at 127.0.0.2")
+    assert str(trouble).endswith(", rank 1 failed: ValueError: not today")
+    assert trouble is not None
+    assert trouble.address == "127.0.0.2"
+    assert third.wait_for(lambda: third.all[1].failed != "", soon())
+    assert first.trouble("another round") is None
+
+
+def test_a_launch_that_was_killed_is_noticed_and_one_that_is_done_is_no_trouble(
+    first: Machines, come: Callable[..., Machines]
+) -> None:
+    second, third = come(node_rank=1), come(node_rank=2)
+    for one in (first, second, third):
+        one.join("round")
+    second.ends_as = DONE
+    second.close()
+    assert first.wait_for(lambda: first.all[1].ended == DONE, soon())
+    assert first.trouble("round") is None
+    third._peers[0].link.close()  # as the system does for a process that was killed
+    assert first.wait_for(lambda: first.trouble("round") is not None, soon())
+    assert "was killed, or that machine has gone down" in str(first.trouble("round"))
+
+
+def test_silence_is_noticed(first: Machines, come: Callable[..., Machines], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = come(node_rank=1)
+    for one in (first, second):
+        one.join("round")
+    assert first.wait_for(lambda: first.all[1].round_id == "round", soon())
+    monkeypatch.setattr("nb_accelerate.launch.machines.SILENCE_LIMIT", 0.0)  # whatever was heard is too long ago
+    assert first.wait_for(lambda: first.trouble("round") is not None, soon())
+    assert "has not been heard of for 0 s" in str(first.trouble("round"))
+    monkeypatch.undo()
+    assert first.wait_for(lambda: first.trouble("round") is None, soon())  # it is heard again
+
+
+def test_a_number_twice_and_other_numbers_of_processes_are_refused(
+    first: Machines, come: Callable[..., Machines]
+) -> None:
+    come(node_rank=1)
+    with pytest.raises(ConfigError, match=r"machine 1 has come already: it is the one at 127\.0\.0\.2"):
+        come(node_rank=1)
+    with pytest.raises(ConfigError, match="would start 2 ranks, but the one at .* starts 1"):
+        come(node_rank=2, num_processes=2)
+
+
+def test_rows_of_ranks_come_to_the_first_machine(first: Machines, come: Callable[..., Machines]) -> None:
+    second = come(node_rank=1)
+    second.rows = lambda: [{"rank": 1, "state": "running"}]
+    assert first.wait_for(lambda: first.rows_of_others() == [{"rank": 1, "state": "running"}], soon())
+
+
+def test_what_is_no_launch_is_not_let_in(first: Machines) -> None:
+    with socket.create_connection(("127.0.0.1", first.port)) as stranger:  # type: ignore[attr-defined]
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert stranger.recv(100) == b""
+    assert len(first.all) == 1
+
+
+def test_sentences_name_who_is_missing() -> None:
+    here = Machine(number=0, address="10.0.0.1", node_rank=0)
+    gone = Machine(number=1, address="10.0.0.2", host="two", node_rank=2, lost="was killed")
+    text = str(not_all_came([here, gone], 3, "10.0.0.1:29500", 60))
+    assert text.startswith("1 of 3 machines came to 10.0.0.1:29500 within 60 s; number 1 and number 2, last seen at 10.0.0")
+    unnumbered = [Machine(number=one.number, address=one.address, lost=one.lost) for one in (here, gone)]
+    assert "the one at 10.0.0.2 is missing" in str(not_all_came(unnumbered, 2, "10.0.0.1:29400", 60))
+    assert "here is 10.0.0.1" in str(not_all_came(unnumbered[:1], 2, "10.0.0.1:29400", 60))
+    assert "did not answer within 5 s (No route to host)" in str(
+        no_first_machine("10.0.0.1:29500", 5, OSError(113, "No route to host"))
+    )
