@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from fixtures.screens import Terminal
 
 from nb_accelerate.cli import main
 
@@ -99,3 +103,121 @@ def test_numbered_machines_cannot_start_again(tmp_path: Path, capsys: pytest.Cap
     flags = ["--num_machines=2", "--main_process_ip=10.0.0.1", "--max_restarts=1"]
     assert main(["launch", *flags, str(script)]) == 2
     assert "rdzv_backend='c10d'" in capsys.readouterr().err
+
+
+# Prints a line when it begins, takes steps of a loader, and goes on until all ranks find the file that ends it.
+GO_ON = """
+import os, sys, time
+import torch
+from nb_accelerate import Accelerator
+
+accelerator = Accelerator()
+print("begins", accelerator.process_index, "of", accelerator.num_processes, flush=True)
+model, optimizer = torch.nn.Linear(4, 1), None
+model, loader = accelerator.prepare(model, torch.utils.data.DataLoader(torch.ones(10**6, 4), batch_size=1))
+for x in loader:
+    accelerator.backward(model(x).mean())
+    if accelerator.gather(torch.tensor([float(os.path.exists(sys.argv[1]))])).min():
+        break
+    time.sleep(0.02)
+"""
+
+ELASTIC = ["--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60,last_call_timeout=1"]
+
+
+def wait_for(job: subprocess.Popen[str], awaited: str) -> list[str]:
+    """Read what a launch prints until a line has some words; returns all lines so far."""
+    assert job.stdout is not None
+    lines = []
+    for line in job.stdout:
+        lines.append(line)
+        if awaited in line:
+            return lines
+    raise AssertionError("".join(lines) + job.stderr.read())  # type: ignore[union-attr]
+
+
+def pids_of(host: int) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", f"nbtest{host}"], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def kill_machine(host: int, job: subprocess.Popen[str]) -> None:
+    for pid in pids_of(host):
+        os.kill(pid, signal.SIGKILL)
+    job.communicate()
+
+
+@pytest.fixture
+def go_on(tmp_path: Path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(GO_ON)
+    return script
+
+
+def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[str], go_on: Path) -> None:
+    flags = ["--num_machines=1:2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
+    flags.append("--max_restarts=1")
+    end = tmp_path / "end"
+    first = launch(0, ["--quiet", *flags], go_on, str(end))
+    wait_for(first, "begins 0 of 1")
+    second = launch(1, ["--quiet", *flags], go_on, str(end))
+    wait_for(first, "begins 0 of 2")
+    wait_for(second, "begins 1 of 2")
+    kill_machine(1, second)
+    wait_for(first, "begins 0 of 1")
+    end.touch()
+    _, error = first.communicate(timeout=30)
+    assert first.returncode == 0, error
+    assert "another machine has come: all ranks start again" in error
+    assert f"the launch on the machine at {two_hosts[1]}" in error
+    assert error.count("start 2 of 2") == 1  # the machine that was lost; the one that came did not count
+
+
+@pytest.mark.parametrize("backend", [[], ELASTIC])
+def test_a_machine_that_is_killed_or_cut_off_is_named_on_the_other(
+    tmp_path: Path, two_hosts: list[str], go_on: Path, backend: list[str]
+) -> None:
+    flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *backend]
+    jobs = [launch(host, [*flags, f"--machine_rank={host}"], go_on, str(tmp_path / "end")) for host in range(2)]
+    for job in jobs:
+        wait_for(job, "begins")
+    began = time.monotonic()
+    if backend:
+        subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "down"], check=True)
+        said, limit = "has not been heard of for 15 s: that machine is down, or without network", 30.0
+    else:
+        kill_machine(1, jobs.pop())
+        said, limit = "was killed, or that machine has gone down", 10.0
+    for host, job in enumerate(jobs):
+        _, error = job.communicate(timeout=60)
+        assert f"the launch on the machine at {two_hosts[1 - host]}" in error
+        assert said in error
+        assert job.returncode == 1
+    assert time.monotonic() - began < limit
+
+
+def test_a_first_machine_that_never_answers_is_named(two_hosts: list[str], go_on: Path) -> None:
+    flags = ["--num_machines=2", "--machine_rank=1", f"--main_process_ip={two_hosts[0]}"]
+    job = launch(1, [*flags, "--rdzv_conf=join_timeout=1"], go_on, "end")
+    _, error = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert f"the first machine, {two_hosts[0]}:29500, did not answer within 1 s (Connection refused)" in error
+
+
+def test_the_panel_of_the_first_machine_has_the_ranks_of_all(tmp_path: Path, two_hosts: list[str], go_on: Path) -> None:
+    end = tmp_path / "end"
+    flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}"]
+    second = launch(1, [*flags, "--machine_rank=1"], go_on, str(end))
+    command = ["ip", "netns", "exec", "nbtest0", sys.executable, "-m", "nb_accelerate", "launch", "--cpu", *flags]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    first = Terminal([*command, "--machine_rank=0", str(go_on), str(end)], environ)
+    try:
+        shown = first.wait_for(lambda text: re.search(r"^ +1 .* \d+ / 500000 ", text, re.MULTILINE) is not None)
+        end.touch()
+        assert "2 ranks · 2 machines" in shown
+        assert first.finish() == 0
+    finally:
+        first.close()
+    shown, error = second.communicate(timeout=60)
+    assert second.returncode == 0, error
+    assert "2 machines ·" not in shown

@@ -56,8 +56,8 @@ def test_losses_are_those_of_accelerate_and_of_torchrun(
         ("accelerate", THEIRS, "accelerate"),
     ):
         own = [*arguments, "--library", library, "--output", str(tmp_path / f"{starter}.json")]
-        command = [*command, str(SCRIPTS / f"{name}.py"), *own]
-        runs[starter] = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+        line = [*command, str(SCRIPTS / f"{name}.py"), *own]
+        runs[starter] = subprocess.Popen(line, env=environ, stderr=subprocess.PIPE, text=True)
     found = {}
     for starter, run in runs.items():
         _, error = run.communicate(timeout=100)

@@ -99,7 +99,7 @@ def test_a_number_twice_and_other_numbers_of_processes_are_refused(
     come(node_rank=1)
     with pytest.raises(ConfigError, match=r"machine 1 has come already: it is the one at 127\.0\.0\.2"):
         come(node_rank=1)
-    with pytest.raises(ConfigError, match="would start 2 ranks, but the one at .* starts 1"):
+    with pytest.raises(ConfigError, match=r"would start 2 ranks, but the one at .* starts 1"):
         come(node_rank=2, num_processes=2)
 
 
@@ -120,7 +120,9 @@ def test_sentences_name_who_is_missing() -> None:
     here = Machine(number=0, address="10.0.0.1", node_rank=0)
     gone = Machine(number=1, address="10.0.0.2", host="two", node_rank=2, lost="was killed")
     text = str(not_all_came([here, gone], 3, "10.0.0.1:29500", 60))
-    assert text.startswith("1 of 3 machines came to 10.0.0.1:29500 within 60 s; number 1 and number 2, last seen at 10.0.0")
+    assert text.startswith(
+        "1 of 3 machines came to 10.0.0.1:29500 within 60 s; number 1 and number 2, last seen at 10.0.0"
+    )
     unnumbered = [Machine(number=one.number, address=one.address, lost=one.lost) for one in (here, gone)]
     assert "the one at 10.0.0.2 is missing" in str(not_all_came(unnumbered, 2, "10.0.0.1:29400", 60))
     assert "here is 10.0.0.1" in str(not_all_came(unnumbered[:1], 2, "10.0.0.1:29400", 60))

@@ -60,9 +60,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     steps = args.num_train_epochs * math.ceil(len(train) / args.gradient_accumulation_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-    model, optimizer, train, validation, scheduler = accelerator.prepare(
-        model, optimizer, train, validation, scheduler
-    )
+    model, optimizer, train, validation, scheduler = accelerator.prepare(model, optimizer, train, validation, scheduler)
     losses, perplexities = [], []
     for _ in range(args.num_train_epochs):
         model.train()

@@ -1,0 +1,161 @@
+"""Flags and sections of the configuration file about FSDP, DeepSpeed and TPUs, as variables for the ranks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nb_accelerate.cli import main
+from nb_accelerate.config.env import Environment
+from nb_accelerate.config.file import read_config
+
+FSDP = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "Block,Head",
+    "fsdp_offload_params": True,
+    "fsdp_reshard_after_forward": False,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_min_num_params": 2000,
+    "fsdp_activation_checkpointing": True,
+}
+DEEPSPEED = {
+    "zero_stage": 3,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "offload_optimizer_device": "cpu",
+    "offload_param_device": "none",
+    "zero3_init_flag": True,
+    "zero3_save_16bit_model": True,
+    "deepspeed_moe_layer_cls_names": "Experts",
+}
+SECTIONS = {"FSDP": ("fsdp_config", FSDP), "DEEPSPEED": ("deepspeed_config", DEEPSPEED)}
+SWITCHES = {"FSDP": "--use_fsdp", "DEEPSPEED": "--use_deepspeed"}
+OF_ENGINES = (
+    "FSDP_",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_DEEPSPEED",
+    "ACCELERATE_CONFIG_DS",
+)
+OF_ENGINES += ("ACCELERATE_GRADIENT_", "XLA_")
+
+
+def flags_for(kind: str) -> list[str]:
+    _, options = SECTIONS[kind]
+    said = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
+    return [SWITCHES[kind], *said]
+
+
+def file_for(kind: str, folder: Path) -> Path:
+    section, options = SECTIONS[kind]
+    file = folder / "config.json"
+    values = {"distributed_type": kind, "num_processes": 1, "mixed_precision": "bf16", section: options}
+    file.write_text(json.dumps(values))
+    return file
+
+
+def variables_of(flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    script = folder / "train.py"
+    script.write_text("raise SystemExit('this was run')")
+    assert main(["launch", *flags, "--dry_run", str(script)]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    said = dict(word.split("=", 1) for word in command if "=" in word)
+    return {name: value for name, value in said.items() if name.startswith(OF_ENGINES)}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_flags_and_file_ask_for_the_same(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_flags = variables_of(["--cpu", *flags_for(kind)], tmp_path, capsys)
+    file = file_for(kind, tmp_path)
+    of_file = variables_of(["--cpu", "--config_file", str(file)], tmp_path, capsys)
+    fields = of_file.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    assert fields == (None if kind == "FSDP" else ",".join([*DEEPSPEED, "mixed_precision"]))
+    of_flags.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    assert of_flags == of_file
+    found = read_config(file)
+    assert found is not None
+    assert of_file.items() <= found.as_variables().items()  # what an Accelerator reads without a launch
+
+
+def test_a_flag_comes_before_the_environment_and_that_before_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    found = variables_of(["--cpu", "--use_fsdp", "--fsdp_version=2"], tmp_path, capsys)
+    assert found["FSDP_VERSION"] == "2"
+    assert "FSDP_OFFLOAD_PARAMS" not in found  # a dry run prints what is changed
+    assert found["FSDP_SYNC_MODULE_STATES"] == "true"
+
+
+def test_another_kind_of_flag_turns_the_engine_of_the_file_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = file_for("FSDP", tmp_path)
+    found = variables_of(["--multi_gpu", "--config_file", str(file)], tmp_path, capsys)
+    assert found == {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
+
+
+THEIRS = """
+import json, os, sys
+from accelerate.commands import launch
+from accelerate.utils import launch as tools
+before = dict(os.environ)
+found = []
+def keep(environ):
+    found.append({name: value for name, value in environ.items() if before.get(name) != value})
+launch.deepspeed_launcher = lambda args: keep(tools.prepare_deepspeed_cmd_env(args)[1])
+launch.multi_gpu_launcher = lambda args: keep(tools.prepare_multi_gpu_env(args))
+for flags in json.loads(sys.argv[1]):
+    sys.argv[1:] = flags  # it looks there for what was given
+    launch.launch_command(launch.launch_command_parser().parse_args(flags))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_variables_are_those_that_accelerate_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    lines = []
+    for kind in SECTIONS:
+        (tmp_path / kind).mkdir()
+        lines += [flags_for(kind), [SWITCHES[kind]], ["--config_file", str(file_for(kind, tmp_path / kind))]]
+    common = ["--num_processes=1", "--main_process_port=0"]
+    asked = json.dumps([[*common, *flags, "train.py"] for flags in lines])
+    run = subprocess.run([sys.executable, "-c", THEIRS, asked], capture_output=True, text=True, check=True, timeout=60)
+    for flags, theirs in zip(lines, json.loads(run.stdout.splitlines()[-1]), strict=True):
+        expected = {name: value for name, value in theirs.items() if name.startswith(OF_ENGINES)}
+        if "FSDP_VERSION" in expected:
+            expected["FSDP_VERSION"] = "2"  # accelerate takes 1 if nothing is said
+        assert variables_of(flags, tmp_path, capsys) == expected
+
+
+def test_the_environment_reads_the_engine_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(file_for("FSDP", tmp_path)))
+    assert Environment().flag("ACCELERATE_USE_FSDP") is True
+    assert Environment().text("FSDP_TRANSFORMER_CLS_TO_WRAP") == "Block,Head"
+
+
+TRAIN = """
+import torch
+from nb_accelerate import Accelerator
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(4, 2))
+print(accelerator.distributed_type, type(model.weight).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_use_fsdp_shards_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    assert main(["launch", "--cpu", "--quiet", "--use_fsdp", "--num_processes=2", str(script)]) == 0
+    assert capsys.readouterr().out == "FSDP DTensor\n" * 2

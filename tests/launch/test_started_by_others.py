@@ -1,0 +1,78 @@
+"""Scripts that MPI and SLURM have started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nb_accelerate.topology import read_topology
+from nb_accelerate.topology.place import first_node, place_of
+
+SAY_WHO = """
+import torch
+from nb_accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+total = accelerator.reduce(torch.tensor([1.0 + accelerator.process_index]), "sum")
+print("rank %d of %d: %d\\n" % (accelerator.process_index, accelerator.num_processes, total), end="", flush=True)
+"""
+
+STARTERS = {
+    "mpirun": ["--allow-run-as-root", "--oversubscribe", "-n", "2"],
+    "srun": ["--ntasks=2", "--overcommit", "--quiet", "--immediate=10"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", STARTERS)
+def test_processes_of_a_cluster_find_one_another(starter: str, tmp_path: Path) -> None:
+    program = shutil.which(starter)
+    if program is None or (
+        starter == "srun" and subprocess.run(["sinfo"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"needs {starter} and what belongs to it")
+    script = tmp_path / "train.py"
+    script.write_text(SAY_WHO)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environ |= {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [program, *STARTERS[starter], sys.executable, str(script)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.split("\n")) == ["", "rank 0 of 2: 3", "rank 1 of 2: 3"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[07-09,12]-x,login", "gpu07-x"), ("one", "one"), ("one,two", "one"), ("n[3,5]", "n3")],
+)
+def test_the_first_node_of_a_list_is_where_processes_meet(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+    variables = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    variables |= {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_ID": "0"}
+    place = place_of(variables, read_topology(variables))
+    other_step = place_of(variables | {"SLURM_STEP_ID": "1"}, read_topology(variables))
+    assert place is not None
+    assert other_step is not None
+    assert place[0] == first
+    assert place[1] != other_step[1]
+
+
+def test_processes_of_mpi_meet_on_one_machine_only() -> None:
+    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    place = place_of(variables, read_topology(variables))
+    assert place is not None
+    assert place[0] == "127.0.0.1"
+    spread = variables | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert place_of(spread, read_topology(spread)) is None
+    by_hand = {"RANK": "0", "WORLD_SIZE": "4"}
+    assert place_of(by_hand, read_topology(by_hand)) is None
