@@ -245,7 +245,12 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
                 choices=("static", "c10d"),
                 differs="etcd is refused",
             ),
-            Flag(name="rdzv_conf", help="options of c10d: join_timeout=60,...", convert=str, metavar="K=V,..."),
+            Flag(
+                name="rdzv_conf",
+                help="seconds to wait, as join_timeout=60,last_call_timeout=5",
+                convert=str,
+                metavar="K=V,...",
+            ),
             Flag(name="same_network", help="understood, and without effect", differs="it has no effect"),
         ),
     ),

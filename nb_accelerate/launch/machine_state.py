@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import StartError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 JOIN_TIMEOUT = 600.0
 """Seconds for all machines to come, as torchrun's; ``rdzv_conf={"join_timeout": ...}`` says another number."""
@@ -53,6 +53,16 @@ class Machine:
     def __str__(self) -> str:
         """Name it: ``10.0.0.2 (its host name)``."""
         return self.address if self.host in ("", self.address) else f"{self.address} ({self.host})"
+
+
+def silence_limit(conf: Mapping[str, Any] | None) -> float:
+    """Return the seconds without a line after which a machine counts as lost: 15, or what torch elastic's options say.
+
+    Args:
+        conf: ``rdzv_conf``; its ``keep_alive_interval`` (seconds) and ``keep_alive_max_attempt`` are multiplied.
+    """
+    conf = conf or {}
+    return float(conf.get("keep_alive_interval", 5)) * int(conf.get("keep_alive_max_attempt", 3))
 
 
 def refusal(here: Sequence[Machine], told: Machine) -> str:

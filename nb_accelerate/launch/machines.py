@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError, MachineError
 from nb_accelerate.launch.links import Link, connect_until
-from nb_accelerate.launch.machine_state import DONE, FAILED, Machine, refusal
+from nb_accelerate.launch.machine_state import DONE, FAILED, Machine, refusal, silence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 BEAT_INTERVAL = 0.5
 """Seconds between two lines of a machine that has nothing new to say."""
 
-SILENCE_LIMIT = 15.0
-"""Seconds without a line after which a machine counts as lost, as in torch elastic (3 times 5 s)."""
+_ANSWER_LIMIT = 15.0
+"""Seconds for the first machine to answer one that has connected, if it began to listen at the last moment."""
 
 _FLUSH_INTERVAL = 0.01
 """Seconds between two attempts to send the last line to a machine that does not read."""
@@ -71,6 +71,7 @@ class Machines:
         is_first: this is machine 0, which the others are connected to.
         rows: returns what to show of the ranks of this machine, as JSON values. Called in the thread.
         is_waited_for: returns whether a machine waits to take part in the launch. Called in the thread of machine 0.
+        silence_limit: seconds without a line after which another machine counts as lost.
         ends_as: what `close` tells the others: how the launch of this machine has ended.
     """
 
@@ -81,6 +82,7 @@ class Machines:
         self.rows: Callable[[], Sequence[dict[str, Any]]] = tuple
         self.is_waited_for: Callable[[], bool] = lambda: False
         self.ends_as = FAILED
+        self.silence_limit = silence_limit(None)
         self._me = me
         self._table = {me.number: me} if self.is_first else {}
         self._listener = listener
@@ -123,7 +125,7 @@ class Machines:
         """
         link = connect_until(place, deadline)
         machines = cls(Machine(number=-1, address=address, host=socket.gethostname(), **facts), link=link)
-        deadline = max(deadline, time.monotonic() + SILENCE_LIMIT)  # it may have begun to listen at the last moment
+        deadline = max(deadline, time.monotonic() + _ANSWER_LIMIT)  # it may have begun to listen at the last moment
         try:
             machines.wait_for(lambda: bool(machines._table or machines._refused) or not machines._peers, deadline)
             if machines._refused:
@@ -348,6 +350,8 @@ class Machines:
         now = time.monotonic()
         with self._changed:
             for peer in self._peers:
-                if now - peer.link.heard > SILENCE_LIMIT:
-                    why = f"has not been heard of for {SILENCE_LIMIT:g} s: that machine is down, or without network"
+                if now - peer.link.heard > self.silence_limit:
+                    why = (
+                        f"has not been heard of for {self.silence_limit:g} s: that machine is down, or without network"
+                    )
                     self._lose(peer, why)

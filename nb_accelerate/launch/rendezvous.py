@@ -28,7 +28,7 @@ from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch.elastic import ElasticRendezvous
 from nb_accelerate.launch.machine import interface_of
-from nb_accelerate.launch.machine_state import JOIN_TIMEOUT, no_first_machine, not_all_came
+from nb_accelerate.launch.machine_state import JOIN_TIMEOUT, no_first_machine, not_all_came, silence_limit
 from nb_accelerate.launch.machines import Machines
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
@@ -231,6 +231,7 @@ def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBack
             machines = Machines.connect((address, port), own, deadline, **facts)
         except OSError as error:
             raise no_first_machine(where, seconds, error) from None
+    machines.silence_limit = silence_limit(options.rdzv_conf)
 
     @contextlib.contextmanager
     def rendezvous() -> Iterator[Rendezvous]:
@@ -267,6 +268,7 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBac
     said = (options.rdzv_conf or {}).get("is_host", is_here)
     is_host = str(said).lower() in ("1", "true", "yes")
     elastic = ElasticRendezvous(options, place, own, _listen, num_processes=plan.num_processes, is_host=is_host)
+    elastic.machines.silence_limit = silence_limit(options.rdzv_conf)
 
     @contextlib.contextmanager
     def rendezvous() -> Iterator[Rendezvous]:

@@ -122,7 +122,8 @@ for x in loader:
     time.sleep(0.02)
 """
 
-ELASTIC = ["--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60,last_call_timeout=1"]
+CONF = "--rdzv_conf=join_timeout=60,last_call_timeout=1,keep_alive_interval=1"
+ELASTIC = ["--rdzv_backend=c10d", CONF]
 
 
 def wait_for(job: subprocess.Popen[str], awaited: str) -> list[str]:
@@ -184,7 +185,7 @@ def test_a_machine_that_is_killed_or_cut_off_is_named_on_the_other(
     began = time.monotonic()
     if backend:
         subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "down"], check=True)
-        said, limit = "has not been heard of for 15 s: that machine is down, or without network", 30.0
+        said, limit = "has not been heard of for 3 s: that machine is down, or without network", 15.0
     else:
         kill_machine(1, jobs.pop())
         said, limit = "was killed, or that machine has gone down", 10.0
@@ -212,12 +213,13 @@ def test_the_panel_of_the_first_machine_has_the_ranks_of_all(tmp_path: Path, two
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     first = Terminal([*command, "--machine_rank=0", str(go_on), str(end)], environ)
     try:
-        shown = first.wait_for(lambda text: re.search(r"^ +1 .* \d+ / 500000 ", text, re.MULTILINE) is not None)
+        shown = first.wait_for(lambda text: re.search(r"^ +1 .* [\d,]+ / 500,000 ", text, re.MULTILINE) is not None)
         end.touch()
         assert "2 ranks · 2 machines" in shown
         assert first.finish() == 0
     finally:
         first.close()
+        end.touch()
     shown, error = second.communicate(timeout=60)
     assert second.returncode == 0, error
     assert "2 machines ·" not in shown

@@ -81,15 +81,15 @@ def test_a_launch_that_was_killed_is_noticed_and_one_that_is_done_is_no_trouble(
     assert "was killed, or that machine has gone down" in str(first.trouble("round"))
 
 
-def test_silence_is_noticed(first: Machines, come: Callable[..., Machines], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_noticed(first: Machines, come: Callable[..., Machines]) -> None:
     second = come(node_rank=1)
     for one in (first, second):
         one.join("round")
     assert first.wait_for(lambda: first.all[1].round_id == "round", soon())
-    monkeypatch.setattr("nb_accelerate.launch.machines.SILENCE_LIMIT", 0.0)  # whatever was heard is too long ago
+    first.silence_limit = 0.0  # whatever was heard is too long ago
     assert first.wait_for(lambda: first.trouble("round") is not None, soon())
     assert "has not been heard of for 0 s" in str(first.trouble("round"))
-    monkeypatch.undo()
+    first.silence_limit = LIMIT
     assert first.wait_for(lambda: first.trouble("round") is None, soon())  # it is heard again
 
 
