@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.cli.engines import chosen_engine, engine_variables
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.config.file import CONFIG_FILE
-from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,8 +144,10 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     gpu_ids = choose("gpu_ids", "all")
     devices: Any = "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes)
     if chosen_engine(arguments, file) == "XLA" and not arguments.cpu:
+        from nb_accelerate.devices import find_kind
+
         devices = _TPU
-        if not any(kind.name == _TPU for kind in DEVICE_KINDS):
+        if find_kind(_TPU) is None:
             raise ConfigError(
                 "--tpu, or distributed_type: XLA in the configuration file: TPUs are not in this version."
             )
