@@ -174,6 +174,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
                 metavar="FILE",
             ),
             Flag(name="cpu", help="train on the CPU, also where there are GPUs"),
+            Flag(name="tpu", help="train on the TPU, one process for each chip; an error where there is none"),
             Flag(
                 name="multi_gpu",
                 help="train on GPUs, one process each; an error where there are none",

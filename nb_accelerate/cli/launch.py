@@ -130,6 +130,8 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     fewest, machines = said["num_machines"] or (choose("num_machines", 1),) * 2
     if not 1 <= fewest <= machines:
         raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
+    if arguments.tpu and (arguments.cpu or arguments.multi_gpu or arguments.gpu_ids):
+        raise ConfigError("--tpu was given together with a flag for other devices. Leave one of them out.")
     processes = choose("num_processes", None)
     if processes in (None, -1):
         processes = None
@@ -140,17 +142,11 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         )
     else:
         processes //= machines
-    on_cpu = arguments.cpu or (not (arguments.multi_gpu or arguments.gpu_ids) and _is_on_cpu(file))
+    on_cpu = arguments.cpu or (not (arguments.multi_gpu or arguments.gpu_ids or arguments.tpu) and _is_on_cpu(file))
     gpu_ids = choose("gpu_ids", "all")
     devices: Any = "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes)
     if chosen_engine(arguments, file) == "XLA" and not arguments.cpu:
-        from nb_accelerate.devices import find_kind
-
         devices = _TPU
-        if find_kind(_TPU) is None:
-            raise ConfigError(
-                "--tpu, or distributed_type: XLA in the configuration file: TPUs are not in this version."
-            )
     return {
         "num_processes": processes,
         "devices": devices,

@@ -10,7 +10,7 @@ from nb_accelerate.devices.xpu import XPU
 
 CPU = DeviceKind(name="cpu", distributed_type="MULTI_CPU", backend="gloo", is_host=True)
 
-DEVICE_KINDS: list[DeviceKind] = [XLA, CUDA, XPU, MPS, CPU]
+DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, CPU]
 """The last one is there on every machine."""
 
 

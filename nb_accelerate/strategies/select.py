@@ -96,7 +96,7 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     """
     collectives = select_collectives(process)
     if process.kind.make_strategy is not None:
-        if engines.fsdp is not None:
+        if engines.fsdp is not None and process.topology.world_size > 1:
             raise ConfigError(
                 f"fsdp_plugin was given, but models are not sharded over {process.kind.label}s. Leave it out, and "
                 "ACCELERATE_USE_FSDP too."

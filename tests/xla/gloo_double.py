@@ -42,6 +42,7 @@ def join(rank: int, world_size: int, folder: str) -> None:
     }
     import torch
     import torch.distributed as dist
+    import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla import runtime
 
@@ -63,6 +64,7 @@ def join(rank: int, world_size: int, folder: str) -> None:
     def all_reduce(kind: str, inputs: Any, scale: float = 1.0, **_: Any) -> Any:
         if isinstance(inputs, torch.Tensor):
             return reduced(kind, inputs, scale)
+        torch_xla.sync()  # or the whole step would be computed again for each of its gradients
         with torch.no_grad():
             for tensor in inputs:
                 tensor.copy_(reduced(kind, tensor, scale))

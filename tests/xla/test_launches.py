@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -241,3 +243,10 @@ def test_processes_that_the_runtime_does_not_connect_are_refused(kernel: Kernel)
     cell = kernel.run("from nb_accelerate import Accelerator; Accelerator()")
     assert cell.error == "ConfigError"
     assert "one of 4 (WORLD_SIZE), but the XLA runtime on CPU knows 1" in cell.message
+
+
+def test_a_script_is_launched_on_the_tpu(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from nb_accelerate import Accelerator\nprint(Accelerator().device)\n")
+    command = [sys.executable, "-m", "nb_accelerate", "launch", "--tpu", "--quiet", str(script)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "xla:0"
