@@ -7,10 +7,13 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+
+from nb_accelerate.strategies.blocks import repeated_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from torch import nn
 
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
 
@@ -31,20 +34,6 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
             return model
     whole: Any = torch.compile(model, **arguments)
     return whole  # type: ignore[no-any-return]  # torch calls it a callable; given a module it is one
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of which a model has several in a row, such as the layers of a transformer."""
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        children = list(module)
-        if len({type(child) for child in children}) == 1 and any(True for _ in children[0].children()):
-            found += children
-            inside |= {id(part) for child in children for part in child.modules()}
-    return found
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

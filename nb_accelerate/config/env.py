@@ -111,6 +111,13 @@ class Environment:
         """Set ``ACCELERATE_DEBUG_MODE`` for this process and those it starts."""
         os.environ[DEBUG_MODE] = str(int(on))
 
+    @staticmethod
+    def set_rank_0_loading(on: bool = True) -> None:
+        """Set the variables by which transformers loads pretrained weights on rank 0 only, for this process."""
+        if on:
+            os.environ.setdefault("ACCELERATE_USE_FSDP", "true")
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(on).lower()
+
     @property
     def num_threads(self) -> int | None:
         """``OMP_NUM_THREADS``: threads of a process, the first number of a list; None if it is not a number."""

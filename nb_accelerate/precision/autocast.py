@@ -30,7 +30,7 @@ class AutocastPrecision(Precision):
 
     def __init__(self, device_type: str, dtype: torch.dtype, options: AutocastKwargs) -> None:
         self.device_type = device_type
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
         self.options = options
 
     @override

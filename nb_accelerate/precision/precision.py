@@ -23,10 +23,12 @@ class Precision:
 
     Attributes:
         name: the value of ``mixed_precision``.
+        dtype: numbers that models compute in; None for those that the model has.
         scaler: scales losses; None where they need no scaling.
     """
 
     name = "no"
+    dtype: torch.dtype | None = None
     scaler: LossScaler | None = None
 
     def prepare_model(self, model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
+    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.process.context import ProcessContext
 
 _PLUGINS = (
@@ -44,7 +45,12 @@ class AcceleratorState(ProcessView):
     """
 
     _shared_state = SharedState(
-        lambda: newest_choices() is not None, *SHOWN, "mixed_precision", "dynamo_plugin", "parallelism_config"
+        lambda: newest_choices() is not None,
+        *SHOWN,
+        "mixed_precision",
+        "dynamo_plugin",
+        "fsdp_plugin",
+        "parallelism_config",
     )
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
@@ -103,6 +109,13 @@ class AcceleratorState(ProcessView):
     def deepspeed_plugin(self) -> None:
         """None: DeepSpeed is not in use."""
         return
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded; None if they are not."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        engines = choices.engines if choices else None
+        return engines.fsdp if engines is not None and self.is_fsdp2 else None
 
     @property
     def parallelism_config(self) -> None:

@@ -32,6 +32,10 @@ class AveragesGradients(Protocol):
         """Return the parameters whose gradients its backward averages."""
         ...
 
+    def left_out(self) -> Iterable[Tensor]:
+        """Return the parameters whose gradients it leaves to `GradientAverage`, as it was told to."""
+        ...
+
     def check_averaged(self) -> None:
         """Check that the last backward averaged all gradients. Called before each step.
 
@@ -97,6 +101,8 @@ class GradientAverage:
                 self._own.add(wrapper)
             new = {number: parameter for number, parameter in new.items() if number not in averaged}
         self._unaveraged += new.values()
+        left_out = {id(parameter) for wrapper in self._wrappers() for parameter in wrapper.left_out()}
+        new = {number: parameter for number, parameter in new.items() if number not in left_out}
         self._synchronise([parameter for parameter in new.values() if parameter.requires_grad])
 
     def _synchronise(self, parameters: list[Tensor]) -> None:

@@ -9,10 +9,97 @@ from torch import nn
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a ``forward``, before which nothing could be gathered."""
+
+
+def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """Return the blocks that the options ask for, inner ones first. The model itself is not among them.
+
+    Raises:
+        ConfigError: they ask for blocks, and the model has none such; or blocks share a parameter.
+    """
+    policy = options.auto_wrap_policy
+    if policy == "no_wrap":
+        return []
+    if callable(policy):
+        found, asked = blocks_by_policy(model, policy), f"auto_wrap_policy={getattr(policy, '__name__', policy)}"
+    elif options.min_num_params is not None:
+        found, asked = blocks_by_size(model, options.min_num_params), f"min_num_params={options.min_num_params}"
+    elif options.transformer_cls_names_to_wrap:
+        found, asked = blocks_by_class(model, options.transformer_cls_names_to_wrap), ""
+    elif policy is not None:
+        found, asked = blocks_by_class(model), f"auto_wrap_policy={policy!r}"
+    else:
+        return untied(model, blocks_by_class(model) or repeated_blocks(model))
+    if not found:
+        raise ConfigError(
+            f"{asked} finds no block in {type(model).__name__}, so nothing would be sharded by itself."
+            f"{_advice(model, policy)} Or write auto_wrap_policy='no_wrap', and the model is one block."
+        )
+    check_ties(model, found)
+    return found
+
+
+def _advice(model: nn.Module, policy: object) -> str:
+    if policy == "transformer_based_wrap":
+        kinds = sorted({type(part).__name__ for part in model.modules() if part is not model and any(part.children())})
+        named = f": {', '.join(kinds)}" if kinds else ""
+        return (
+            f" It has no _no_split_modules; write transformer_cls_names_to_wrap=[...] with classes of its parts{named}."
+        )
+    sizes = [sum(one.numel() for one in part.parameters()) for part in model.modules() if part is not model]
+    return f" Its largest part has {max(sizes, default=0):,} parameters."
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of which a model has several in a row, such as the layers of a transformer."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        children = list(module)
+        if len({type(child) for child in children}) == 1 and any(True for _ in children[0].children()):
+            found += children
+            inside |= {id(part) for child in children for part in child.modules()}
+    return found
+
+
+def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Return the modules that a function chooses, inner ones first.
+
+    Args:
+        model: whose parts; the model itself is not among the blocks.
+        policy: called as those of `torch.distributed.fsdp.wrap`: with a module, ``recurse`` (whether its parts are to
+            be looked at; else whether it is a block itself), and the number of its parameters outside of blocks.
+    """
+    found: list[nn.Module] = []
+    counted: set[int] = set()  # parameters inside of a block
+    seen: set[int] = set()
+
+    def rest(module: nn.Module) -> list[nn.Parameter]:
+        return [parameter for parameter in module.parameters() if id(parameter) not in counted]
+
+    def visit(module: nn.Module) -> None:
+        seen.add(id(module))
+        if policy(module=module, recurse=True, nonwrapped_numel=sum(one.numel() for one in rest(module))):
+            for child in module.children():
+                if id(child) not in seen:
+                    visit(child)
+        own = rest(module)
+        if module is model or isinstance(module, _CONTAINERS) or not own:
+            return
+        if policy(module=module, recurse=False, nonwrapped_numel=sum(one.numel() for one in own)):
+            found.append(module)
+            counted.update(map(id, own))
+
+    visit(model)
+    return found
 
 
 def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
@@ -59,6 +146,20 @@ def blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
             counted.update(map(id, rest))
 
     visit(model)
+    return found
+
+
+def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with what is outside of them, each once."""
+    homes: dict[int, set[int]] = {}  # of a parameter: the modules that hold it
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(id(module))
+    found = []
+    for block in dict.fromkeys(blocks):
+        inside = {id(part) for part in block.modules()}
+        if all(homes[id(parameter)] <= inside for parameter in block.parameters()):
+            found.append(block)
     return found
 
 

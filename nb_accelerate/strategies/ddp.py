@@ -56,6 +56,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """See `AveragesGradients.averaged`."""
         return self._averaged
 
+    def left_out(self) -> Iterable[Tensor]:
+        """See `AveragesGradients.left_out`."""
+        return ()
+
     def check_averaged(self) -> None:
         """See `AveragesGradients.check_averaged`."""
         self.needs_first_sync = False

@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from nb_accelerate.comm import operations
 from nb_accelerate.config.distributed import DistributedType
+from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.strategies.averaging import GradientAverage
-from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties
 from nb_accelerate.strategies.ddp import is_alive
+from nb_accelerate.strategies.sharding import SHARDED_AS, is_shard, is_sharded, shard_model
 from nb_accelerate.strategies.shards import gather_whole, local_part, shard_like, shard_state
 from nb_accelerate.strategies.strategy import Strategy
 from nb_accelerate.strategies.unwrapping import innermost
@@ -44,25 +44,27 @@ if TYPE_CHECKING:
     from nb_accelerate.precision import Precision
     from nb_accelerate.strategies.strategy import ModelRequest
 
-_SHARDED_AS = "_sharded_as"
-
 
 class ShardedModel:
-    """The `AveragesGradients` of a sharded model: backward averages the gradients of all its parameters."""
+    """The `AveragesGradients` of a sharded model: backward averages the gradients of shards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def averaged(self) -> Iterable[Tensor]:
         """See `AveragesGradients.averaged`."""
-        return self._model.parameters()
+        return [parameter for parameter in self._model.parameters() if is_shard(parameter)]
+
+    def left_out(self) -> Iterable[Tensor]:
+        """See `AveragesGradients.left_out`."""
+        return [parameter for parameter in self._model.parameters() if not is_shard(parameter)]
 
     def check_averaged(self) -> None:
         """See `AveragesGradients.check_averaged`; a parameter without a gradient is no fault here."""
 
 
 class FSDPStrategy(Strategy):
-    """Train with FSDP2, in float32.
+    """Train with FSDP2.
 
     Args:
         device: where models are trained.
@@ -81,9 +83,6 @@ class FSDPStrategy(Strategy):
             "join_uneven_inputs lets ranks end before the others, but with FSDP every forward and backward needs the "
             "shards of all ranks. Write DataLoaderConfiguration(even_batches=True), the default, instead."
         ),
-        "mixed_precision": (
-            "Models are sharded in float32 in this version. Leave mixed_precision out, or train without FSDP."
-        ),
     }
 
     def __init__(
@@ -99,6 +98,9 @@ class FSDPStrategy(Strategy):
         super().__init__(device, collectives, DistributedType.FSDP)
         self._mesh = DeviceMesh.from_group(group, device.type)
         self._options = options
+        self._dtype: torch.dtype | None = None
+        if options.cpu_ram_efficient_loading:
+            Environment.set_rank_0_loading()
         self._unsharded: WeakSet[nn.Module] = WeakSet()  # prepared for evaluation only
         self._no_sync_depth: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
@@ -107,8 +109,7 @@ class FSDPStrategy(Strategy):
 
     @override
     def adapt_precision(self, precision: Precision) -> Precision:
-        if precision.name != "no":
-            self.check_supports("mixed_precision")
+        self._dtype = precision.dtype
         return precision
 
     @override
@@ -126,50 +127,27 @@ class FSDPStrategy(Strategy):
 
     @override
     def prepare_model(self, request: ModelRequest) -> nn.Module:
-        if not request.training:
-            self._unsharded.add(request.model)
+        if request.training:
+            return self.wrap(request.model)  # which moves it, a block at a time
+        self._unsharded.add(request.model)
         return super().prepare_model(request)
 
     @override
     def wrap(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
         inner = innermost(model)
-        if _is_sharded(inner):
+        if is_sharded(inner):
             _check_group(inner)
             return model
-        blocks = self._blocks(inner)
-        check_ties(inner, blocks)
-        self._use_weights_of_rank_0(inner)
-        before = dict(inner.named_parameters(remove_duplicate=False))
-        reshard = self._options.reshard_after_forward
-        arguments: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
-        for block in (*blocks, inner):
-            fully_shard(block, mesh=self._mesh, **arguments)
-        for name, parameter in inner.named_parameters(remove_duplicate=False):
-            setattr(before[name], _SHARDED_AS, parameter)
+        shard_model(
+            inner,
+            mesh=self._mesh,
+            options=self._options,
+            dtype=self._dtype,
+            collectives=self.collectives,
+            device=self.device,
+        )
         note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         return model
-
-    def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        options = self._options
-        if options.min_num_params is not None:
-            return blocks_by_size(model, options.min_num_params)
-        if options.auto_wrap_policy == "no_wrap":
-            return []
-        return blocks_by_class(model, options.transformer_cls_names_to_wrap)
-
-    @torch.no_grad()
-    def _use_weights_of_rank_0(self, model: nn.Module) -> None:
-        """Broadcast parameters and buffers, those of one module at a time to save memory."""
-        seen: set[int] = set()
-        for module in model.modules():
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            tensors = [tensor.detach() for tensor in own if id(tensor) not in seen]
-            seen.update(map(id, own))
-            if tensors:
-                for tensor, value in zip(tensors, operations.broadcast(self.collectives, tensors), strict=True):
-                    tensor.copy_(value)
 
     # -- gradients
 
@@ -178,7 +156,7 @@ class FSDPStrategy(Strategy):
         block = contextlib.ExitStack()
         for model in models:
             inner = innermost(model)
-            if _is_sharded(inner):
+            if is_sharded(inner):
                 block.enter_context(self._without_sync(inner))
             elif inner not in self._unsharded:
                 raise NotPreparedError(
@@ -203,7 +181,7 @@ class FSDPStrategy(Strategy):
     @contextlib.contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         inner: Any = innermost(model)
-        if not _is_sharded(inner):
+        if not is_sharded(inner):
             yield
             return
         inner.set_requires_gradient_sync(True)
@@ -222,7 +200,7 @@ class FSDPStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[], None] | None:
         def sharded() -> list[ShardedModel]:
-            return [ShardedModel(model) for model in models if _is_sharded(innermost(model))]
+            return [ShardedModel(model) for model in models if is_sharded(innermost(model))]
 
         return GradientAverage(optimizer, self.collectives, sharded)
 
@@ -254,7 +232,7 @@ class FSDPStrategy(Strategy):
 
     @override
     def current_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [getattr(parameter, _SHARDED_AS, parameter) for parameter in parameters]
+        return [getattr(parameter, SHARDED_AS, parameter) for parameter in parameters]
 
     @override
     def grad_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -330,12 +308,6 @@ class FSDPStrategy(Strategy):
         optimizer.load_state_dict({**state, "state": sharded})
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
-
-
 def _check_group(model: nn.Module) -> None:
     """Refuse a model whose process group has ended: shards of ranks that are gone are lost.
 
@@ -353,7 +325,7 @@ def _check_group(model: nn.Module) -> None:
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
     """Return torch's records of the parameters of a sharded model. There is no public way to them."""
-    parts: list[Any] = [part for part in model.modules() if _is_sharded(part)]
+    parts: list[Any] = [part for part in model.modules() if is_sharded(part)]
     groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]  # noqa: SLF001
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
@@ -368,7 +340,7 @@ def _use_shards(optimizer: torch.optim.Optimizer) -> None:
     """Replace, in the groups and in the state of an optimizer, parameters that were sharded since it was made."""
     for group in optimizer.param_groups:
         for number, old in enumerate(group["params"]):
-            new = getattr(old, _SHARDED_AS, None)
+            new = getattr(old, SHARDED_AS, None)
             if new is not None:
                 group["params"][number] = new
                 if old in optimizer.state:

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
+from nb_accelerate.config.kwargs import GradScalerKwargs
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties
+from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties, find_blocks
+from nb_accelerate.strategies.shards import gather_whole, local_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,10 +96,12 @@ def train_sharded(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     order: str = "together",
+    on_meta: bool = False,
     **options: Any,
 ) -> Any:
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=True, fsdp_plugin=Plugin(**options))
-    model = Model(seed=accelerator.process_index)  # all ranks train that of rank 0
+    with torch.device("meta" if on_meta and accelerator.process_index else "cpu"):
+        model = Model(seed=accelerator.process_index)  # all ranks train that of rank 0
     before = list(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = accelerator.prepare(DataLoader(make_data(), batch_size=ROWS // accelerator.num_processes))
@@ -107,7 +113,7 @@ def train_sharded(
     else:
         optimizer = accelerator.prepare(optimizer)
         model = accelerator.prepare(model)
-    elements = sum(weight.to_local().numel() for weight in model.parameters())  # type: ignore[attr-defined]
+    elements = sum(local_part(weight).numel() for weight in model.parameters())
     losses, norms = [], []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -120,7 +126,7 @@ def train_sharded(
                 norms.append(accelerator.clip_grad_norm_(clipped, max_norm, norm_type).item())
             optimizer.step()
             optimizer.zero_grad()
-    weights = [weight.full_tensor().detach() for weight in model.parameters()]  # type: ignore[attr-defined]
+    weights = [gather_whole(weight, keep=True) for weight in model.parameters()]
     return losses, norms, weights, elements, accelerator.distributed_type
 
 
@@ -131,6 +137,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"accumulate": 5, "max_norm": 0.1}, {"reshard_after_forward": False}),
     ({"max_norm": 0.1, "norm_type": float("inf")}, {"auto_wrap_policy": "no_wrap"}),
     ({"max_norm": 0.5, "norm_type": 3.0}, {"transformer_cls_names_to_wrap": "Block"}),
+    ({"accumulate": 2, "max_norm": 0.5}, {"cpu_offload": True, "activation_checkpointing": True, "on_meta": True}),
+    ({}, {"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True, "ignored_modules": r"first|blocks\.0"}),
 ]
 
 
@@ -150,7 +158,7 @@ def test_sharded_ranks_train_as_one_process_of_plain_pytorch(run_ranks, world_si
                 for one, other in zip(mine, theirs, strict=True):
                     # AdamW divides by small numbers: rounding of 1e-8 in a gradient may move a weight by 1e-6.
                     torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=0, atol=1e-5)
-    for number in range(len(CASES)):
+    for number in range(len(CASES) - 1):  # the last one leaves parts whole
         assert sum(results[number][3] for results in ranks) == whole  # each rank has a part, and no more
 
 
@@ -200,7 +208,8 @@ def test_a_checkpoint_of_shards_is_that_of_a_whole_model_and_the_other_way_round
         from nb_accelerate.process import context
 
         context.reset()
-        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
+        whole = Plugin(state_dict_type="FULL_STATE_DICT")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=whole if sharded else None)
         model: Any = Model(seed=3 if load else 0)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
         loader: Any = DataLoader(make_data(), batch_size=ROWS // accelerator.num_processes)
@@ -296,6 +305,37 @@ def test_tied_weights_train_as_one_if_they_are_in_one_block(run_ranks):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
+def test_16_bit_numbers_train_as_float32_within_their_precision_and_batch_norm_computes_in_float32(
+    run_ranks, precision, tolerance
+):
+    def train() -> Any:
+        scale = GradScalerKwargs(init_scale=64.0)  # no step is skipped
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[scale], fsdp_plugin=Plugin())
+        model: Any = Model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        dtypes = set()
+        model.norm.register_forward_hook(lambda norm, _, out: dtypes.add((norm.weight.dtype, out.dtype)))
+        model.blocks[0].up.register_forward_hook(lambda part, _, out: dtypes.add((part.weight.dtype, out.dtype)))
+        losses, norms = [], []
+        for inputs, targets in accelerator.prepare(DataLoader(make_data(), batch_size=ROWS // 2)):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            accelerator.backward(loss)
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, norms, dtypes, {weight.dtype for weight in model.parameters()}
+
+    losses, norms, _ = train_by_hand(max_norm=0.5)
+    half = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])
+    for ours, clipped, dtypes, weights in run_ranks(train):
+        assert ours == pytest.approx(losses, abs=tolerance)
+        assert clipped == pytest.approx(norms, rel=10 * tolerance)
+        assert dtypes == {(half, half), (torch.float32, half)}
+        assert weights == {torch.float32}  # those that the optimizer trains
+
+
 def test_tied_weights_in_two_blocks_are_refused_by_name():
     model = Tied()
     check_ties(model, [model.block])
@@ -319,19 +359,68 @@ def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"fsdp_version": 1}, "fsdp_version=1 .*Write fsdp_version=2"),
-        ({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy='HYBRID_SHARD'.*reshard_after_forward"),
-        ({"cpu_offload": True}, "cpu_offload=True.*not supported in this version"),
+        ({"fsdp_version": 3}, "fsdp_version=3 .*Write fsdp_version=2"),
+        ({"sharding_strategy": "NO_SHARD"}, "sharding_strategy='NO_SHARD'.*DistributedDataParallel"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Leave sharding_strategy out"),
         ({"use_orig_params": 1}, "use_orig_params=1"),
-        ({"state_dict_type": "SHARDED_STATE_DICT"}, "FULL_STATE_DICT"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "Write 'SHARDED_STATE_DICT'"),
+        ({"param_init_fn": print}, "weights of rank 0"),
+        ({"activation_checkpointing_offload": True}, "activation_checkpointing=True too"),
+        ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, "'buffer_dtype', which FSDP2 has not"),
+        ({"mixed_precision_policy": "fp8"}, "is not a choice"),
+        ({"cpu_offload": "yes"}, "Write cpu_offload=True"),
         ({"auto_wrap_policy": "size_based_wrap"}, "needs a size"),
         ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "is not used by"),
-        ({"reshard_after_forward": "FULL_SHARD"}, "not a yes or no"),
+        ({"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": "Block"}, "is not used by"),
+        ({"reshard_after_forward": 3}, "not a yes or no"),
     ],
 )
-def test_options_that_this_version_has_not_are_refused_with_what_to_write(options, said):
+def test_options_that_fsdp2_has_not_are_refused_with_what_to_write(options, said):
     with pytest.raises(ConfigError, match=said):
         Plugin(**options)
+
+
+def test_options_of_version_1_are_translated():
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
+
+    with pytest.warns(UserWarning, match="fsdp_version=1 is translated"):
+        plugin = Plugin(
+            fsdp_version=1,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+            cpu_offload=CPUOffload(offload_params=True),
+            state_dict_type=StateDictType.FULL_STATE_DICT,
+            mixed_precision_policy="bf16",
+        )
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is False
+    assert plugin.cpu_offload is True
+    assert not plugin.saves_shards
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    plugin.set_state_dict_type("sharded_state_dict")
+    assert plugin.saves_shards
+    assert Plugin(reshard_after_forward="SHARD_GRAD_OP").reshard_after_forward is False
+
+
+def test_policies_find_blocks_and_one_that_finds_none_is_refused():
+    model, tied = Model(), Tied()
+    assert find_blocks(model, Plugin()) == [model.blocks[1], model.blocks[0]]
+    assert find_blocks(model, Plugin(auto_wrap_policy="no_wrap")) == []
+    assert find_blocks(tied, Plugin()) == []
+    assert set(find_blocks(model, Plugin(auto_wrap_policy=ModuleWrapPolicy({Block})))) == set(model.blocks)
+    repeated = nn.Sequential(Block(), Block())
+    assert find_blocks(repeated, Plugin()) == list(repeated)
+    repeated[0].up.weight = repeated[1].up.weight
+    assert find_blocks(repeated, Plugin()) == []  # they were not asked for, and their tie stays whole
+    for options, said in (
+        ({"min_num_params": 10**6}, r"min_num_params=1000000 finds no block in Model.*largest part has \d"),
+        ({"auto_wrap_policy": ModuleWrapPolicy({nn.Conv2d})}, "finds no block in Model"),
+        ({"transformer_cls_names_to_wrap": ["Blok"]}, "names Blok"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_blocks(model, Plugin(**options))
+    with pytest.raises(ConfigError, match="no _no_split_modules; write transformer_cls_names_to_wrap"):
+        find_blocks(tied, Plugin(auto_wrap_policy="transformer_based_wrap"))
 
 
 LAUNCHED = {
@@ -360,6 +449,27 @@ def test_what_accelerates_launcher_sets_without_being_asked_is_no_error(policy, 
     assert plugin.min_num_params == size
 
 
+def test_a_configuration_file_shards_the_models_of_its_ranks(run_ranks, tmp_path: Path):
+    """One that version 1 was configured with; files of version 2 have fewer keys, of the same names."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n"
+        "  fsdp_version: 1\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_backward_prefetch: BACKWARD_PRE\n"
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
+        "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_use_orig_params: false\n  fsdp_offload_params: true\n"
+    )
+
+    def train() -> Any:
+        accelerator = Accelerator()
+        model = accelerator.prepare(Model())
+        plugin = accelerator.state.fsdp_plugin
+        parts = sorted(type(part).__name__ for part in model.modules() if "FSDP" in type(part).__name__)
+        return parts, plugin.reshard_after_forward, plugin.cpu_offload, plugin.state_dict_type
+
+    for found in run_ranks(train, env={"NB_ACCELERATE_CONFIG_FILE": str(file)}):
+        assert found == (["FSDPBlock", "FSDPBlock", "FSDPModel"], False, True, "FULL_STATE_DICT")
+
+
 def test_options_that_the_environment_adds_nothing_to_stay_the_users_object():
     plugin = Plugin()
     assert resolve_fsdp(plugin, Environment({})) is plugin
@@ -376,7 +486,6 @@ def test_what_cannot_be_done_with_shards_is_refused_and_the_environment_asks_for
                 action()
             said.append(str(caught.value))
 
-        note(lambda: Accelerator(cpu=True, mixed_precision="bf16"))
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(Model())
         assert accelerator.is_fsdp2
@@ -384,12 +493,21 @@ def test_what_cannot_be_done_with_shards_is_refused_and_the_environment_asks_for
         note(lambda: LocalSGD(accelerator, model, 2))
         note(lambda: accelerator.join_uneven_inputs([model]).__enter__())
         said.append(str(sorted(type(part).__name__ for part in model.modules() if "FSDP" in type(part).__name__)))
+        with torch.device("meta"):
+            note(lambda: accelerator.prepare(Model()))
+        mixed = Model()
+        mixed.blocks[0].up.half()
+        note(lambda: accelerator.prepare(mixed))
+        accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules="frist"))
+        note(lambda: accelerator.prepare(Model()))
         return said
 
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}
     for said in run_ranks(ask, env=variables):
-        precision, local_sgd, join, parts = said
-        assert "float32" in precision
+        local_sgd, join, parts, meta, dtypes, ignored = said
         assert "LocalSGD" in local_sgd
         assert "even_batches" in join
         assert parts == "['FSDPBlock', 'FSDPBlock', 'FSDPModel']"
+        assert "is on the device meta on rank 0" in meta
+        assert "blocks.0.up.weight is torch.float16" in dtypes
+        assert "ignored_modules='frist' matches" in ignored
