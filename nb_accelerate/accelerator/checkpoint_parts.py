@@ -12,6 +12,7 @@ from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.sharing import RankIdentity
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.parts import OptimizerPart
+from nb_accelerate.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
     from nb_accelerate.checkpoint.registry import Hook
@@ -74,8 +75,9 @@ class CheckpointPartsSlice(Slice):
 
     def _parts(self) -> list[state.Part]:
         prepared = self.core.prepared
+        models = [innermost(model) for model in prepared.models]
         return state.parts_of(
-            optimizers=[OptimizerPart(one.optimizer, self.core.strategy) for one in prepared.optimizers],
+            optimizers=[OptimizerPart(one.optimizer, self.core.strategy, models) for one in prepared.optimizers],
             schedulers=prepared.schedulers,
             loaders=prepared.loaders,
             scaler=self.core.precision.scaler,

@@ -7,5 +7,7 @@ Files have the names and formats of Hugging Face accelerate, so that either pack
     checkpoint.json, ours      scaler.pt         dl_state_dict.bin
 
 ``checkpoint.json`` is the manifest: all files with their sizes and checksums, and what is known about the run. The
-second of a kind is ``optimizer_1.bin``. A model that `save_model` splits has an index beside its parts.
+second of a kind is ``optimizer_1.bin``. Where each rank holds a part of a model, there are folders instead of files,
+``pytorch_model_fsdp_0/`` and ``optimizer_0/``: see `nb_accelerate.checkpoint.sharded`. A model that `save_model` splits
+has an index beside its parts.
 """

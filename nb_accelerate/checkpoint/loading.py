@@ -17,9 +17,10 @@ from nb_accelerate.checkpoint.files import load_state_dict, read
 from nb_accelerate.checkpoint.fitting import check_class, check_random_numbers, check_shapes, position_here
 from nb_accelerate.checkpoint.host_copies import deep_copy
 from nb_accelerate.checkpoint.model import fit
-from nb_accelerate.checkpoint.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, OF_SHARDS, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, shards_of
 from nb_accelerate.checkpoint.opening import IF_TRUSTED
 from nb_accelerate.checkpoint.reading import read_in_memory
+from nb_accelerate.checkpoint.sharded import NamedOptimizer, numbered, read_model, read_optimizer
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nb_accelerate")
 
-_TO_TRAIN_WITH = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+_TO_TRAIN_WITH = re.compile(
+    r"(optimizer|scheduler)(_\d+)?\.bin|(model(_\d+)?\.safetensors|pytorch_model(_fsdp)?(_\d+)?\.bin)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,9 @@ def read_states(
                 )
             states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
             continue
-        state = read_in_memory(path, if_trusted=IF_TRUSTED, compared=checkpoint.compared, **kwargs)
+        state = _read_optimizer(checkpoint, part) or read_in_memory(
+            path, if_trusted=IF_TRUSTED, compared=checkpoint.compared, **kwargs
+        )
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
@@ -106,6 +111,23 @@ def read_states(
     step = None if numbers is None else numbers.get("step")
     # What the manifest says is the same on all ranks, those without random numbers of their own too.
     return LoadedStates(of_parts=states, numbers=numbers, step=step if manifest is None else manifest.step)
+
+
+def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
+    """Return the state of an optimizer that is saved by the names of parameters; None for any other."""
+    if part.folder is None or not isinstance(part.thing, NamedOptimizer):
+        return None
+    optimizer, names = part.thing, part.thing.names
+    if part.file not in checkpoint.there:
+        parameters = [group["params"] for group in optimizer.param_groups]
+        return read_optimizer(checkpoint.folder / part.folder, parameters, names)
+    if checkpoint.manifest is not None:
+        return None
+    file = checkpoint.folder / part.file  # accelerate's, which may have collected it from shards
+    state = read_in_memory(file, if_trusted=IF_TRUSTED)
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    is_named = groups and all(isinstance(name, str) for group in groups for name in group.get("params", (0,)))
+    return numbered(state, names, str(file)) if is_named else None
 
 
 def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: int, strict: bool) -> None:
@@ -121,11 +143,18 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
         CheckpointError: something is missing, or left over.
     """
     folder, there = checkpoint.asked_for, checkpoint.there
-    if not num_models and not parts and there & {SAFE_WEIGHTS_NAME, WEIGHTS_NAME}:
+    has_weights = there & set(_weight_names(0)) or checkpoint.has_shards(f"{FSDP_MODEL_NAME}_0")
+    if not num_models and not parts and has_weights:
         raise CheckpointError(
             f"There is nothing that {folder} could be loaded into. Call load_state after prepare(model, ...)."
         )
-    missing = [part.file for part in parts if part.file not in there and not part.on_every_rank]
+    missing = [
+        part.file
+        for part in parts
+        if part.file not in there
+        and not part.on_every_rank
+        and not (part.folder is not None and checkpoint.has_shards(part.folder))
+    ]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(sorted(missing))}. A state is loaded after the same models, optimizers, "
@@ -140,8 +169,14 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
         )
     taken = {part.file for part in parts}
     for number in range(num_models):
-        taken |= {name_of(SAFE_WEIGHTS_NAME, number), name_of(WEIGHTS_NAME, number)}
-    left = sorted(name for name in there if _TO_TRAIN_WITH.fullmatch(name) and name not in taken)
+        taken |= {*_weight_names(number), shards_of(name_of(SAFE_WEIGHTS_NAME, number))}
+    taken |= {part.folder for part in parts if part.folder is not None}
+    folders = {name.partition("/")[0] for name in there if checkpoint.has_shards(name.partition("/")[0])}
+    left = sorted(
+        name
+        for name in there | folders
+        if (_TO_TRAIN_WITH.fullmatch(name) or (name in folders and OF_SHARDS.fullmatch(name))) and name not in taken
+    )
     trains = any(part.file.startswith("optimizer") for part in parts)
     if left and trains and strict:
         raise CheckpointError(
@@ -168,8 +203,12 @@ def read_weights(
     """
     found = []
     for number, model in enumerate(models):
-        names = (name_of(SAFE_WEIGHTS_NAME, number), name_of(WEIGHTS_NAME, number))
+        names = _weight_names(number)
         name = next((one for one in names if one in checkpoint.there), None)
+        shards = shards_of(names[0])
+        if name is None and checkpoint.has_shards(shards):
+            found.append(read_model(checkpoint.folder / shards, model, strict=strict))
+            continue
         if name is None:
             raise CheckpointError(
                 f"{checkpoint.folder} lacks {names[0]}. A state is loaded after the same models were prepared as when "
@@ -180,6 +219,11 @@ def read_weights(
         check_shapes(str(file), {name: one.shape for name, one in tensors.items() if hasattr(one, "shape")}, model)
         found.append(tensors)
     return found
+
+
+def _weight_names(number: int) -> list[str]:
+    """Return the names that a file with the weights of a model may have; the last one only of accelerate's."""
+    return [name_of(name, number) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, f"{FSDP_MODEL_NAME}.bin")]
 
 
 def apply(

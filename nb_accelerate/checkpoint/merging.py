@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
-from enum import EnumType
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from typing_extensions import override
 
 from nb_accelerate.checkpoint.files import load_state_dict
 from nb_accelerate.checkpoint.model import weight_files, write_model
-from nb_accelerate.checkpoint.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, is_plain
+from nb_accelerate.checkpoint.names import METADATA_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from nb_accelerate.checkpoint.shard_reader import ShardReader
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
-    from enum import Enum
 
     from torch import Tensor
 
-_METADATA = ".metadata"
-"""The file by which a folder of `torch.distributed.checkpoint` is known."""
-
 _ONE_FILE = 2**62
 """Bytes that no model has, so that its weights go to one file."""
-
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-    "collections": {"OrderedDict"},
-}
-"""What the metadata of a checkpoint is made of. Nothing here runs code when it is unpickled."""
 
 
 def merge_weights(
@@ -70,10 +43,10 @@ def merge_weights(
         CheckpointError: there is no such checkpoint, it is damaged, or it would run code when it is read.
     """
     folder = Path(checkpoint_dir).expanduser()
-    if (folder / _METADATA).is_file():
+    if (folder / METADATA_NAME).is_file():
         tensors = _distributed_weights(folder)
     else:
-        inside = sorted(file.parent for file in folder.glob(f"*/{_METADATA}"))
+        inside = sorted(file.parent for file in folder.glob(f"*/{METADATA_NAME}"))
         if inside:
             raise CheckpointError(
                 f"{folder} holds several checkpoints: {', '.join(part.name for part in inside)}. Give the folder of "
@@ -88,7 +61,7 @@ def merge_weights(
 
 def _distributed_weights(folder: Path) -> dict[str, Tensor]:
     """Read all tensors of a folder of `torch.distributed.checkpoint`; those of ``"model"`` if it has such a part."""
-    reader = _Reader(folder)
+    reader = ShardReader(folder)
     metadata = reader.read_metadata()
     tensors: dict[str, Tensor] = {}
     names: dict[str, str] = {}
@@ -108,42 +81,3 @@ def _distributed_weights(folder: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, ValueError, AssertionError, CheckpointException) as error:
         raise CheckpointError(f"The checkpoint in {folder} is damaged: {error}") from error
     return {names[name]: tensor for name, tensor in tensors.items()}
-
-
-class _Reader(FileSystemReader):
-    """Read a checkpoint without running what its metadata may hold: torch unpickles anything there."""
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        file = Path(self.path) / _METADATA
-        try:
-            with file.open("rb") as opened:
-                metadata = _Unpickler(opened).load()
-        except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{file} is not the metadata of a checkpoint, or is damaged: {error}") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{file} is not the metadata of a checkpoint.")
-        for info in (metadata.storage_data or {}).values():
-            if not is_plain(info.relative_path):
-                raise CheckpointError(f"{file} names {info.relative_path!r}, which is no file in its folder.")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle members of enums
-            return _member
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it would load {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
-
-
-def _member(cls: object, name: str) -> Enum:
-    if not isinstance(cls, EnumType):
-        raise pickle.UnpicklingError(f"it would read {name} of {cls!r}, which no checkpoint needs")
-    member: Enum = cls[name]
-    return member

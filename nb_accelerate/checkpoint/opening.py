@@ -11,7 +11,7 @@ from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all
 from nb_accelerate.checkpoint.checksums import Verification, obvious_damage
 from nb_accelerate.checkpoint.files import read
 from nb_accelerate.checkpoint.manifest import Manifest
-from nb_accelerate.checkpoint.names import MANIFEST_NAME, OF_A_STATE
+from nb_accelerate.checkpoint.names import MANIFEST_NAME, METADATA_NAME, OF_A_STATE, OF_SHARDS
 from nb_accelerate.checkpoint.publishing import published
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, SAVED_BY
 from nb_accelerate.errors import CheckpointError
@@ -38,7 +38,7 @@ class Checkpoint:
     Attributes:
         folder: where the files are.
         asked_for: the folder that was given, for messages.
-        there: their names.
+        there: their names, relative to ``folder``.
         manifest: what is known about it; None for one of accelerate's.
         compared: compares its files while they are read.
     """
@@ -48,6 +48,10 @@ class Checkpoint:
     there: frozenset[str]
     manifest: Manifest | None
     compared: Verification | None = None
+
+    def has_shards(self, folder: str) -> bool:
+        """Return whether a folder of it holds parts that each rank has written."""
+        return f"{folder}/{METADATA_NAME}" in self.there
 
 
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -69,7 +73,7 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         return None, damage
     # What is there besides is not part of it, and is not looked at.
     listed = manifest.files if manifest is not None else {}  # format 1 has listed none
-    there = frozenset(listed or [entry.name for entry in where.iterdir()])
+    there = frozenset(listed or _names_in(where))
     return Checkpoint(folder=where, asked_for=folder, there=there, manifest=manifest), []
 
 
@@ -133,9 +137,15 @@ def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
     return [*found, hint] if len(found) > 1 else found
 
 
+def _names_in(folder: Path) -> list[str]:
+    """Return the names of what is in a folder without a manifest, and of the metadata of shards below it."""
+    below = folder.glob(f"*/{METADATA_NAME}")
+    return [entry.relative_to(folder).as_posix() for entry in (*folder.iterdir(), *below)]
+
+
 def _damage_without_manifest(folder: Path) -> list[str]:
     known = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
-    if not known:
+    if not known and not any(OF_SHARDS.fullmatch(entry.name) for entry in folder.iterdir()):
         return [f"{folder} holds no checkpoint."]
     odd = [name for name in known if not stat.S_ISREG((folder / name).lstat().st_mode)]
     if odd:

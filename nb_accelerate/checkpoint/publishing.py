@@ -32,7 +32,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.checkpoint.names import OF_A_MODEL, OF_A_STATE
+from nb_accelerate.checkpoint.names import IN_SHARDS, OF_A_MODEL, OF_A_STATE, OF_SHARDS
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class Staging:
     def _replaces(self, entry: os.DirEntry[str]) -> bool:
         if entry.is_dir(follow_symlinks=False):
             committed = _COMMITTED.fullmatch(entry.name)
+            if self._kind == "state" and _is_of_shards(entry):
+                return True
             return bool(_STAGED.fullmatch(entry.name) or (committed and committed[1] == self._kind))
         return entry.is_file(follow_symlinks=False) and bool(_OURS[self._kind].fullmatch(entry.name))
 
@@ -177,6 +179,8 @@ class Staging:
             for name in sorted(new):
                 _put_copy(committed / name, self.target / name, trash)
             for entry in list(os.scandir(self.target)):
+                if entry.name not in new and self._kind == "state" and _is_of_shards(entry):
+                    Path(entry).rename(trash / entry.name)
                 is_file = not entry.is_dir(follow_symlinks=False)
                 if is_file and entry.name not in new and _OURS[self._kind].fullmatch(entry.name):
                     Path(entry).unlink()
@@ -185,6 +189,14 @@ class Staging:
                 folder.rename(trash / str(number))  # the oldest first: the newest counts
         finally:
             shutil.rmtree(trash, ignore_errors=True)
+
+
+def _is_of_shards(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a folder of a sharded state, with nothing in it that is not ours."""
+    if not OF_SHARDS.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+        return False
+    with os.scandir(entry.path) as inside:
+        return all(one.is_file(follow_symlinks=False) and IN_SHARDS.fullmatch(one.name) for one in inside)
 
 
 def _refuse_planted(folder: Path) -> None:

@@ -26,6 +26,7 @@ from nb_accelerate.checkpoint.names import (
     SCALER_NAME,
     SCHEDULER_NAME,
     WEIGHTS_NAME,
+    shards_of,
 )
 from nb_accelerate.process import rng
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from nb_accelerate.checkpoint.background import CheckpointHandle
     from nb_accelerate.checkpoint.host_copies import HostCopies
     from nb_accelerate.checkpoint.registry import Progress
+    from nb_accelerate.checkpoint.sharded import ShardedFolder
     from nb_accelerate.checkpoint.sharing import RankIdentity, SharedStaging
     from nb_accelerate.comm import Collectives
 
@@ -59,6 +61,11 @@ class Part:
     thing: Any
     on_every_rank: bool = False
     check: Callable[[str, Any, Any], None] | None = None
+
+    @property
+    def folder(self) -> str | None:
+        """The folder that it is in where each rank writes a part; None for what is never in one."""
+        return shards_of(self.file) if self.file.startswith(OPTIMIZER_NAME) else None
 
     def name_on(self, rank: int) -> str:
         """Return the name of the file of a rank."""
@@ -109,11 +116,13 @@ class Content:
     Attributes:
         weights: of the models; none on ranks that write none.
         states: the name of each other file, and what is in it.
+        folders: of which this rank writes a part.
         manifest: what is known about the run, without files.
     """
 
     weights: list[Mapping[str, Any]]
     states: list[tuple[str, Any]]
+    folders: list[ShardedFolder]
     manifest: Manifest
 
 
@@ -129,6 +138,7 @@ class StateWriter:
         loaders: whose epochs, positions and seeds are noted.
         step: batches in the current accumulation window.
         progress: what else is known about the run.
+        folders: states of which each rank writes a part, planned; among them may be weights and parts.
         safe_serialization: write weights as safetensors.
         after: called where the checkpoint was published, when it was.
     """
@@ -142,14 +152,21 @@ class StateWriter:
     progress: Progress
     safe_serialization: bool
     after: Callable[[], object]
+    folders: Sequence[ShardedFolder] = ()
 
     def collect(self) -> Content:
         """Return what is to be written, without copies."""
         shared, rank = self.shared, self.identity.rank
         weights = list(self.weights(shared.own))
         publishes = shared.staging is not None
+        left = {id(one) for one in weights}  # by hooks, which may save weights in another way
+        folders = [one for one in self.folders if one.content != "model" or id(one.state) in left]
+        sharded = {id(one.state) for one in self.folders}
+        names = {one.name for one in self.folders}
         states = [
-            (part.name_on(rank), part.thing.state_dict()) for part in self.parts if part.on_every_rank or publishes
+            (part.name_on(rank), part.thing.state_dict())
+            for part in self.parts
+            if (part.on_every_rank or publishes) and part.folder not in names
         ]
         numbers = {"step": self.step, SAVED_BY: "nb_accelerate", **rng.capture(self.identity.kind)}
         manifest = Manifest(
@@ -165,8 +182,9 @@ class StateWriter:
             kinds={part.file: class_of(part.thing) for part in self.parts if part.check is not None},
         )
         return Content(
-            weights=weights if publishes else [],
+            weights=[one for one in weights if id(one) not in sharded] if publishes else [],
             states=[*states, (RANDOM_NUMBERS.format(rank), numbers)],
+            folders=folders,
             manifest=manifest,
         )
 
@@ -177,7 +195,9 @@ class StateWriter:
             clean_state_dict_for_safetensors(state) if self.safe_serialization else state for state in content.weights
         ]
         large = [state for name, state in content.states if name.startswith(OPTIMIZER_NAME)]
-        copied_weights, copied = copies.copy([weights, large])
+        copied_weights, copied, values = copies.copy([weights, large, [one.values for one in content.folders]])
+        for folder, own in zip(content.folders, values, strict=True):
+            folder.values, folder.state = own, None
         kept = iter(copied)
         states = [
             (name, next(kept) if name.startswith(OPTIMIZER_NAME) else saved_bytes(state))
@@ -194,6 +214,8 @@ class StateWriter:
                 write(state, own / name, safe_serialization=safe, recorder=recorder)
             for name, state in content.states:
                 write(state, own / name, safe_serialization=False, recorder=recorder)
+            for folder in content.folders:
+                folder.write(own, recorder, self.shared.path)
             return self.identity.rank, recorder.records()
 
     def publish(self, content: Content, written: Mapping[int, dict[str, FileRecord]]) -> None:
@@ -204,6 +226,8 @@ class StateWriter:
         files: dict[str, FileRecord] = {}
         for rank in reversed(self.shared.ranks):  # as `join` decides which file counts
             files |= written[rank]
+        for folder in content.folders:
+            files |= folder.finish(self.shared.path, self.shared.ranks)
         staging.join(self.identity.world_size)
         replace(content.manifest, files=dict(sorted(files.items()))).write(self.shared.path)
         staging.publish()
@@ -255,7 +279,7 @@ def save_state_in_background(
         told = StoreExchange.open(writer.shared.name) if collectives.world_size > 1 else None
         content = run_on_all_ranks(collectives, lambda: writer.collect_copies(copies))
         # Not what was gathered from shards, which would stay in memory beside its copies until all is written.
-        writer = replace(writer, parts=(), weights=lambda _: ())
+        writer = replace(writer, parts=(), weights=lambda _: (), folders=())
 
         def write_all(exchange: StoreExchange | None) -> None:
             if not begins.acquire(blocking=False):

@@ -8,7 +8,8 @@ old ones, whichever was prepared first::
     prepare(optimizer)  old parameters in its groups are replaced by the new ones, and its state is sharded likewise
 
 Whole weights and states are collected tensor by tensor into host memory, and have the form that an unsharded model
-would save: a checkpoint can be loaded with any strategy, on any number of ranks.
+would save. Checkpoints are made of shards unless whole states are asked for (`nb_accelerate.checkpoint.sharded`).
+Either kind can be loaded with any strategy, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -277,6 +278,11 @@ class FSDPStrategy(Strategy):
                 local_part(parameter.grad).clamp_(-clip_value, clip_value)
 
     # -- state
+
+    @property
+    @override
+    def saves_shards(self) -> bool:  # type: ignore[override]
+        return self._options.saves_shards
 
     @override
     def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:

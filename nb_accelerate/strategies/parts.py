@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+    from torch import nn
 
     from nb_accelerate.strategies.strategy import Strategy
 
@@ -16,13 +19,16 @@ class OptimizerPart:
     Args:
         optimizer: the one inside of the prepared one.
         strategy: knows how its state is spread over ranks.
+        models: the user's, which it may train.
 
     Attributes:
         optimizer: as given.
+        names: of its parameters, by group.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, strategy: Strategy, models: Sequence[nn.Module] = ()) -> None:
         self.optimizer = optimizer
+        self.names = parameter_names(optimizer, models)
         self._strategy = strategy
         self._whole: dict[str, Any] | None = None
 
@@ -46,3 +52,25 @@ class OptimizerPart:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a whole state, the same on all ranks."""
         self._strategy.load_optimizer_state(self.optimizer, state)
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of the parameters of an optimizer, by group.
+
+    Args:
+        optimizer: the user's.
+        models: the user's. The first one that it trains has plain names, others have ``model_1.`` before them, say;
+            tensors of no model have a number.
+    """
+    names: dict[int, str] = {}
+    mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for number, model in enumerate(models):
+        own = {id(one): name for name, one in model.named_parameters() if id(one) in mine and id(one) not in names}
+        prefix = f"model_{number}." if names else ""
+        names |= {key: prefix + name for key, name in own.items()}
+    groups = []
+    count = 0
+    for group in optimizer.param_groups:
+        groups.append([names.get(id(one), f"tensor_{count + index}") for index, one in enumerate(group["params"])])
+        count += len(group["params"])
+    return groups

@@ -52,11 +52,13 @@ class Strategy:
     Attributes:
         refusals: what cannot be done with this strategy: the name of a method or class of the API, and a sentence
             that says why and what to write instead.
+        saves_shards: whether each rank saves the part that it holds; else one saves all of it.
         is_replicated: whether every rank holds all weights and all optimizer state, so that one rank can save alone.
     """
 
     refusals: ClassVar[Mapping[str, str]] = {}
     is_replicated: ClassVar[bool] = True
+    saves_shards: bool = False
 
     def __init__(
         self,
