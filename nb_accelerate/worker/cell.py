@@ -28,6 +28,7 @@ from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import abort_groups, close_groups, named, reach_store
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp, restart_accumulation
+from nb_accelerate.worker.sharded_models import refuse_sharded_models
 from nb_accelerate.worker.shell import make_shell
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class PersistentRank:
             self._alarm.listen(Channel.from_fd(waiting.pop(0)))
         self._alarm.begin_rendezvous(message.rendezvous)
         models = ddp_models()
+        refuse_sharded_models()
         abort_groups()
         close_groups()
         self._store = None

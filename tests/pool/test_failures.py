@@ -163,6 +163,32 @@ class TestExceptions:
         mean = sum(range(1, ranks + 1)) / ranks
         assert notebook.run("steps").ok().value == str([[mean] * 3] * ranks)
 
+    def test_a_sharded_model_says_after_a_failure_in_the_middle_of_a_step_that_it_is_to_be_made_anew(
+        self, notebook: Kernel, ranks: int
+    ):
+        if ranks == 1:
+            pytest.skip("one rank is not sharded")
+        notebook.run(
+            "%%distributed\nfrom nb_accelerate import Accelerator\n"
+            "from nb_accelerate.utils import FullyShardedDataParallelPlugin\n"
+            "accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())\n"
+            "def make():\n    torch.manual_seed(0)\n    model = torch.nn.Linear(2, world_size)\n"
+            "    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+            "def step():\n    accelerator.backward(model(torch.full((1, 2), rank + 1.)).sum())\n"
+            "    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()\n"
+            "    optimizer.step(); optimizer.zero_grad()\n    return norm\n"
+            "model, optimizer = make()\nstep()"
+        ).ok()
+        assert notebook.run("%%distributed\nif rank == world_size - 1: 1 / 0\nstep()").error == "ZeroDivisionError"
+        cell = notebook.run("%%distributed\nstep()")
+        assert cell.error == "ConfigError"
+        assert "was sharded before a rank failed" in plain(cell.traceback)
+        notebook.run("%%distributed --quiet --out norms\nmodel, optimizer = make()\n[step() for _ in range(2)]").ok()
+        mean = sum(range(1, ranks + 1)) / ranks
+        norm = (ranks * (2 * mean**2 + 1)) ** 0.5
+        values = eval(notebook.run("norms").ok().value)
+        assert values == [pytest.approx([norm] * 2)] * ranks
+
     def test_accumulation_windows_of_all_ranks_begin_anew_after_a_failure(self, notebook: Kernel, ranks: int):
         notebook.run(
             "%%distributed\nfrom nb_accelerate import Accelerator\n"
