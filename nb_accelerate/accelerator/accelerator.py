@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
     from nb_accelerate.config.options import Options
+    from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.config.project import LoggerType
     from nb_accelerate.process.rng import RNGType
     from nb_accelerate.tracking import GeneralTracker
@@ -41,7 +42,6 @@ _NOT_YET = {
     "deepspeed_plugins": "DeepSpeed",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
-    "parallelism_config": "device meshes",
 }
 _ARGUMENTS = (
     "device_placement",
@@ -60,6 +60,7 @@ _ARGUMENTS = (
     "dynamo_backend",
     "dynamo_plugin",
     "fsdp_plugin",
+    "parallelism_config",
     "scheduler_steps_per_process",
 )
 
@@ -123,6 +124,8 @@ class Accelerator(
             ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: how models are compiled, in detail.
         fsdp_plugin: shard models over ranks; else ``ACCELERATE_USE_FSDP``. A single process is not sharded.
+        parallelism_config: how ranks are laid out: how many copies of a model there are, and over how many ranks each
+            is sharded; else ``PARALLELISM_CONFIG_*`` variables. A single process has no layout.
         scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
             batches are split. False: once.
         **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
@@ -151,6 +154,7 @@ class Accelerator(
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         scheduler_steps_per_process: bool = True,
         **others: Any,
     ) -> None:
@@ -172,7 +176,7 @@ class Accelerator(
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
-            plugins={"fsdp_plugin": fsdp_plugin},
+            plugins={"fsdp_plugin": fsdp_plugin, "parallelism_config": parallelism_config},
         )
 
     def __reduce__(self) -> NoReturn:

@@ -11,8 +11,11 @@ from nb_accelerate.state import AcceleratorState, GradientState
 from nb_accelerate.state.identity import Identity
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.distributed import DistributedType
+    from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.process.context import ProcessContext
 
 
@@ -43,9 +46,29 @@ class IdentitySlice(Slice, Identity):
         return self.state.deepspeed_plugin
 
     @property
-    def parallelism_config(self) -> Any:
+    def parallelism_config(self) -> ParallelismConfig | None:
         """See `AcceleratorState.parallelism_config`."""
         return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The `torch.distributed.device_mesh.DeviceMesh` that models are sharded over; None if they are not."""
+        return self.core.strategy.mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of a sharded model this process holds a part of, from 0."""
+        return self._rank_in("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which part of a sharded model this process holds, from 0; 0 if models are not sharded."""
+        return self._rank_in("dp_shard")
+
+    def _rank_in(self, dimension: str) -> int:
+        mesh = self.torch_device_mesh
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        return 0 if mesh is None or dimension not in names else mesh.get_local_rank(dimension)
 
     @property
     def is_fsdp2(self) -> bool:

@@ -156,6 +156,10 @@ class ConfigFile:
                         key.upper() if key != "fsdp_transformer_layer_cls_to_wrap" else "FSDP_TRANSFORMER_CLS_TO_WRAP"
                     )
                     found[name] = _as_text(value)
+        for key, value in self.section("parallelism_config").items():
+            if value is not None:
+                found[key.upper()] = _as_text(value)
+                found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         for key, value in self.section("dynamo_config").items():
             if value is not None:
                 found[f"ACCELERATE_{key.upper()}"] = _as_text(value)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.process.context import ProcessContext
 
 _PLUGINS = (
@@ -118,9 +119,10 @@ class AcceleratorState(ProcessView):
         return engines.fsdp if engines is not None and self.is_fsdp2 else None
 
     @property
-    def parallelism_config(self) -> None:
-        """None: there is no device mesh; models are trained with data parallelism only."""
-        return
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How ranks are laid out; None if nobody has said."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        return choices.engines.parallelism if choices and choices.engines is not None else None
 
     @property
     def is_fsdp2(self) -> bool:

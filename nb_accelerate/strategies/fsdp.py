@@ -29,6 +29,7 @@ from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.ddp import is_alive
+from nb_accelerate.strategies.mesh import make_mesh
 from nb_accelerate.strategies.sharding import SHARDED_AS, is_shard, is_sharded, shard_model
 from nb_accelerate.strategies.shards import gather_whole, local_part, shard_like, shard_state
 from nb_accelerate.strategies.strategy import Strategy
@@ -37,8 +38,8 @@ from nb_accelerate.strategies.unwrapping import innermost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -70,8 +71,8 @@ class FSDPStrategy(Strategy):
     Args:
         device: where models are trained.
         collectives: how ranks exchange data.
-        group: the process group of all ranks, over which models are sharded.
         options: how.
+        copies: of each model; as many groups of ranks each hold one of them.
     """
 
     is_replicated = False
@@ -91,13 +92,12 @@ class FSDPStrategy(Strategy):
         device: torch.device,
         collectives: Collectives,
         *,
-        group: dist.ProcessGroup,
         options: FullyShardedDataParallelPlugin,
+        copies: int = 1,
     ) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-
         super().__init__(device, collectives, DistributedType.FSDP)
-        self._mesh = DeviceMesh.from_group(group, device.type)
+        self._copies = copies
+        self._mesh = make_mesh(device.type, copies)
         self._options = options
         self._dtype: torch.dtype | None = None
         if options.cpu_ram_efficient_loading:
@@ -105,6 +105,17 @@ class FSDPStrategy(Strategy):
         self._unsharded: WeakSet[nn.Module] = WeakSet()  # prepared for evaluation only
         self._no_sync_depth: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
+
+    @property
+    @override
+    def mesh(self) -> DeviceMesh:
+        try:
+            is_there = is_alive(self._mesh.get_group(0))
+        except (KeyError, ValueError, RuntimeError):  # torch has forgotten the group
+            is_there = False
+        if not is_there:
+            self._mesh = make_mesh(self.device.type, self._copies)
+        return self._mesh
 
     # -- preparation
 
@@ -141,7 +152,7 @@ class FSDPStrategy(Strategy):
             return model
         shard_model(
             inner,
-            mesh=self._mesh,
+            mesh=self.mesh,
             options=self._options,
             dtype=self._dtype,
             collectives=self.collectives,

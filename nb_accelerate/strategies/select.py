@@ -13,23 +13,25 @@ import torch.distributed as dist
 from nb_accelerate.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.config.checks import first_given
 from nb_accelerate.config.env import DEBUG_MODE, Environment
-from nb_accelerate.config.fsdp import resolve_fsdp
+from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin, resolve_fsdp
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.config.parallelism import resolve_parallelism
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.ddp import DDPStrategy
 from nb_accelerate.strategies.fsdp import FSDPStrategy
+from nb_accelerate.strategies.mesh import num_copies
 from nb_accelerate.strategies.single import SingleStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.comm import Collectives
-    from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.process.context import ProcessContext
     from nb_accelerate.strategies.strategy import Strategy
 
-ENGINE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_")
+ENGINE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_")
 """Beginnings of the names of environment variables that `resolve_engines` reads."""
 
 
@@ -40,10 +42,12 @@ class EngineOptions:
     Attributes:
         ddp: arguments of DistributedDataParallel, the engine of several ranks if no other one is asked for.
         fsdp: how models are sharded; None if they are not.
+        parallelism: how ranks are laid out; None if nobody has said.
     """
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
 
 
 def resolve_engines(
@@ -66,7 +70,14 @@ def resolve_engines(
     """
     given = plugins.get("fsdp_plugin")
     fsdp = before.fsdp if given is None and before is not None else given
-    return EngineOptions(ddp=ddp, fsdp=resolve_fsdp(fsdp, environment))
+    layout = plugins.get("parallelism_config")
+    if layout is None and before is not None:
+        layout = before.parallelism
+    parallelism = resolve_parallelism(layout, environment)
+    fsdp = resolve_fsdp(fsdp, environment)
+    if fsdp is None and parallelism is not None and parallelism.dp_shard_enabled:
+        fsdp = FullyShardedDataParallelPlugin()
+    return EngineOptions(ddp=ddp, fsdp=fsdp, parallelism=parallelism)
 
 
 def select_collectives(process: ProcessContext) -> Collectives:
@@ -106,8 +117,10 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     if process.topology.world_size == 1:
         return SingleStrategy(process.device, collectives, process.distributed_type)
     if engines.fsdp is not None:
-        assert process.group is not None  # there are several ranks
-        return FSDPStrategy(process.device, collectives, group=process.group, options=engines.fsdp)
+        copies = num_copies(engines.fsdp, engines.parallelism, process.topology)
+        return FSDPStrategy(process.device, collectives, options=engines.fsdp, copies=copies)
+    if engines.parallelism is not None:
+        engines.parallelism.check_ranks(process.topology.world_size)
     return DDPStrategy(
         process.device,
         collectives,

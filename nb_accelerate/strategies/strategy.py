@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
@@ -81,6 +82,11 @@ class Strategy:
         """
         if feature in self.refusals:
             raise ConfigError(self.refusals[feature])
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """How ranks are laid out, over which models are sharded; None if they are not. May be collective."""
+        return None
 
     # -- preparation
 

@@ -17,6 +17,7 @@ from nb_accelerate.config.kwargs import (
     KwargsHandler as KwargsHandler,
 )
 from nb_accelerate.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
+from nb_accelerate.config.parallelism import ParallelismConfig as ParallelismConfig
 from nb_accelerate.config.precision import PrecisionType as PrecisionType
 from nb_accelerate.config.profiling import ProfileKwargs as ProfileKwargs
 from nb_accelerate.config.project import (
