@@ -14,8 +14,12 @@ RIVALS     := $(VENV)/rivals
 XLA        := .venv-xla
 XLA_PINS   := tests/requirements-xla.txt
 
+# DeepSpeed in an environment of its own, in front of the packages of .venv: with it, `pip install` and tests of .venv
+# would see another set of packages than users without it have.
+WITH_DEEPSPEED := .venv-deepspeed
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-xla screenshots soak lint format bench clean
+.PHONY: help setup demo test test-slow test-deepspeed test-xla screenshots soak lint format bench clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -34,6 +38,9 @@ test: $(READY) ## Run the tests, except the slow ones
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser
 	@$(RUN) -m pytest -m "slow or browser" $(ARGS) || [ $$? -eq 5 ]
+
+test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed, in an environment with it
+	@$(WITH_DEEPSPEED)/bin/python -m pytest tests/with_deepspeed $(ARGS)
 
 screenshots: $(READY) ## Picture the states of the panel in JupyterLab, narrow and wide, light and dark
 	@$(RUN) tests/browser/screenshots.py $(ARGS)
@@ -57,7 +64,7 @@ bench: $(RIVALS) ## Measure; prints ratios taken within one run
 	@$(RUN) tests/benchmarks/run.py $(ARGS)
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(XLA) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
@@ -85,3 +92,11 @@ $(RIVALS): $(READY) tests/requirements-bench.txt
 	@echo "installing what is measured beside"
 	@$(RUN) -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-bench.txt
 	@touch $(RIVALS)
+
+# pip sees the packages of .venv as installed, torch too, so it brings no second one.
+$(WITH_DEEPSPEED)/ready: $(READY) tests/requirements-deepspeed.txt
+	@echo "installing DeepSpeed in $(WITH_DEEPSPEED)"
+	@$(RUN) -m venv --clear $(WITH_DEEPSPEED)
+	@$(RUN) -c 'import pathlib, site; [site_packages] = pathlib.Path("$(WITH_DEEPSPEED)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text("\n".join([str(pathlib.Path.cwd()), *site.getsitepackages()]))'
+	@$(WITH_DEEPSPEED)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-deepspeed.txt
+	@touch $(WITH_DEEPSPEED)/ready

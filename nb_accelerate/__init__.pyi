@@ -18,6 +18,7 @@ from nb_accelerate.checkpoint.model import load_checkpoint_in_model as load_chec
 from nb_accelerate.compat.exchange import synchronize_rng_states as synchronize_rng_states
 from nb_accelerate.compat.packages import is_rich_available as is_rich_available
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from nb_accelerate.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from nb_accelerate.config.distributed import DistributedType as DistributedType
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from nb_accelerate.config.kwargs import (

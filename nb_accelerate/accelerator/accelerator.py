@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    from nb_accelerate.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.config.dynamo import DynamoBackend, TorchDynamoPlugin
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.config.kwargs import KwargsHandler
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from nb_accelerate.tracking import GeneralTracker
 
 _NOT_YET = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
 }
@@ -61,6 +60,8 @@ _ARGUMENTS = (
     "dynamo_plugin",
     "fsdp_plugin",
     "parallelism_config",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
     "scheduler_steps_per_process",
 )
 
@@ -126,6 +127,10 @@ class Accelerator(
         fsdp_plugin: shard models over ranks; else ``ACCELERATE_USE_FSDP``. A single process is not sharded.
         parallelism_config: how ranks are laid out: how many copies of a model there are, and over how many ranks each
             is sharded; else ``PARALLELISM_CONFIG_*`` variables. A single process has no layout.
+        deepspeed_plugin: train models with DeepSpeed, on a single process too; else ``ACCELERATE_USE_DEEPSPEED``. Needs
+            ``pip install nb_accelerate[deepspeed]``.
+        deepspeed_plugins: several of them by name, for models that are trained in different ways. The first is
+            selected; ``accelerator.state.select_deepspeed_plugin(name)`` selects another one for what is prepared next.
         scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
             batches are split. False: once.
         **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
@@ -155,6 +160,8 @@ class Accelerator(
         dynamo_plugin: TorchDynamoPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: dict[str, DeepSpeedPlugin] | None = None,
         scheduler_steps_per_process: bool = True,
         **others: Any,
     ) -> None:
@@ -176,7 +183,12 @@ class Accelerator(
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
-            plugins={"fsdp_plugin": fsdp_plugin, "parallelism_config": parallelism_config},
+            plugins={
+                "fsdp_plugin": fsdp_plugin,
+                "parallelism_config": parallelism_config,
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+            },
         )
 
     def __reduce__(self) -> NoReturn:

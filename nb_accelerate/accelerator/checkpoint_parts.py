@@ -74,11 +74,15 @@ class CheckpointPartsSlice(Slice):
         )
 
     def _parts(self) -> list[state.Part]:
-        prepared = self.core.prepared
+        prepared, strategy = self.core.prepared, self.core.strategy
         models = [innermost(model) for model in prepared.models]
         return state.parts_of(
-            optimizers=[OptimizerPart(one.optimizer, self.core.strategy, models) for one in prepared.optimizers],
-            schedulers=prepared.schedulers,
+            optimizers=[
+                OptimizerPart(one.optimizer, strategy, models)
+                for one in prepared.optimizers
+                if strategy.owner_of(one.optimizer) is None
+            ],
+            schedulers=[one for one in prepared.schedulers if one.repeats],  # the others are an engine's
             loaders=prepared.loaders,
             scaler=self.core.precision.scaler,
             custom=self.core.registry.objects,

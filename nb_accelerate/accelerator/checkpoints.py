@@ -12,7 +12,7 @@ from nb_accelerate.checkpoint import loading, opening, state
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.background import saves
-from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME
+from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
 from nb_accelerate.checkpoint.numbered import read_newest, remove_old
 from nb_accelerate.checkpoint.sharded import ShardedFolder, named
 from nb_accelerate.checkpoint.sharing import share
@@ -23,6 +23,7 @@ from nb_accelerate.strategies.parts import OptimizerPart
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -86,7 +87,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             async_save: return when everything has been copied to host memory, which is kept for the next time, and
                 write while training goes on. All processes call it. One checkpoint at a time: the next save, and the
                 end of the process, wait for it.
-            **save_model_func_kwargs: for engines that save models themselves; none is supported yet.
+            **save_model_func_kwargs: for an engine that saves models itself: those of DeepSpeed's ``save_checkpoint``.
 
         Returns:
             The folder; with ``async_save`` a handle with ``wait()`` and ``done()``.
@@ -96,11 +97,14 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 process or another; or the save before, in the background, has failed. What was there is there still.
             ConfigError: there is no folder to write to, or one with this number is there already.
         """
-        if save_model_func_kwargs:
+        if save_model_func_kwargs and not self._engines():
             raise ConfigError(f"save_state got {', '.join(save_model_func_kwargs)}, which no engine here takes.")
-        check_flag("async_save", async_save)
+        if check_flag("async_save", async_save):
+            self.core.strategy.check_supports("async_save")
         if self.core.recording.project.automatic_checkpoint_naming:
-            return self._save_numbered(safe_serialization=safe_serialization, async_save=async_save)
+            return self._save_numbered(
+                safe_serialization=safe_serialization, async_save=async_save, engine_kwargs=save_model_func_kwargs
+            )
         self.wait_for_checkpoint()
         folder = _given(output_dir, "output_dir")
         with self._shown_as_saving():
@@ -108,12 +112,23 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             handle = None
             if collectives is not None:
                 handle = self._save(
-                    folder, collectives, safe_serialization=safe_serialization, async_save=async_save, limit=None
+                    folder,
+                    collectives,
+                    safe_serialization=safe_serialization,
+                    async_save=async_save,
+                    limit=None,
+                    engine_kwargs=save_model_func_kwargs,
                 )
         self.core.recording.project.iteration += 1
         return folder if handle is None else handle
 
-    def _save_numbered(self, *, safe_serialization: bool = True, async_save: bool = False) -> Path | CheckpointHandle:
+    def _save_numbered(
+        self,
+        *,
+        safe_serialization: bool = True,
+        async_save: bool = False,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> Path | CheckpointHandle:
         """Save to the next numbered folder of the project, and remove those that are over its ``total_limit``.
 
         See `save_state`. All processes call it together.
@@ -128,6 +143,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 safe_serialization=safe_serialization,
                 async_save=async_save,
                 limit=project.total_limit,
+                engine_kwargs=engine_kwargs,
             )
         project.iteration += 1
         return folder if handle is None else handle
@@ -151,6 +167,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         safe_serialization: bool,
         async_save: bool,
         limit: int | None,
+        engine_kwargs: Mapping[str, Any] | None = None,
     ) -> CheckpointHandle | None:
         core, project, identity = self.core, self.core.recording.project, self._identity()
         parts = self._parts()
@@ -163,7 +180,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         writer = state.StateWriter(
             shared=share(folder, collectives=collectives, identity=identity, on_each_machine=project.save_on_each_node),
             identity=identity,
-            weights=lambda folder: self._weights(weights, folder),
+            weights=lambda folder: self._weights(weights, folder, engine_kwargs or {}),
             parts=parts,
             loaders=core.prepared.loaders,
             step=core.accumulation.step,
@@ -222,7 +239,12 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         map_location = core.device if check_choice("map_location", on_device, ("cpu", "on_device")) != "cpu" else "cpu"
         strict = load_model_func_kwargs.pop("strict", True)
         project, collectives = core.recording.project, core.collectives
-        models, parts, hooks = list(core.prepared.models), self._parts(), core.registry.before_load
+        engines = self._engines()
+        models = [model for model in core.prepared.models if not core.strategy.saves_itself(model)]
+        parts, hooks = self._parts(), core.registry.before_load
+        engine_kwargs = {"weights_only": (load_kwargs or {}).get("weights_only", True)}
+        if engines:
+            engine_kwargs |= {name: load_model_func_kwargs.pop(name) for name in list(load_model_func_kwargs)}
 
         def read_weights(checkpoint: opening.Checkpoint) -> list[dict[str, Any]]:
             return loading.read_weights(checkpoint, models, map_location=map_location, strict=strict)
@@ -230,6 +252,10 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         def read(
             checkpoint: opening.Checkpoint,
         ) -> tuple[opening.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
+            for tag, engine in engines.items():
+                core.strategy.check_engine(engine, checkpoint.asked_for, tag, checkpoint.all_files())
+            if not engines:
+                loading.check_no_engine(checkpoint)
             loading.check_names(checkpoint, parts=parts, num_models=len(models), strict=strict)
             weights = [] if hooks else read_weights(checkpoint)
             states = loading.read_states(checkpoint, parts=parts, identity=identity, **(load_kwargs or {}))
@@ -247,7 +273,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         checkpoint, states, weights = found
         if hooks:  # which may load what they like, so they come when nothing else is left that might be refused
             for hook in hooks.values():
-                hook(models, str(checkpoint.folder))
+                hook([*engines.values(), *models], str(checkpoint.folder))
             weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
         loading.apply(
             checkpoint,
@@ -260,6 +286,8 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             load_weights=core.strategy.load_model_state,
             **load_model_func_kwargs,
         )
+        for tag, engine in engines.items():
+            core.strategy.load_engine(engine, checkpoint.folder, tag, **engine_kwargs)
         if states.step is not None:
             core.accumulation.step = states.step
         core.registry.loaded = checkpoint.manifest
@@ -310,7 +338,8 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
         """
         strategy = self.core.strategy
-        inner = [strategy.unwrap(model, keep_torch_compile=False) for model in self.core.prepared.models]
+        models = [model for model in self.core.prepared.models if not strategy.saves_itself(model)]
+        inner = [strategy.unwrap(model, keep_torch_compile=False) for model in models]
         if strategy.saves_shards:
             return self._plan_shards(inner, parts)
         keep = self.core.process.topology.is_local_main  # of these, some publish: see `share`
@@ -340,8 +369,18 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             folder.plan(self.core.collectives)
         return weights, folders
 
-    def _weights(self, weights: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-        """Return the weights that hooks leave to be written."""
+    def _engines(self) -> dict[str, nn.Module]:
+        """Return the models that their engines save, by the names of their folders in a checkpoint."""
+        strategy = self.core.strategy
+        models = [model for model in self.core.prepared.models if strategy.saves_itself(model)]
+        return {f"{MODEL_NAME}_{number}" if number else MODEL_NAME: model for number, model in enumerate(models)}
+
+    def _weights(
+        self, weights: list[dict[str, Any]], folder: Path, engine_kwargs: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Let engines write their models, and return the weights that hooks leave to be written."""
+        for tag, engine in self._engines().items():
+            self.core.strategy.save_engine(engine, folder, tag, **engine_kwargs)
         for hook in self.core.registry.before_save.values():
             hook(list(self.core.prepared.models), weights, str(folder))
         return weights

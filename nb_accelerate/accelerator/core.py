@@ -193,6 +193,12 @@ def build_core(
     engines = resolve_engines(
         plugins, ddp=handlers.ddp, before=before.engines if before is not None else None, environment=environment
     )
+    accumulation = engines.adapt_accumulation(
+        accumulation,
+        is_said=gradient_accumulation_steps is not None
+        or environment.gradient_accumulation_steps is not None
+        or (gradient_accumulation_plugin is not None and gradient_accumulation_plugin.num_steps is not None),
+    )
     in_step = resolve_rng_types(rng_types)
     recording = resolve_recording(log_with, project_dir, project_config, handlers.profile)
     dynamo = resolve_dynamo(dynamo_backend, dynamo_plugin, environment)
@@ -202,8 +208,13 @@ def build_core(
     if cpu is not None:
         check_flag("cpu", cpu)
 
-    process = setup_process(cpu=cpu, options=handlers.process_group, environment=environment)
+    process = setup_process(
+        cpu=cpu, options=handlers.process_group, environment=environment, needs_group=engines.needs_group
+    )
     strategy = select_strategy(process, engines)
+    for feature, is_used in (("sync_each_batch", accumulation.sync_each_batch), ("torch.compile", dynamo.is_on)):
+        if is_used:
+            strategy.check_supports(feature)
     shared = shared_training()
     shared.window.join()
     precision = strategy.adapt_precision(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.process.context import ProcessContext
@@ -41,7 +42,7 @@ class IdentitySlice(Slice, Identity):
         return AcceleratorState.of(self.core.process, self.core.choices)
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """See `AcceleratorState.deepspeed_plugin`."""
         return self.state.deepspeed_plugin
 

@@ -77,7 +77,7 @@ class PreparingSlice(Slice):
         optimizers = [number for number, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
         results: dict[int, Any] = dict.fromkeys(range(len(args)))
         trained = self._prepare_training(
-            [ModelRequest(model=args[number], place=places[number]) for number in models],
+            [self._request(args[number], places[number], args) for number in models],
             [(args[number], self.core.device_placement) for number in optimizers],
         )
         results |= zip([*models, *optimizers], [*trained[0], *trained[1]], strict=True)
@@ -112,7 +112,7 @@ class PreparingSlice(Slice):
             ConfigError: the layers of the model are on several devices, and there are several ranks.
         """
         place = self.core.device_placement if device_placement is None else device_placement
-        request = ModelRequest(model=model, place=place, training=not evaluation_mode)
+        request = replace(self._request(model, place, ()), training=not evaluation_mode)
         return self._prepare_training([request], [])[0][0]
 
     def prepare_optimizer(
@@ -162,6 +162,26 @@ class PreparingSlice(Slice):
             [made.get(id(optimizer), optimizer) for optimizer, _ in optimizers],
         )
 
+    def _request(self, model: nn.Module, place: bool, together: Sequence[Any]) -> ModelRequest:
+        """Return the request for a model.
+
+        Args:
+            model: as given.
+            place: move it to the device.
+            together: all arguments of the call of ``prepare``.
+        """
+        core = self.core
+        world_size = core.collectives.world_size if core.loader.split_batches else 1
+        sizes = [item.batch_size for item in together if isinstance(item, DataLoader)]
+        return ModelRequest(
+            model=model,
+            place=place,
+            schedulers=tuple(item for item in together if isinstance(item, LRScheduler)),
+            batch_sizes=tuple(size // world_size for size in sizes if size),
+            accumulation_steps=core.accumulation.num_steps,
+            scheduler_steps=core.scheduler_steps,
+        )
+
     def _checked(self, request: ModelRequest) -> ModelRequest:
         """Return a request without ``place`` for a model whose layers are on several devices; refuse it on ranks."""
         if not verify_device_map(request.model):
@@ -202,7 +222,9 @@ class PreparingSlice(Slice):
                 accumulation=core.accumulation,
                 step=core.precision.bind(engine),
                 scaler=core.precision.scaler,
-                before_first_step=partial(check_owned, models=core.shared.models),
+                before_first_step=None
+                if core.strategy.checks_optimizers
+                else partial(check_owned, models=core.shared.models),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
             )
@@ -264,6 +286,14 @@ class PreparingSlice(Slice):
                 scheduler.join(core.accumulation)
                 core.prepared.schedulers.append(scheduler)
             return scheduler
+        by_engine = core.strategy.engine_scheduler(scheduler)
+        if by_engine is not None:
+            # Advanced by its engine, and saved with it.
+            prepared = AcceleratedScheduler(
+                by_engine, core.prepared.optimizers, accumulation=core.accumulation, repeats=0
+            )
+            core.prepared.schedulers.append(prepared)
+            return prepared
         own = scheduler.optimizer
         matching = [one for one in core.shared.optimizers if one is own or one.optimizer is own]
         prepared = AcceleratedScheduler(

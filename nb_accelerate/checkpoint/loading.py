@@ -187,6 +187,22 @@ def check_names(checkpoint: Checkpoint, *, parts: Sequence[Part], num_models: in
         logger.warning("Of %s, %s was not used: nothing that was prepared takes it.", folder, ", ".join(left))
 
 
+def check_no_engine(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in which DeepSpeed has saved a model, where models are trained without it.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    folder = checkpoint.asked_for
+    if any(name.endswith("_model_states.pt") for name in checkpoint.all_files()):
+        raise CheckpointError(
+            f"{folder} was saved with DeepSpeed, and models are trained without it here. Write "
+            "Accelerator(deepspeed_plugin=...) as when it was saved; or, for the weights alone, "
+            f"`python {folder / 'zero_to_fp32.py'} {folder} WEIGHTS` (ZeRO stages 1 to 3), and "
+            "load_checkpoint_in_model(model, 'WEIGHTS') before prepare."
+        )
+
+
 def read_weights(
     checkpoint: Checkpoint, models: Sequence[nn.Module], *, map_location: str | torch.device, strict: bool
 ) -> list[dict[str, Any]]:

@@ -53,6 +53,12 @@ class Checkpoint:
         """Return whether a folder of it holds parts that each rank has written."""
         return f"{folder}/{METADATA_NAME}" in self.there
 
+    def all_files(self) -> list[str]:
+        """Return the names of all files, those in folders below too, as ``part/file``."""
+        if self.manifest is not None and self.manifest.files:
+            return list(self.manifest.files)
+        return [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
+
 
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Look what is there, without reading more than the manifest.

@@ -7,6 +7,7 @@ A variable that is set to an empty string counts as not set; then the configurat
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from nb_accelerate.config.file import read_config
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _YES = ("1", "true", "yes", "y", "on", "t")
 _NO = ("0", "false", "no", "n", "off", "f")
@@ -144,3 +145,22 @@ class Environment:
     def has_agent_store(self) -> bool:
         """``TORCHELASTIC_USE_AGENT_STORE``: the launcher of the ranks serves the store of their process groups."""
         return self.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@contextlib.contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Return a block in which variables of this process are set, for a library that takes options in no other way.
+
+    Args:
+        variables: by name. They have their old values, or none, after the block.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -148,14 +148,6 @@ class ConfigFile:
                 found[name] = _as_text(self.values[key])
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
             found["ACCELERATE_USE_CPU"] = "true"
-        if self.get("distributed_type") == DistributedType.FSDP:
-            found["ACCELERATE_USE_FSDP"] = "true"
-            for key, value in self.section("fsdp_config").items():
-                if value is not None:
-                    name = (
-                        key.upper() if key != "fsdp_transformer_layer_cls_to_wrap" else "FSDP_TRANSFORMER_CLS_TO_WRAP"
-                    )
-                    found[name] = _as_text(value)
         for key, value in self.section("parallelism_config").items():
             if value is not None:
                 found[key.upper()] = _as_text(value)

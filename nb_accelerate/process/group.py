@@ -78,6 +78,20 @@ def create(
     atexit.register(close)
 
 
+def create_alone(kind: DeviceKind) -> None:
+    """Make the default process group of a single process. It listens on no port, and ends with `close`.
+
+    Raises:
+        MissingDependencyError: this build of torch has no torch.distributed.
+    """
+    if not dist.is_available():
+        raise MissingDependencyError("torch", needed_for="a process group (torch.distributed)")
+    from torch._C._distributed_c10d import HashStore  # missing where torch was built without torch.distributed
+
+    dist.init_process_group(backend=kind.backend or "gloo", store=HashStore(), rank=0, world_size=1)
+    atexit.register(close)
+
+
 def _place(
     backend: str,
     topology: Topology,

@@ -37,6 +37,7 @@ def setup_process(
     cpu: bool | None = None,
     options: InitProcessGroupKwargs | None = None,
     environment: Environment | None = None,
+    needs_group: bool = False,
 ) -> ProcessContext:
     """Return the context of this process; the first call makes it, and later calls return the same.
 
@@ -46,12 +47,16 @@ def setup_process(
         cpu: train on the CPU; None leaves it to the environment and to the devices there are.
         options: arguments for the process group.
         environment: variables to read; those of this process by default.
+        needs_group: make a process group also where this process is alone, for an engine that wants one.
 
     Raises:
         ConfigError: the environment contradicts itself, or this call contradicts an earlier one.
     """
     environment = environment or Environment()
     known = context.current()
+    if known is not None and needs_group and known.group is None:
+        group.create_alone(known.kind)
+        return context.install(replace(known, group=context.default_group(), owns_group=True))
     if known is not None:
         _check_same(known, cpu=cpu, options=options)
         return known
@@ -78,13 +83,16 @@ def setup_process(
         if adopted is None:
             group.create(topology, kind, device, options=options, environment=environment)
             note_use(options, "the process group that was made", advice="Set it before the first Accelerator(...).")
+    elif needs_group and adopted is None:
+        _select(kind, device)
+        group.create_alone(kind)
     return context.install(
         ProcessContext(
             topology=topology,
             kind=kind,
             device=device,
             group=context.default_group(),
-            owns_group=adopted is None and kind.start_runtime is None and topology.world_size > 1,
+            owns_group=adopted is None and kind.start_runtime is None and (needs_group or topology.world_size > 1),
             options=options,
         )
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.config.checks import suggest
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.precision import resolve_precision
@@ -18,6 +19,7 @@ from nb_accelerate.state.view import SharedState
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from nb_accelerate.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.config.parallelism import ParallelismConfig
@@ -107,9 +109,48 @@ class AcceleratorState(ProcessView):
         return is_initialized()
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not in use."""
-        return
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """How DeepSpeed trains models, by the names that were given; None where it does not."""
+        choices = self._fixed[1] if self._fixed else newest_choices()
+        engines = choices.engines if choices else None
+        return None if engines is None or engines.deepspeed is None else dict(engines.deepspeed)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin that counts for what is prepared now; None where DeepSpeed does not train."""
+        plugins = self.deepspeed_plugins or {}
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return one of several plugins.
+
+        Args:
+            name: a key of ``Accelerator(deepspeed_plugins={...})``.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ConfigError(
+                f"There is no DeepSpeed plugin {name!r}.{suggest(name, plugins)} There are: "
+                f"{', '.join(map(repr, plugins)) or 'none'}. Write Accelerator(deepspeed_plugins={{{name!r}: ...}})."
+            )
+        return plugins[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make one of several plugins count for what is prepared from now on.
+
+        Args:
+            name: see `get_deepspeed_plugin`.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        chosen = self.get_deepspeed_plugin(name)
+        for plugin in (self.deepspeed_plugins or {}).values():
+            plugin.deselect()
+        chosen.select(_from_accelerator_state=True)
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:

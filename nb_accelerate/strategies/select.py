@@ -5,13 +5,14 @@ A strategy with options has a field of `EngineOptions`, set by `resolve_engines`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from nb_accelerate.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.config.checks import first_given
+from nb_accelerate.config.deepspeed import resolve_deepspeed
 from nb_accelerate.config.env import DEBUG_MODE, Environment
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin, resolve_fsdp
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
@@ -27,11 +28,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+    from nb_accelerate.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.process.context import ProcessContext
     from nb_accelerate.strategies.strategy import Strategy
 
-ENGINE_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_")
+ENGINE_VARIABLES = (
+    "ACCELERATE_USE_FSDP",
+    "FSDP_",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_DEEPSPEED_",
+)
 """Beginnings of the names of environment variables that `resolve_engines` reads."""
 
 
@@ -43,11 +53,45 @@ class EngineOptions:
         ddp: arguments of DistributedDataParallel, the engine of several ranks if no other one is asked for.
         fsdp: how models are sharded; None if they are not.
         parallelism: how ranks are laid out; None if nobody has said.
+        deepspeed: how DeepSpeed trains them, by names of the user's; None if it does not.
     """
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
+    deepspeed: Mapping[str, DeepSpeedPlugin] | None = None
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a single process needs a process group too."""
+        return self.deepspeed is not None
+
+    @property
+    def selected_deepspeed(self) -> DeepSpeedPlugin | None:
+        """The plugin that counts for what is prepared now; None where DeepSpeed does not train."""
+        plugins = () if self.deepspeed is None else self.deepspeed.values()
+        return next((plugin for plugin in plugins if plugin.selected), None)
+
+    def adapt_accumulation(self, chosen: GradientAccumulationPlugin, *, is_said: bool) -> GradientAccumulationPlugin:
+        """Return how gradients accumulate, where the configuration of an engine says a number too.
+
+        Args:
+            chosen: by arguments and environment.
+            is_said: whether they say a number.
+
+        Raises:
+            ConfigError: they say different numbers.
+        """
+        plugin = self.selected_deepspeed
+        configured = None if plugin is None else plugin.gradient_accumulation_steps
+        if not isinstance(configured, int) or configured == chosen.num_steps:
+            return chosen
+        if is_said:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {chosen.num_steps} for the Accelerator (argument or environment) and "
+                f'{configured} for DeepSpeed. Write it in one place only, or "auto" in the DeepSpeed configuration.'
+            )
+        return replace(chosen, num_steps=configured)
 
 
 def resolve_engines(
@@ -68,16 +112,46 @@ def resolve_engines(
     Raises:
         ConfigError: a value is not supported.
     """
-    given = plugins.get("fsdp_plugin")
-    fsdp = before.fsdp if given is None and before is not None else given
-    layout = plugins.get("parallelism_config")
-    if layout is None and before is not None:
-        layout = before.parallelism
+    fsdp, deepspeed, layout = plugins.get("fsdp_plugin"), _deepspeed_plugins(plugins), plugins.get("parallelism_config")
+    if fsdp is not None and deepspeed is not None:
+        raise ConfigError(
+            "fsdp_plugin and deepspeed_plugin were given, and a model is sharded by one of them. Leave one out."
+        )
+    if before is not None:
+        if fsdp is None and deepspeed is None:
+            fsdp, deepspeed = before.fsdp, before.deepspeed
+        layout = before.parallelism if layout is None else layout
     parallelism = resolve_parallelism(layout, environment)
+    shards = parallelism is not None and parallelism.dp_shard_enabled
+    chosen = None if fsdp is not None else resolve_deepspeed(deepspeed, environment)
+    if chosen is not None:
+        if deepspeed is None and environment.flag("ACCELERATE_USE_FSDP"):
+            raise ConfigError(
+                "ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP are both set, and a model is sharded by one of them. "
+                "Unset one."
+            )
+        if parallelism is not None:
+            raise ConfigError(
+                "parallelism_config and DeepSpeed were both asked for, and DeepSpeed lays out ranks by itself. Leave "
+                "one out."
+            )
+        return EngineOptions(ddp=ddp, deepspeed=chosen)
     fsdp = resolve_fsdp(fsdp, environment)
-    if fsdp is None and parallelism is not None and parallelism.dp_shard_enabled:
+    if fsdp is None and shards:
         fsdp = FullyShardedDataParallelPlugin()
     return EngineOptions(ddp=ddp, fsdp=fsdp, parallelism=parallelism)
+
+
+def _deepspeed_plugins(plugins: Mapping[str, Any]) -> Any:
+    """Return what was given as ``deepspeed_plugin``, or as ``deepspeed_plugins``.
+
+    Raises:
+        ConfigError: both were.
+    """
+    one, several = plugins.get("deepspeed_plugin"), plugins.get("deepspeed_plugins")
+    if one is not None and several is not None:
+        raise ConfigError("deepspeed_plugin and deepspeed_plugins were given. Write all in deepspeed_plugins={...}.")
+    return several if one is None else one
 
 
 def select_collectives(process: ProcessContext) -> Collectives:
@@ -107,6 +181,11 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     """
     collectives = select_collectives(process)
     if process.kind.make_strategy is not None:
+        if engines.deepspeed is not None:
+            raise ConfigError(
+                f"deepspeed_plugin was given, but DeepSpeed does not train on {process.kind.label}s. Leave it out, and "
+                "ACCELERATE_USE_DEEPSPEED too."
+            )
         if engines.fsdp is not None and process.topology.world_size > 1:
             raise ConfigError(
                 f"fsdp_plugin was given, but models are not sharded over {process.kind.label}s. Leave it out, and "
@@ -114,6 +193,12 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
             )
         strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)
         return strategy
+    if engines.deepspeed is not None:
+        from nb_accelerate.strategies.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(
+            process.device, collectives, local_rank=process.topology.local_rank, plugins=engines.deepspeed
+        )
     if process.topology.world_size == 1:
         return SingleStrategy(process.device, collectives, process.distributed_type)
     if engines.fsdp is not None:

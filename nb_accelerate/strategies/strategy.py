@@ -13,7 +13,8 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     import torch
     from torch import Tensor
@@ -32,11 +33,19 @@ class ModelRequest:
         model: the user's, on any device.
         place: move it to the device of this rank.
         training: False for a model that is only evaluated, so that no gradients need to be exchanged.
+        schedulers: those of the same call of ``prepare``, not prepared yet.
+        batch_sizes: rows of a batch on this rank, of each loader of the same call.
+        accumulation_steps: batches for one optimizer step.
+        scheduler_steps: how often a scheduler advances for one optimizer step.
     """
 
     model: nn.Module
     place: bool = True
     training: bool = True
+    schedulers: tuple[Any, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    accumulation_steps: int = 1
+    scheduler_steps: int = 1
 
 
 class Strategy:
@@ -55,11 +64,13 @@ class Strategy:
             that says why and what to write instead.
         saves_shards: whether each rank saves the part that it holds; else one saves all of it.
         is_replicated: whether every rank holds all weights and all optimizer state, so that one rank can save alone.
+        checks_optimizers: whether `prepare` refuses optimizers that train no prepared model.
     """
 
     refusals: ClassVar[Mapping[str, str]] = {}
     is_replicated: ClassVar[bool] = True
     saves_shards: bool = False
+    checks_optimizers: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -146,6 +157,13 @@ class Strategy:
             keep_torch_compile: False also removes `torch.compile`.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def engine_scheduler(self, scheduler: Any) -> Any | None:  # noqa: ARG002
+        """Return the scheduler that an engine has made in place of one, and advances by itself; None if none has.
+
+        Called by ``prepare``, after `prepare` of the optimizer.
+        """
+        return None
 
     def use_ddp_options(self, options: DistributedDataParallelKwargs) -> None:
         """Set the options for models that are wrapped in DistributedDataParallel from now on."""
@@ -265,3 +283,52 @@ class Strategy:
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load a whole state, the same on all ranks, into a prepared optimizer."""
         optimizer.load_state_dict(state)
+
+    # -- engines that save by themselves
+
+    def saves_itself(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Return whether an engine writes and reads the state of a prepared model, with its optimizer."""
+        return False
+
+    def owner_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:  # noqa: ARG002
+        """Return the prepared model whose engine writes and reads the state of an optimizer; None if none does."""
+        return None
+
+    def save_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
+        """Write this rank's part of the state of a model for which `saves_itself`. Collective.
+
+        Args:
+            model: what `prepare` returned.
+            folder: is there; each rank has one of its own, and they are joined afterwards.
+            tag: the name of this model in the checkpoint.
+            **kwargs: arguments for the engine.
+        """
+        raise NotImplementedError
+
+    def check_engine(self, model: nn.Module, folder: Path, tag: str, files: Collection[str]) -> None:
+        """Look whether a checkpoint fits a model for which `saves_itself`, without changing anything.
+
+        Args:
+            model: what `prepare` returned.
+            folder: of the checkpoint.
+            tag: the name of this model in it.
+            files: its files, as paths that begin below the folder.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        raise NotImplementedError
+
+    def load_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
+        """Read the state of a model for which `saves_itself`. Collective.
+
+        Args:
+            model: what `prepare` returned.
+            folder: of the checkpoint.
+            tag: the name of this model in it.
+            **kwargs: ``weights_only=False`` lets files run code; others are arguments for the engine.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -11,13 +12,16 @@ from nb_accelerate.precision.forward import restore_forward
 if TYPE_CHECKING:
     from torch import nn
 
-_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+def _is_wrapper(model: Any) -> bool:
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)  # where it is not imported there is none
+    return isinstance(model, (DistributedDataParallel, DataParallel, *([] if engine is None else [engine])))
 
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model inside DistributedDataParallel or DataParallel.
+    """Return the user's model inside DistributedDataParallel, DataParallel or an engine of DeepSpeed.
 
     Args:
         model: prepared or not.
@@ -28,8 +32,8 @@ def extract_model_from_parallel(
     """
     outside: Any = model if hasattr(model, "_orig_mod") else None  # compiled, whole or by regions
     inner: Any = model._orig_mod if outside is not None else model  # noqa: SLF001 - torch.compile's name for it
-    wrapped = isinstance(inner, _WRAPPERS)
-    while isinstance(inner, _WRAPPERS):
+    wrapped = _is_wrapper(inner)
+    while _is_wrapper(inner):
         inner = inner.module
     if recursive:
         for name, part in inner.named_children():
@@ -49,6 +53,6 @@ def extract_model_from_parallel(
 def innermost(model: nn.Module) -> nn.Module:
     """Return the user's model inside all wrappers, `torch.compile` included; the model is not changed."""
     inner: Any = model
-    while isinstance(inner, _WRAPPERS) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, _WRAPPERS) else inner._orig_mod  # noqa: SLF001 - torch.compile's name
+    while (wrapped := _is_wrapper(inner)) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if wrapped else inner._orig_mod  # noqa: SLF001 - torch.compile's name for it
     return inner  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from nb_accelerate.utils import (
     constants as constants,
     dataclasses as dataclasses,
+    deepspeed as deepspeed,
     environment as environment,
     imports as imports,
     launch as launch,
@@ -17,6 +18,7 @@ from nb_accelerate.utils import (
 )
 from nb_accelerate.utils.constants import *
 from nb_accelerate.utils.dataclasses import *
+from nb_accelerate.utils.deepspeed import *
 from nb_accelerate.utils.environment import *
 from nb_accelerate.utils.imports import *
 from nb_accelerate.utils.launch import *

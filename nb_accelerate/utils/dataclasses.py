@@ -2,6 +2,7 @@
 
 from nb_accelerate.bigmodel.sizes import CustomDtype as CustomDtype
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from nb_accelerate.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from nb_accelerate.config.distributed import DistributedType as DistributedType
 from nb_accelerate.config.dynamo import (
     DynamoBackend as DynamoBackend,

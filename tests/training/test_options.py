@@ -70,7 +70,7 @@ from nb_accelerate.process.rng import set_seed
         (lambda: Accelerator(project_config="runs"), "project_config='runs' is of type str, not a ProjectConfig"),
         (
             lambda: Accelerator(deepspeed_plugin=object()),
-            "deepspeed_plugin=.*DeepSpeed is not supported in this version",
+            "deepspeed_plugin=.*not a DeepSpeedPlugin",
         ),
         (lambda: Accelerator(fsdp_plugin=object()), "fsdp_plugin=.*not a FullyShardedDataParallelPlugin"),
         (lambda: DataLoaderConfiguration(even_batches="False"), "even_batches='False' is of type str"),

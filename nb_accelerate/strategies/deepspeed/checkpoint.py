@@ -1,0 +1,136 @@
+"""Write the state of an engine into a checkpoint, in DeepSpeed's own files, and read it again.
+
+::
+
+    folder/latest                                             the name of the folder below
+    folder/zero_to_fp32.py                                    DeepSpeed's converter, for `python zero_to_fp32.py`
+    folder/pytorch_model/mp_rank_00_model_states.pt           weights, and the optimizer where nothing is sharded
+    folder/pytorch_model/*zero_pp_rank_R_*_optim_states.pt    the share of rank R
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+_SHARE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+_WHOLE = "mp_rank_00_model_states.pt"
+_WHOLE_OF_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
+    """Write what this rank holds of an engine's state into a folder of this rank. Collective.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: is there; each rank may have one of its own.
+        tag: the name of the folder below.
+        **kwargs: those of ``engine.save_checkpoint``.
+    """
+    (folder / tag).mkdir(exist_ok=True)  # DeepSpeed makes it on rank 0 only
+    engine.save_checkpoint(str(folder), tag=tag, **kwargs)
+
+
+def check_engine(engine: Any, folder: Path, tag: str, files: Collection[str]) -> None:
+    """Look whether the files of a checkpoint fit an engine, without reading them.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: of the checkpoint, for messages.
+        tag: the folder below.
+        files: all files of the checkpoint, by paths that begin below ``folder``.
+
+    Raises:
+        CheckpointError: there is none of DeepSpeed's, or it is of another number of ranks or another stage.
+    """
+    names = {name.partition("/")[2] for name in files if name.startswith(f"{tag}/")}
+    if not names & {_WHOLE, _WHOLE_OF_STAGE_3}:
+        raise CheckpointError(
+            f"{folder} has no {tag}/{_WHOLE}: it was not saved by DeepSpeed. Load its weights before prepare, with "
+            "load_checkpoint_in_model(model, folder), or go on without DeepSpeed."
+        )
+    stage = int(engine.zero_optimization_stage())
+    if (_WHOLE_OF_STAGE_3 in names) != (stage == 3):
+        was = "3" if _WHOLE_OF_STAGE_3 in names else "0, 1 or 2"
+        raise CheckpointError(
+            f"{folder} was saved with ZeRO stage {was}, and this engine has stage {stage}. Write zero_stage as when it "
+            "was saved, or convert its weights: nb-accelerate does not shard states anew."
+        )
+    shares = {int(match[2]) for name in names if (match := _SHARE.fullmatch(name))}
+    if bool(shares) != (stage > 0):
+        raise CheckpointError(
+            f"{folder} was saved with ZeRO stage {'1 or 2' if shares else '0'}, and this engine has stage {stage}. "
+            "Write zero_stage as when it was saved."
+        )
+    ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
+    if shares and shares != set(range(ranks)):
+        raise CheckpointError(
+            f"{folder} was saved by {max(shares) + 1} ranks, and this run has {ranks}. DeepSpeed does not share out "
+            f"states anew. Start {max(shares) + 1} ranks."
+        )
+
+
+def load_engine(engine: Any, folder: Path, tag: str, *, weights_only: bool = True, **kwargs: Any) -> None:
+    """Read an engine's state. Collective.
+
+    Args:
+        engine: of DeepSpeed.
+        folder: of the checkpoint.
+        tag: the folder below.
+        weights_only: refuse files that would run code.
+        **kwargs: those of ``engine.load_checkpoint``.
+
+    Raises:
+        CheckpointError: a file would run code, or holds something else than the engine's state.
+    """
+    checkpoint_engine = engine.checkpoint_engine
+    if weights_only:
+        engine.checkpoint_engine = WeightsOnly(checkpoint_engine)
+    try:
+        path, _ = engine.load_checkpoint(str(folder), tag=tag, **kwargs)
+    finally:
+        engine.checkpoint_engine = checkpoint_engine
+    if path is None:
+        raise CheckpointError(f"DeepSpeed found nothing to load in {folder / tag}.")
+
+
+class WeightsOnly:
+    """Read files for DeepSpeed without running code that is in them; all else is left to its own reader.
+
+    Args:
+        inner: DeepSpeed's reader and writer of files.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file."""
+        with torch.serialization.safe_globals(_classes_of_deepspeed()):
+            try:
+                return torch.load(path, map_location=map_location, weights_only=True)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path} cannot be read without running code that is in it: {error}. If you wrote it yourself, "
+                    "write load_state(..., load_kwargs={'weights_only': False})."
+                ) from error
+
+
+def _classes_of_deepspeed() -> list[Any]:
+    """Return the classes of DeepSpeed of which its files have instances."""
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]

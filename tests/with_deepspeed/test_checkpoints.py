@@ -1,0 +1,126 @@
+"""What is saved with DeepSpeed is restored, published as a whole, and readable by DeepSpeed's own converter."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from fixtures.deepspeed_runs import epoch, make_loader, make_model, plugin
+from safetensors.torch import load_file
+from torch import nn
+
+from nb_accelerate import Accelerator
+from nb_accelerate.errors import CheckpointError, ConfigError
+
+
+def prepared(stage, precision="no", **more):
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, deepspeed_plugin=None if stage is None else plugin(stage, **more)
+    )
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+    return accelerator, accelerator.prepare(model, optimizer, make_loader(shuffle=True), scheduler)
+
+
+def copied(state):
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def save_and_resume(folder, stage, precision):
+    accelerator, things = prepared(stage, precision)
+    epoch(accelerator, *things)
+    accelerator.save_state(folder)
+    saved = copied(accelerator.get_state_dict(things[0]))
+    accelerator.save_model(things[0], folder / "weights")
+    expected = epoch(accelerator, *things).losses
+    accelerator.free_memory()
+    del things
+    accelerator, things = prepared(stage, precision)
+    epoch(accelerator, *things)
+    epoch(accelerator, *things)  # somewhere else
+    accelerator.load_state(folder)
+    restored = copied(accelerator.get_state_dict(things[0]))
+    return expected, epoch(accelerator, *things).losses, saved, restored
+
+
+@pytest.mark.limit(100)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "no"), (1, "bf16"), (2, "no"), (3, "no"), (3, "bf16")])
+def test_a_resumed_run_goes_on_exactly(run_ranks, tmp_path, stage, precision):
+    folder = tmp_path / "state"
+    expected, resumed, saved, restored = run_ranks(save_and_resume, folder, stage, precision, deadline=90)[0]
+    assert resumed == expected
+    assert all(torch.equal(saved[name], restored[name]) for name in saved)
+    dtype = torch.float32 if precision == "no" else torch.bfloat16
+    weights = load_file(folder / "weights" / "model.safetensors")
+    assert {name: weight.shape for name, weight in weights.items()} == {
+        name: weight.shape for name, weight in make_model().state_dict().items()
+    }
+    assert all(weights[name].dtype is dtype and torch.equal(weights[name], saved[name]) for name in saved)
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    assert {name for name in manifest["files"] if name.startswith("pytorch_model/")}
+    if stage:  # stage 0 has nothing to convert
+        subprocess.run(
+            [sys.executable, str(folder / "zero_to_fp32.py"), str(folder), str(tmp_path / "whole")],
+            check=True,
+            capture_output=True,
+        )
+        whole = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
+        assert all((whole[name] - saved[name].float()).abs().max() < 1e-2 for name in saved)
+
+
+def refused(folder, stage):
+    accelerator, things = prepared(stage)
+    before = copied(accelerator.get_state_dict(things[0]))
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder)
+    after = accelerator.get_state_dict(things[0])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return str(caught.value)
+
+
+@pytest.mark.limit(120)
+def test_checkpoints_that_do_not_fit_or_are_damaged_are_refused_and_change_nothing(run_ranks, tmp_path):
+    folder, plain = tmp_path / "state", tmp_path / "plain"
+
+    def save(folder, stage):
+        accelerator, things = prepared(stage)
+        epoch(accelerator, *things)
+        accelerator.save_state(folder)
+
+    run_ranks(save, folder, 2)
+    run_ranks(save, plain, None)
+    assert "saved with ZeRO stage 0, 1 or 2, and this engine has stage 3" in run_ranks(refused, folder, 3)[0]
+    assert "was not saved by DeepSpeed" in run_ranks(refused, plain, 2)[0]
+    assert "was saved by 2 ranks, and this run has 1" in run_ranks(refused, folder, 2, world_size=1)[0]
+    assert "zero_to_fp32.py" in run_ranks(refused, folder, None)[0]
+    share = next((folder / "pytorch_model").glob("*rank_1*optim_states.pt"))
+    content = bytearray(share.read_bytes())
+    content[len(content) // 2] ^= 1
+    share.write_bytes(content)
+    assert share.name in run_ranks(refused, folder, 2)[0]
+
+
+class Explosive:
+    def __reduce__(self):
+        return print, ("code of a checkpoint runs",)
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path, capfd):
+    accelerator, things = prepared(1)
+    accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "checkpoint.json").unlink()  # as one of accelerate's, which has none
+    for file in (tmp_path / "state").glob("random_states_*"):
+        file.unlink()
+    whole = tmp_path / "state" / "pytorch_model" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(whole, weights_only=False), "planted": Explosive()}, whole, pickle_module=pickle)
+    with pytest.raises(CheckpointError, match="without running code"):
+        accelerator.load_state(tmp_path / "state")
+    assert "code of a checkpoint runs" not in capfd.readouterr().out
+    with pytest.raises(ConfigError, match="async_save"):
+        accelerator.save_state(tmp_path / "other", async_save=True)
+    assert isinstance(accelerator.unwrap_model(things[0]), nn.Sequential)

@@ -1,0 +1,94 @@
+"""Losses, norms, learning rates and weights of DeepSpeed's stages are those of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from fixtures.deepspeed_runs import difference, plugin, train
+
+STAGES = (0, 1, 2, 3)
+EXACT = 1e-5  # float32: other orders of adding up
+BF16 = 3e-2  # bf16 weights against float32 weights under autocast: a mantissa of 8 bits
+
+
+def with_and_without(stages, **how):
+    """Train with DistributedDataParallel, then with each stage in the same process."""
+    return [train(None, **how), *(train(plugin(stage), **how) for stage in stages)]
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 2, "clip": 0.5},
+        {"optimizer": "SGD", "clip": 0.5, "drop": 1},
+    ],
+    ids=["accumulated and clipped", "SGD, one batch dropped"],
+)
+def test_losses_of_all_stages_are_those_of_ddp(run_ranks, how):
+    results = run_ranks(partial(with_and_without, STAGES, **how), deadline=110)
+    for reference, *stages in results:
+        assert sum(reference.losses[-4:]) < sum(reference.losses[:4])  # of epochs
+        assert reference.rows == 3 * 26
+        for result in stages:
+            assert difference(reference.losses, result.losses) < EXACT
+            assert difference(reference.norms, result.norms) < EXACT
+            assert result.rates == reference.rates
+            assert result.rows == reference.rows
+    weights = results[0][0].weights
+    for result in results[0][1:]:  # rank 0 has them whole
+        assert result.weights.keys() == weights.keys()
+        assert max(float((weights[name] - result.weights[name]).abs().max()) for name in weights) < EXACT
+
+
+@pytest.mark.limit(120)
+def test_16_bit_losses_are_those_of_ddp_to_the_tolerance_of_16_bits(run_ranks):
+    def compare():
+        reference = train(None, precision="bf16", clip=0.5)
+        found = [train(plugin(stage), precision="bf16", clip=0.5) for stage in (1, 2, 3)]
+        half = train(plugin(2, fp16={"enabled": "auto", "initial_scale_power": 8}), precision="fp16", clip=0.5)
+        return reference, found, half
+
+    reference, found, half = run_ranks(compare, deadline=110)[0]
+    for result in (*found, half):
+        assert difference(reference.losses, result.losses) < BF16
+        assert sum(result.losses[-4:]) < sum(result.losses[:4])
+        assert difference(reference.norms, result.norms) < BF16
+
+
+def test_nothing_is_compiled_and_nothing_is_printed(run_ranks, capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
+    run_ranks(lambda: train(plugin(3), epochs=1).losses, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")})
+    printed = capfd.readouterr()
+    kept = [line for line in (printed.out + printed.err).splitlines() if "ranks on CPU" not in line]
+    assert not [line for line in kept if "advances 2 times" not in line]
+    assert not (tmp_path / "compiled").exists()
+
+
+def test_a_second_engine_in_a_process_trains_after_the_first_one_s_group_has_ended(run_ranks):
+    def twice():
+        from nb_accelerate import PartialState
+
+        first = train(plugin(3), epochs=1)
+        PartialState().destroy_process_group()
+        assert not torch.distributed.is_initialized()
+        second = train(plugin(2), epochs=1)
+        return difference(first.losses, second.losses)
+
+    assert run_ranks(twice)[0] < EXACT
+
+
+def test_one_process_trains_with_offloaded_state():
+    result = train(plugin(2, zero={"offload_optimizer": {"device": "cpu"}}), epochs=1)
+    reference = run_alone()
+    assert difference(result.losses, reference) < EXACT
+
+
+def run_alone():
+    from nb_accelerate.process import context, group
+
+    group.close()
+    context.reset()
+    return train(None, epochs=1).losses
