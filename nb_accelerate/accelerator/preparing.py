@@ -227,6 +227,7 @@ class PreparingSlice(Slice):
                 else partial(check_owned, models=core.shared.models),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
+                owns_gradients=core.strategy.owns_gradients,
             )
             if isinstance(optimizer, AcceleratedOptimizer):
                 prepared = optimizer

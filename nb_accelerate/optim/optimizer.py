@@ -30,6 +30,7 @@ class OptimizerTraining:
         before_first_step: called once, with the optimizer inside, before its first step.
         complete_gradients: averages the gradients that backward has not averaged; None if backward averages all.
         drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
+        owns_gradients: whether `drop_gradients` drops all, and the optimizer's own ``zero_grad`` is not to be called.
     """
 
     accumulation: AccumulationState
@@ -38,6 +39,7 @@ class OptimizerTraining:
     before_first_step: Callable[[torch.optim.Optimizer], None] | None = None
     complete_gradients: Callable[[], None] | None = None
     drop_gradients: Callable[[], None] | None = None
+    owns_gradients: bool = False
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -89,6 +91,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._before_first_step = training.before_first_step
         self._complete_gradients = training.complete_gradients
         self._drop_gradients = training.drop_gradients
+        self._owns_gradients = training.owns_gradients
 
     @property
     def is_lent_scaler(self) -> bool:
@@ -140,7 +143,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigError: the optimizer inside has no such argument.
         """
         if self._accumulation.sync_gradients:
-            if self._takes_set_to_none:
+            if self._owns_gradients:
+                pass  # an engine keeps them in buffers that its optimizer must not take away
+            elif self._takes_set_to_none:
                 self.optimizer.zero_grad(set_to_none=set_to_none is not False)
             elif set_to_none is None:
                 self.optimizer.zero_grad()

@@ -65,12 +65,14 @@ class Strategy:
         saves_shards: whether each rank saves the part that it holds; else one saves all of it.
         is_replicated: whether every rank holds all weights and all optimizer state, so that one rank can save alone.
         checks_optimizers: whether `prepare` refuses optimizers that train no prepared model.
+        owns_gradients: whether `drop_gradients` drops all gradients, in place of an optimizer's own ``zero_grad``.
     """
 
     refusals: ClassVar[Mapping[str, str]] = {}
     is_replicated: ClassVar[bool] = True
     saves_shards: bool = False
     checks_optimizers: ClassVar[bool] = False
+    owns_gradients: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -104,8 +104,8 @@ def test_a_configuration_is_a_dict_a_file_or_text(tmp_path):
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     text = json.dumps(config)
     (tmp_path / "ds.json").write_text(text)
-    for given in (config, tmp_path / "ds.json", str(tmp_path / "ds.json"), text, base64.b64encode(text.encode())):
-        given = given.decode() if isinstance(given, bytes) else given
+    encoded = base64.b64encode(text.encode()).decode()
+    for given in (config, tmp_path / "ds.json", str(tmp_path / "ds.json"), text, encoded):
         read = HfDeepSpeedConfig(given)
         assert read.config == config
         assert read.is_zero3()
@@ -155,7 +155,7 @@ def test_one_engine_shards_a_model_and_one_place_says_how_long_a_window_is():
         resolve(fsdp_plugin=FullyShardedDataParallelPlugin(), deepspeed_plugin=DeepSpeedPlugin())
     with pytest.raises(ConfigError, match="ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP are both set"):
         resolve({"ACCELERATE_USE_DEEPSPEED": "1", "ACCELERATE_USE_FSDP": "1"})
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 2 .* and 4 for DeepSpeed"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 2 .* and 4 for DeepSpeed"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin("{}", 4))
 
 

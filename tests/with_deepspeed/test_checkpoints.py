@@ -110,7 +110,12 @@ class Explosive:
         return print, ("code of a checkpoint runs",)
 
 
-def test_code_in_a_checkpoint_does_not_run(tmp_path, capfd):
+def test_code_in_a_checkpoint_does_not_run(run_ranks, tmp_path, capfd):
+    run_ranks(load_planted, tmp_path, world_size=1)
+    assert "code of a checkpoint runs" not in capfd.readouterr().out
+
+
+def load_planted(tmp_path):
     accelerator, things = prepared(1)
     accelerator.save_state(tmp_path / "state")
     (tmp_path / "state" / "checkpoint.json").unlink()  # as one of accelerate's, which has none
@@ -120,7 +125,6 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, capfd):
     torch.save({**torch.load(whole, weights_only=False), "planted": Explosive()}, whole, pickle_module=pickle)
     with pytest.raises(CheckpointError, match="without running code"):
         accelerator.load_state(tmp_path / "state")
-    assert "code of a checkpoint runs" not in capfd.readouterr().out
     with pytest.raises(ConfigError, match="async_save"):
         accelerator.save_state(tmp_path / "other", async_save=True)
     assert isinstance(accelerator.unwrap_model(things[0]), nn.Sequential)

@@ -80,15 +80,25 @@ def test_a_second_engine_in_a_process_trains_after_the_first_one_s_group_has_end
     assert run_ranks(twice)[0] < EXACT
 
 
-def test_one_process_trains_with_offloaded_state():
-    result = train(plugin(2, zero={"offload_optimizer": {"device": "cpu"}}), epochs=1)
-    reference = run_alone()
-    assert difference(result.losses, reference) < EXACT
+def test_one_process_trains_with_offloaded_state(run_ranks):
+    def both():
+        plain = train(None, epochs=1, drop=1, clip=0.5)
+        return plain.losses, train(
+            plugin(2, zero={"offload_optimizer": {"device": "cpu"}}), epochs=1, drop=1, clip=0.5
+        ).losses
+
+    plain, engine = run_ranks(both, world_size=1)[0]
+    assert difference(plain, engine) < EXACT
 
 
-def run_alone():
-    from nb_accelerate.process import context, group
+@pytest.mark.limit(100)
+def test_two_ranks_train_with_offloaded_state(run_ranks):
+    def compare():
+        how = {"steps": 2, "clip": 0.5, "epochs": 1}
+        offloaded = {"offload_optimizer": {"device": "cpu"}}
+        return train(None, **how), [train(plugin(stage, zero=offloaded), **how) for stage in (2, 3)]
 
-    group.close()
-    context.reset()
-    return train(None, epochs=1).losses
+    plain, engines = run_ranks(compare)[0]
+    for engine in engines:
+        assert difference(plain.losses, engine.losses) < EXACT
+        assert difference(plain.norms, engine.norms) < EXACT

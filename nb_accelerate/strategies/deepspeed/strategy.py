@@ -64,6 +64,7 @@ class DeepSpeedStrategy(Strategy):
 
     is_replicated = False
     checks_optimizers = True
+    owns_gradients = True
     refusals: ClassVar[Mapping[str, str]] = {
         "LocalSGD": (
             "LocalSGD lets every rank train a whole model for a while, and DeepSpeed averages gradients at every step. "
