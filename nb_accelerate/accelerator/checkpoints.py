@@ -242,7 +242,8 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         engines = self._engines()
         models = [model for model in core.prepared.models if not core.strategy.saves_itself(model)]
         parts, hooks = self._parts(), core.registry.before_load
-        engine_kwargs = {"weights_only": (load_kwargs or {}).get("weights_only", True)}
+        weights_only = bool((load_kwargs or {}).get("weights_only", True))
+        engine_kwargs: dict[str, Any] = {"weights_only": weights_only, "strict": strict}
         if engines:
             engine_kwargs |= {name: load_model_func_kwargs.pop(name) for name in list(load_model_func_kwargs)}
 
@@ -253,7 +254,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             checkpoint: opening.Checkpoint,
         ) -> tuple[opening.Checkpoint, loading.LoadedStates, list[dict[str, Any]]]:
             for tag, engine in engines.items():
-                core.strategy.check_engine(engine, checkpoint.asked_for, tag, checkpoint.all_files())
+                core.strategy.check_engine(
+                    engine, checkpoint.folder, tag, checkpoint.all_files(), weights_only=weights_only, strict=strict
+                )
             if not engines:
                 loading.check_no_engine(checkpoint)
             loading.check_names(checkpoint, parts=parts, num_models=len(models), strict=strict)

@@ -307,7 +307,9 @@ class Strategy:
         """
         raise NotImplementedError
 
-    def check_engine(self, model: nn.Module, folder: Path, tag: str, files: Collection[str]) -> None:
+    def check_engine(
+        self, model: nn.Module, folder: Path, tag: str, files: Collection[str], *, weights_only: bool, strict: bool
+    ) -> None:
         """Look whether a checkpoint fits a model for which `saves_itself`, without changing anything.
 
         Args:
@@ -315,6 +317,8 @@ class Strategy:
             folder: of the checkpoint.
             tag: the name of this model in it.
             files: its files, as paths that begin below the folder.
+            weights_only: whether files that run code are refused.
+            strict: whether it has to have exactly the weights of the model.
 
         Raises:
             CheckpointError: it does not.
@@ -328,7 +332,7 @@ class Strategy:
             model: what `prepare` returned.
             folder: of the checkpoint.
             tag: the name of this model in it.
-            **kwargs: ``weights_only=False`` lets files run code; others are arguments for the engine.
+            **kwargs: ``weights_only`` and ``strict`` as in `check_engine`; others are arguments for the engine.
 
         Raises:
             CheckpointError: a file cannot be read.

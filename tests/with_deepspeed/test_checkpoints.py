@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -73,36 +74,54 @@ def test_a_resumed_run_goes_on_exactly(run_ranks, tmp_path, stage, precision):
         assert all((whole[name] - saved[name].float()).abs().max() < 1e-2 for name in saved)
 
 
-def refused(folder, stage):
-    accelerator, things = prepared(stage)
-    before = copied(accelerator.get_state_dict(things[0]))
+def refused(*attempts):
+    """Return the message of each attempt to load a folder with a stage. Nothing is changed by it."""
+    messages = []
+    for folder, stage in attempts:
+        accelerator, things = prepared(stage)
+        before = copied(accelerator.get_state_dict(things[0]))
+        with pytest.raises(CheckpointError) as caught:
+            accelerator.load_state(folder)
+        after = accelerator.get_state_dict(things[0])
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        messages.append(str(caught.value))
+    return messages
+
+
+def load_into_another_model(folder):
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(2))
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, optimizer)
     with pytest.raises(CheckpointError) as caught:
-        accelerator.load_state(folder)
-    after = accelerator.get_state_dict(things[0])
-    assert all(torch.equal(before[name], after[name]) for name in before)
+        accelerator.load_state(folder, strict=False)
     return str(caught.value)
 
 
 @pytest.mark.limit(120)
 def test_checkpoints_that_do_not_fit_or_are_damaged_are_refused_and_change_nothing(run_ranks, tmp_path):
-    folder, plain = tmp_path / "state", tmp_path / "plain"
+    folder, plain, damaged = tmp_path / "state", tmp_path / "plain", tmp_path / "damaged"
 
-    def save(folder, stage):
-        accelerator, things = prepared(stage)
-        epoch(accelerator, *things)
-        accelerator.save_state(folder)
+    def save():
+        for path, stage in ((plain, None), (folder, 2)):
+            accelerator, things = prepared(stage)
+            epoch(accelerator, *things)
+            accelerator.save_state(path)
 
-    run_ranks(save, folder, 2)
-    run_ranks(save, plain, None)
-    assert "saved with ZeRO stage 0, 1 or 2, and this engine has stage 3" in run_ranks(refused, folder, 3)[0]
-    assert "was not saved by DeepSpeed" in run_ranks(refused, plain, 2)[0]
-    assert "was saved by 2 ranks, and this run has 1" in run_ranks(refused, folder, 2, world_size=1)[0]
-    assert "zero_to_fp32.py" in run_ranks(refused, folder, None)[0]
-    share = next((folder / "pytorch_model").glob("*rank_1*optim_states.pt"))
+    run_ranks(save)
+    shutil.copytree(folder, damaged)
+    share = next((damaged / "pytorch_model").glob("*rank_1*optim_states.pt"))
     content = bytearray(share.read_bytes())
     content[len(content) // 2] ^= 1
     share.write_bytes(content)
-    assert share.name in run_ranks(refused, folder, 2)[0]
+    messages = run_ranks(refused, (folder, None), (folder, 3), (plain, 2), (damaged, 2))[0]
+    assert "zero_to_fp32.py" in messages[0]
+    assert "saved with ZeRO stage 0, 1 or 2, and this engine has stage 3" in messages[1]
+    assert "was not saved by DeepSpeed" in messages[2]
+    assert share.name in messages[3]
+    shape = "0.weight is of shape (16, 6) in the checkpoint and (8, 6) here"
+    assert shape in run_ranks(load_into_another_model, folder)[0]
+    assert "was saved by 2 ranks, and this run has 1" in run_ranks(refused, (folder, 2), world_size=1)[0][0]
 
 
 class Explosive:

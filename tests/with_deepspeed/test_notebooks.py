@@ -97,6 +97,9 @@ def test_models_of_transformers_are_sharded_from_the_first(run_ranks):
 @pytest.mark.limit(120)
 def test_the_trainer_of_transformers_brings_its_own_way_to_deepspeed(run_ranks, tmp_path):
     def train():
+        import os
+
+        os.environ["ACCELERATE_USE_CPU"] = "false"  # where CPUs are asked for, accelerate leaves DeepSpeed out
         import deepspeed.ops
         import torch
         from transformers import Trainer, TrainingArguments

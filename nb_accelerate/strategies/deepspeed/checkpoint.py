@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -39,17 +40,22 @@ def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
     engine.save_checkpoint(str(folder), tag=tag, **kwargs)
 
 
-def check_engine(engine: Any, folder: Path, tag: str, files: Collection[str]) -> None:
-    """Look whether the files of a checkpoint fit an engine, without reading them.
+def check_engine(
+    engine: Any, folder: Path, tag: str, files: Collection[str], *, weights_only: bool = True, strict: bool = True
+) -> None:
+    """Look whether the files of a checkpoint fit an engine. Of tensors, only shapes are read.
 
     Args:
         engine: of DeepSpeed.
-        folder: of the checkpoint, for messages.
+        folder: of the checkpoint.
         tag: the folder below.
         files: all files of the checkpoint, by paths that begin below ``folder``.
+        weights_only: refuse files that would run code, and do not open any otherwise.
+        strict: whether all weights of the model must be there, and no others.
 
     Raises:
-        CheckpointError: there is none of DeepSpeed's, or it is of another number of ranks or another stage.
+        CheckpointError: there is none of DeepSpeed's, or it is of another model, number of ranks or stage, or a file
+            would run code.
     """
     names = {name.partition("/")[2] for name in files if name.startswith(f"{tag}/")}
     if not names & {_WHOLE, _WHOLE_OF_STAGE_3}:
@@ -76,9 +82,46 @@ def check_engine(engine: Any, folder: Path, tag: str, files: Collection[str]) ->
             f"{folder} was saved by {max(shares) + 1} ranks, and this run has {ranks}. DeepSpeed does not share out "
             f"states anew. Start {max(shares) + 1} ranks."
         )
+    if weights_only:
+        own = f"zero_pp_rank_{engine.global_rank}_"
+        for name in sorted(names):
+            if name.endswith(".pt") and (own in name or not name.partition("zero_pp_rank_")[1]):
+                state = read(str(folder / tag / name), mmap=True)
+                if name.endswith("_model_states.pt"):
+                    _check_shapes(engine, folder / tag / name, state, strict=strict)
 
 
-def load_engine(engine: Any, folder: Path, tag: str, *, weights_only: bool = True, **kwargs: Any) -> None:
+def _check_shapes(engine: Any, file: Path, state: Any, *, strict: bool) -> None:
+    """Compare the shapes of weights in a file with those of the model.
+
+    Raises:
+        CheckpointError: they are those of another model.
+    """
+    weights = state.get("module") or {}
+    was = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    # Of stage 3 the file has no weights, and their shapes apart.
+    was |= {name: tuple(shape) for group in state.get("param_shapes") or () for name, shape in group.items()}
+    now = {
+        name: tuple(getattr(value, "ds_shape", value.shape))
+        for name, value in engine.module.state_dict(keep_vars=True).items()
+    }
+    name = next((name for name in now if was.get(name, now[name]) != now[name]), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{file} does not fit this {type(engine.module).__name__}: {name} is of shape {was[name]} in the "
+            f"checkpoint and {now[name]} here. Make the model as it was when it was saved."
+        )
+    left = sorted(was.keys() - now.keys())
+    if left and strict:
+        raise CheckpointError(
+            f"{file} has {', '.join(left[:3])}, which this {type(engine.module).__name__} has not. Make the model as "
+            "it was when it was saved."
+        )
+
+
+def load_engine(
+    engine: Any, folder: Path, tag: str, *, weights_only: bool = True, strict: bool = True, **kwargs: Any
+) -> None:
     """Read an engine's state. Collective.
 
     Args:
@@ -86,6 +129,7 @@ def load_engine(engine: Any, folder: Path, tag: str, *, weights_only: bool = Tru
         folder: of the checkpoint.
         tag: the folder below.
         weights_only: refuse files that would run code.
+        strict: whether it has to have exactly the weights of the model.
         **kwargs: those of ``engine.load_checkpoint``.
 
     Raises:
@@ -95,7 +139,7 @@ def load_engine(engine: Any, folder: Path, tag: str, *, weights_only: bool = Tru
     if weights_only:
         engine.checkpoint_engine = WeightsOnly(checkpoint_engine)
     try:
-        path, _ = engine.load_checkpoint(str(folder), tag=tag, **kwargs)
+        path, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict, **kwargs)
     finally:
         engine.checkpoint_engine = checkpoint_engine
     if path is None:
@@ -117,14 +161,29 @@ class WeightsOnly:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file."""
-        with torch.serialization.safe_globals(_classes_of_deepspeed()):
-            try:
-                return torch.load(path, map_location=map_location, weights_only=True)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{path} cannot be read without running code that is in it: {error}. If you wrote it yourself, "
-                    "write load_state(..., load_kwargs={'weights_only': False})."
-                ) from error
+        return read(path, map_location)
+
+
+def read(path: str, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+    """Read one file of DeepSpeed's without running code that is in it.
+
+    Args:
+        path: of the file.
+        map_location: where tensors are put.
+        mmap: leave tensors on the disk until they are used.
+
+    Raises:
+        CheckpointError: it would run code, or is damaged.
+    """
+    with torch.serialization.safe_globals(_classes_of_deepspeed()):
+        try:
+            # Files of the format before, which a configuration may ask for, have no mmap.
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap and is_zipfile(path))
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} cannot be read without running code that is in it: {error}. If you wrote it yourself, write "
+                "load_state(..., load_kwargs={'weights_only': False})."
+            ) from error
 
 
 def _classes_of_deepspeed() -> list[Any]:

@@ -338,8 +338,10 @@ class DeepSpeedStrategy(Strategy):
         checkpoint.save_engine(model, folder, tag, **kwargs)
 
     @override
-    def check_engine(self, model: nn.Module, folder: Path, tag: str, files: Collection[str]) -> None:
-        checkpoint.check_engine(model, folder, tag, files)
+    def check_engine(
+        self, model: nn.Module, folder: Path, tag: str, files: Collection[str], *, weights_only: bool, strict: bool
+    ) -> None:
+        checkpoint.check_engine(model, folder, tag, files, weights_only=weights_only, strict=strict)
 
     @override
     def load_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
