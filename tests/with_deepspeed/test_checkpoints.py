@@ -34,8 +34,9 @@ def copied(state):
 
 def save_and_resume(folder, stage, precision):
     accelerator, things = prepared(stage, precision)
-    epoch(accelerator, *things)
     accelerator.save_state(folder)
+    epoch(accelerator, *things)
+    accelerator.save_state(folder)  # in place of the first
     saved = copied(accelerator.get_state_dict(things[0]))
     accelerator.save_model(things[0], folder / "weights")
     expected = epoch(accelerator, *things).losses

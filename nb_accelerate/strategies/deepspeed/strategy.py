@@ -32,6 +32,7 @@ from nb_accelerate.strategies.deepspeed.library import (
     path_of_programs,
     set_loudness,
 )
+from nb_accelerate.strategies.deepspeed.pairing import optimizer_of, without_model
 from nb_accelerate.strategies.deepspeed.precision import DeepSpeedPrecision, mark_outputs
 from nb_accelerate.strategies.deepspeed.resolve import Run, engine_config
 from nb_accelerate.strategies.strategy import Strategy
@@ -144,7 +145,7 @@ class DeepSpeedStrategy(Strategy):
         for optimizer in optimizers:
             if id(optimizer) not in taken:
                 if gradients.engine_of(optimizer) is None:
-                    raise _without_model(optimizer)
+                    raise without_model(optimizer)
                 taken[id(optimizer)] = optimizer  # of an engine that another Accelerator has made
         return prepared, [taken[id(optimizer)] for optimizer in optimizers]
 
@@ -162,18 +163,10 @@ class DeepSpeedStrategy(Strategy):
                     "with it the engine. Make the model anew, and load a checkpoint."
                 )
             return request.model
-        own = {id(parameter) for parameter in model.parameters()}
-        mine = [one for one in optimizers if id(one) not in taken and _trains(one, own)] if request.training else []
-        if len(mine) > 1:
-            raise ConfigError(
-                f"{len(mine)} optimizers train parts of one {type(model).__name__}, and a DeepSpeed engine has one. "
-                "Make one optimizer with several parameter groups."
-            )
-        optimizer = mine[0] if mine else None
+        free = [one for one in optimizers if id(one) not in taken] if request.training else []
+        optimizer = optimizer_of(model, free)
         if optimizer is None and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             return model.to(self.device) if request.place else model  # it is only evaluated
-        if optimizer is not None:
-            _check_complete(optimizer, model, own)
         engine = self._initialize(request, optimizer)
         if optimizer is not None:
             taken[id(optimizer)] = engine.basic_optimizer
@@ -346,37 +339,6 @@ class DeepSpeedStrategy(Strategy):
     @override
     def load_engine(self, model: nn.Module, folder: Path, tag: str, **kwargs: Any) -> None:
         checkpoint.load_engine(model, folder, tag, **kwargs)
-
-
-def _trains(optimizer: torch.optim.Optimizer, own: Collection[int]) -> bool:
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _check_complete(optimizer: torch.optim.Optimizer, model: nn.Module, own: Collection[int]) -> None:
-    """Refuse an optimizer with parameters of other models, or with a state that the engine would lose.
-
-    Raises:
-        ConfigError: it has.
-    """
-    others = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
-    if others:
-        raise ConfigError(
-            f"This {type(optimizer).__name__} trains {others} parameters that are not those of the "
-            f"{type(model).__name__}, and a DeepSpeed engine has one model. Make an optimizer for each model, or put "
-            "the models into one torch.nn.Module."
-        )
-    if optimizer.state:
-        raise ConfigError(
-            f"This {type(optimizer).__name__} has taken steps or was loaded before prepare, and DeepSpeed begins with "
-            "an empty state. Prepare it first, then call accelerator.load_state."
-        )
-
-
-def _without_model(optimizer: torch.optim.Optimizer) -> ConfigError:
-    return ConfigError(
-        f"A {type(optimizer).__name__} was prepared without its model. A DeepSpeed engine takes over both at once: "
-        "model, optimizer = accelerator.prepare(model, optimizer)."
-    )
 
 
 def _hidden_size(model: nn.Module) -> int | None:

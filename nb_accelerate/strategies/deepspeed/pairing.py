@@ -1,0 +1,68 @@
+"""Which optimizer trains which model: an engine takes over one of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import torch
+    from torch import nn
+
+
+def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """Return the optimizer that trains a model; None if there is none.
+
+    Args:
+        model: as the user made it.
+        optimizers: those that are prepared with it, and with other models.
+
+    Raises:
+        ConfigError: there are several, or it trains other models too, or has a state that the engine would lose.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    mine = [one for one in optimizers if _trains(one, own)]
+    if len(mine) > 1:
+        raise ConfigError(
+            f"{len(mine)} optimizers train parts of one {type(model).__name__}, and a DeepSpeed engine has one. "
+            "Make one optimizer with several parameter groups."
+        )
+    if not mine:
+        return None
+    _check(mine[0], model, own)
+    return mine[0]
+
+
+def _trains(optimizer: torch.optim.Optimizer, own: Collection[int]) -> bool:
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _check(optimizer: torch.optim.Optimizer, model: nn.Module, own: Collection[int]) -> None:
+    """Refuse an optimizer with parameters of other models, or with a state that the engine would lose.
+
+    Raises:
+        ConfigError: it has.
+    """
+    others = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    if others:
+        raise ConfigError(
+            f"This {type(optimizer).__name__} trains {others} parameters that are not those of the "
+            f"{type(model).__name__}, and a DeepSpeed engine has one model. Make an optimizer for each model, or put "
+            "the models into one torch.nn.Module."
+        )
+    if optimizer.state:
+        raise ConfigError(
+            f"This {type(optimizer).__name__} has taken steps or was loaded before prepare, and DeepSpeed begins with "
+            "an empty state. Prepare it first, then call accelerator.load_state."
+        )
+
+
+def without_model(optimizer: torch.optim.Optimizer) -> ConfigError:
+    """Return the error for an optimizer whose model is not prepared with it."""
+    return ConfigError(
+        f"A {type(optimizer).__name__} was prepared without its model. A DeepSpeed engine takes over both at once: "
+        "model, optimizer = accelerator.prepare(model, optimizer)."
+    )
