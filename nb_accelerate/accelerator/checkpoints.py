@@ -275,8 +275,11 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             found = whole
         checkpoint, states, weights = found
         if hooks:  # which may load what they like, so they come when nothing else is left that might be refused
+            offered = list(core.prepared.models)
             for hook in hooks.values():
-                hook([*engines.values(), *models], str(checkpoint.folder))
+                hook(offered, str(checkpoint.folder))
+            models[:] = [model for model in offered if not core.strategy.saves_itself(model)]
+            engines = {tag: engine for tag, engine in engines.items() if any(one is engine for one in offered)}
             weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
         loading.apply(
             checkpoint,
