@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
 import torch
-from fixtures.deepspeed_runs import difference, plugin, train
+from fixtures.deepspeed_runs import difference, make_loader, make_model, plugin, train
+
+from nb_accelerate import Accelerator
+from nb_accelerate.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)
 EXACT = 1e-5  # float32: other orders of adding up
@@ -102,3 +106,51 @@ def test_two_ranks_train_with_offloaded_state(run_ranks):
     for engine in engines:
         assert difference(plain.losses, engine.losses) < EXACT
         assert difference(plain.norms, engine.norms) < EXACT
+
+
+def windows_by_hand(engine, holds_back):
+    """Train with two backward passes for one step, without ``accumulate``."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=engine)
+    model = make_model()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_loader())
+    losses = []
+    for _ in range(2):
+        for number, (inputs, targets) in enumerate(loader):
+            closes = number % 2 == 1
+            with accelerator.no_sync(model) if holds_back and not closes else contextlib.nullcontext():
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+            if closes:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+@pytest.mark.limit(120)
+def test_windows_that_are_made_by_hand_add_up_as_with_ddp_or_are_refused(run_ranks):
+    def compare():
+        held_back = [windows_by_hand(engine, True) for engine in (None, *map(plugin, STAGES))]
+        for stage in (1, 2, 3):
+            with pytest.raises(ConfigError, match=r"called twice for one optimizer step.*accelerator.no_sync\(model\)"):
+                windows_by_hand(plugin(stage), False)
+        return held_back
+
+    for reference, *stages in run_ranks(compare, deadline=110):
+        for losses in stages:
+            assert difference(reference, losses) < EXACT
+
+
+def test_an_error_on_one_rank_reaches_the_caller(run_ranks):
+    def train_until_it_fails():
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin(3))
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for number in range(4):
+            accelerator.backward(model(torch.ones(2, 6)).sum())
+            if number == 2 and accelerator.process_index == 1:
+                raise KeyError("a mistake on rank 1")
+            optimizer.step()
+
+    with pytest.raises(KeyError, match="a mistake on rank 1"):
+        run_ranks(train_until_it_fails)

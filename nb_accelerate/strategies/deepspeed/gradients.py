@@ -12,6 +12,9 @@ import torch
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.deepspeed.library import engines
 
+_AVERAGED = "_nb_accelerate_averaged"
+"""An attribute of an engine: whether it has averaged gradients since its last step."""
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,6 +52,29 @@ def engine_with(parameters: Sequence[Tensor]) -> Any | None:
 def has_buffers(engine: Any) -> bool:
     """Return whether an engine keeps averaged gradients elsewhere than in ``parameter.grad``."""
     return hasattr(engine.optimizer, "clip_grad")
+
+
+def note_backward(engine: Any) -> None:
+    """Note that an engine is about to run backward.
+
+    Raises:
+        ConfigError: it has averaged gradients already, which ZeRO would replace and not add to.
+    """
+    if not engine.is_gradient_accumulation_boundary() or not has_buffers(engine):
+        return
+    if vars(engine).get(_AVERAGED):
+        raise ConfigError(
+            "accelerator.backward was called twice for one optimizer step. A ZeRO engine averages gradients in the "
+            "last backward of a step, so it has to know which one that is: run the others in `with "
+            "accelerator.no_sync(model):`, or every batch in `with accelerator.accumulate(model):`. To drop what a loop "
+            "has left that was interrupted, call optimizer.zero_grad()."
+        )
+    vars(engine)[_AVERAGED] = True
+
+
+def note_step(engine: Any) -> None:
+    """Note that the gradients of an engine were used, or dropped."""
+    vars(engine)[_AVERAGED] = False
 
 
 def norm_of_gradients(engine: Any) -> Tensor:
@@ -99,6 +125,7 @@ def limit_norm_to_configured(engine: Any) -> None:
 
 def drop_gradients(engine: Any) -> None:
     """Drop what an engine has averaged and accumulated, as it does itself after gradients that were infinite."""
+    note_step(engine)
     optimizer = engine.optimizer
     if not has_buffers(engine):
         engine.zero_grad()

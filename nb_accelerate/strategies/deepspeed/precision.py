@@ -13,7 +13,12 @@ from nb_accelerate.precision.forward import Float32Forward
 from nb_accelerate.precision.precision import Precision
 from nb_accelerate.precision.step import OptimizerStep
 from nb_accelerate.pytree import map_tensors
-from nb_accelerate.strategies.deepspeed.gradients import engine_of, limit_norm_to_configured
+from nb_accelerate.strategies.deepspeed.gradients import (
+    engine_of,
+    limit_norm_to_configured,
+    note_backward,
+    note_step,
+)
 from nb_accelerate.strategies.deepspeed.library import engines
 
 if TYPE_CHECKING:
@@ -74,7 +79,9 @@ class DeepSpeedPrecision(Precision):
                 "take. Leave it out."
             )
         # The loss has been divided by the length of the window already.
-        engine_of_loss(loss).backward(loss, scale_wrt_gas=False, **kwargs)
+        engine = engine_of_loss(loss)
+        note_backward(engine)
+        engine.backward(loss, scale_wrt_gas=False, **kwargs)
 
     @override
     def bind(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
@@ -98,6 +105,7 @@ class EngineStep(OptimizerStep):
                 "called. Prepare a new model and its optimizer."
             )
         engine.step()
+        note_step(engine)
         self.skipped = bool(getattr(engine.optimizer, "overflow", False))
         limit_norm_to_configured(engine)
 
