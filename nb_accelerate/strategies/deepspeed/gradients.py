@@ -65,9 +65,9 @@ def note_backward(engine: Any) -> None:
     if vars(engine).get(_AVERAGED):
         raise ConfigError(
             "accelerator.backward was called twice for one optimizer step. A ZeRO engine averages gradients in the "
-            "last backward of a step, so it has to know which one that is: run the others in `with "
-            "accelerator.no_sync(model):`, or every batch in `with accelerator.accumulate(model):`. To drop what a loop "
-            "has left that was interrupted, call optimizer.zero_grad()."
+            "last backward of a step, so it has to know which that is: run the others in `with "
+            "accelerator.no_sync(model):`, or every batch in `with accelerator.accumulate(model):`. To drop what an "
+            "interrupted loop has left, call optimizer.zero_grad()."
         )
     vars(engine)[_AVERAGED] = True
 
