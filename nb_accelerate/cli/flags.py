@@ -149,7 +149,7 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     (
         "TPU",
         (
-            Flag(name="tpu", help="train on the TPU of this machine"),
+            Flag(name="tpu", help="train on the TPU of this machine, one process for each chip"),
             Flag(name="downcast_bf16", help="with bf16: torch.double in 16 bits too", needs="tpu"),
             Flag(
                 name="main_training_function",
@@ -174,7 +174,6 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
                 metavar="FILE",
             ),
             Flag(name="cpu", help="train on the CPU, also where there are GPUs"),
-            Flag(name="tpu", help="train on the TPU, one process for each chip; an error where there is none"),
             Flag(
                 name="multi_gpu",
                 help="train on GPUs, one process each; an error where there are none",
