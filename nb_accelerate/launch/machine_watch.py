@@ -55,7 +55,7 @@ class MachineWatch:
         self._request = request
         self._is_over = False
         self._processes: dict[int, psutil.Process] = {}
-        machines.rows = self._rows
+        machines.tell_rows(self._rows)
 
     def look(self) -> None:
         """Tell the others of a failure here, or abandon the request because of one there; in the loop's thread."""
@@ -85,8 +85,8 @@ class MachineWatch:
         return error
 
     def close(self) -> None:
-        """Tell nothing of these ranks any more."""
-        self._machines.rows = tuple
+        """Tell nothing of these ranks any more: their pages may be closed after this."""
+        self._machines.tell_rows(None)
 
     def _has_own_cause(self) -> bool:
         return not all(one.peer_lost for one in self._request.incidents)

@@ -69,7 +69,6 @@ class Machines:
 
     Attributes:
         is_first: this is machine 0, which the others are connected to.
-        rows: returns what to show of the ranks of this machine, as JSON values. Called in the thread.
         is_waited_for: returns whether a machine waits to take part in the launch. Called in the thread of machine 0.
         silence_limit: seconds without a line after which another machine counts as lost.
         ends_as: what `close` tells the others: how the launch of this machine has ended.
@@ -79,10 +78,10 @@ class Machines:
         self, me: Machine, *, listener: socket.socket | None = None, link: socket.socket | None = None
     ) -> None:
         self.is_first = listener is not None
-        self.rows: Callable[[], Sequence[dict[str, Any]]] = tuple
         self.is_waited_for: Callable[[], bool] = lambda: False
         self.ends_as = FAILED
         self.silence_limit = silence_limit(None)
+        self._rows: Callable[[], Sequence[dict[str, Any]]] = tuple
         self._me = me
         self._table = {me.number: me} if self.is_first else {}
         self._listener = listener
@@ -192,6 +191,15 @@ class Machines:
 
     # What is told.
 
+    def tell_rows(self, rows: Callable[[], Sequence[dict[str, Any]]] | None) -> None:
+        """Tell machine 0 about the ranks of this machine. What was called before is not called any more after this.
+
+        Args:
+            rows: returns what to show of them, as JSON values; called in the thread. None to tell nothing.
+        """
+        with self._changed:  # the thread holds it while it asks for them
+            self._rows = rows or tuple
+
     def join(self, round_id: str) -> None:
         """Say that the ranks of this machine have gone through a rendezvous."""
         self._tell(round_id=round_id, failed="")
@@ -262,7 +270,7 @@ class Machines:
                 shared = {"table": table, "regroup": self._regroup}
                 lines = [(peer, {**shared, "you": peer.number}) for peer in self._peers if peer.number is not None]
             else:
-                lines = [(peer, {"me": asdict(self._me), "rows": list(self.rows())}) for peer in self._peers]
+                lines = [(peer, {"me": asdict(self._me), "rows": list(self._rows())}) for peer in self._peers]
         for peer, line in lines:
             self._write(peer, line)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -105,8 +106,26 @@ def test_a_number_twice_and_other_numbers_of_processes_are_refused(
 
 def test_rows_of_ranks_come_to_the_first_machine(first: Machines, come: Callable[..., Machines]) -> None:
     second = come(node_rank=1)
-    second.rows = lambda: [{"rank": 1, "state": "running"}]
+    second.tell_rows(lambda: [{"rank": 1, "state": "running"}])
     assert first.wait_for(lambda: first.rows_of_others() == [{"rank": 1, "state": "running"}], soon())
+
+
+def test_ranks_whose_pages_are_closed_are_not_looked_at_any_more(come: Callable[..., Machines]) -> None:
+    second = come(node_rank=1)
+    events, is_asked, goes_on = [], threading.Event(), threading.Event()
+
+    def rows() -> list[dict[str, object]]:
+        is_asked.set()
+        goes_on.wait(LIMIT)
+        events.append("looked")
+        return []
+
+    second.tell_rows(rows)
+    assert is_asked.wait(LIMIT)
+    threading.Timer(0.05, goes_on.set).start()
+    second.tell_rows(None)
+    events.append("closed")
+    assert events == ["looked", "closed"]
 
 
 def test_what_is_no_launch_is_not_let_in(first: Machines) -> None:
