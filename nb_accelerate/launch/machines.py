@@ -253,8 +253,10 @@ class Machines:
                 if self._read(max(0.0, due - time.monotonic())):
                     due = 0.0
                 self._look_for_silence()
+            deadline = time.monotonic() + _CLOSING_LIMIT
+            self._flush(deadline)  # a link that still sends takes no other line
             self._beat()
-            self._flush()
+            self._flush(deadline)
         finally:
             for peer in self._peers:
                 peer.link.close()
@@ -280,21 +282,25 @@ class Machines:
         except OSError:
             self._drop(peer)
 
-    def _flush(self) -> None:
+    def _flush(self, deadline: float) -> None:
         """Send what is left, to those that read."""
-        deadline = time.monotonic() + _CLOSING_LIMIT
         while (late := [peer.link for peer in self._peers if peer.link.is_sending]) and time.monotonic() < deadline:
             wait(late, _FLUSH_INTERVAL)  # type: ignore[arg-type] # it wants no more than a fileno
-            with contextlib.suppress(OSError):
-                for link in late:
-                    link.flush()
+            for peer in [peer for peer in self._peers if peer.link.is_sending]:
+                try:
+                    peer.link.flush()
+                except OSError:
+                    self._drop(peer)
 
     def _read(self, seconds: float) -> bool:
         """Wait for lines and take them; returns whether something is to be said now."""
         sources: list[Any] = [self._wake_reads, *(peer.link for peer in self._peers)]
-        if self._listener is not None:
-            sources.append(self._listener)
-        ready: list[Any] = wait(sources, seconds)
+        if (listener := self._listener) is not None:
+            sources.append(listener)
+        try:
+            ready: list[Any] = wait(sources, seconds)
+        except ValueError:  # meanwhile the listener was given away, and closed
+            return False
         if self._wake_reads in ready:
             self._wake_reads.recv(1 << 10)
         with self._changed:
