@@ -242,6 +242,7 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
     notebook.run(1)
     notebook.wait_until_done()
     start(notebook, 2)
+    notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")  # after the table
     notebook.evaluate("() => document.querySelector('.jp-OutputArea button').focus()")
     for _ in range(2):
         notebook.press("Tab")
