@@ -314,7 +314,8 @@ class Machines:
     def _read_peer(self, peer: _Peer) -> bool:
         try:
             news = [self._hear(peer, line) for line in peer.link.read()]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # it has ended, or is no launch of ours
+        # It has ended, or is no launch of ours. RecursionError: JSON that is nested too deeply.
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self._drop(peer)
             return True
         return any(news)

@@ -128,11 +128,13 @@ def test_ranks_whose_pages_are_closed_are_not_looked_at_any_more(come: Callable[
     assert events == ["looked", "closed"]
 
 
-def test_what_is_no_launch_is_not_let_in(first: Machines) -> None:
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.0\r\n\r\n", b"[" * 60_000 + b"\n"], ids=["no JSON", "too deep"])
+def test_what_is_no_launch_is_not_let_in(first: Machines, come: Callable[..., Machines], line: bytes) -> None:
     with socket.create_connection(("127.0.0.1", first.port)) as stranger:  # type: ignore[attr-defined]
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        stranger.sendall(line)
         assert stranger.recv(100) == b""
     assert len(first.all) == 1
+    come(node_rank=1)
 
 
 def test_sentences_name_who_is_missing() -> None:
