@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
+import pytest
 from playwright.async_api import async_playwright
 
 if TYPE_CHECKING:
@@ -62,13 +63,10 @@ class Chromium:
         executable = shutil.which("chromium")
         if executable is None:
             raise RuntimeError("the browser tests need Chromium. On Debian: apt-get install chromium")
-        before = os.environ["TMPDIR"]  # the driver takes it from here, and the folder of temporary files is watched
-        os.environ["TMPDIR"] = str(folder)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(folder))  # the driver takes it from here; the usual folder is watched
             playwright = await async_playwright().start()
             await self._loop.run_in_executor(None, os.getpid)
-        finally:
-            os.environ["TMPDIR"] = before
         environment = os.environ | {"HOME": str(folder), "TMPDIR": str(folder)}
         browser = await playwright.chromium.launch(
             executable_path=executable, args=_ARGUMENTS, env=dict(environment), headless=True

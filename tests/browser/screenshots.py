@@ -30,7 +30,8 @@ def picture(notebook: Notebook, cell: int, state: str, theme: Theme) -> None:
     for width in WIDTHS:
         notebook.resize(width)
         notebook.scroll_to(cell)
-        print(notebook.screenshot(f"{state}-{width}-{theme}", cell=cell))
+        print(notebook.screenshot(f"{state}-{width}-{theme}", cell=cell), flush=True)
+    notebook.resize(WIDTHS[0])  # a narrow panel has fewer columns
 
 
 def picture_all(server: JupyterServer, chromium: Chromium, theme: Theme) -> None:
