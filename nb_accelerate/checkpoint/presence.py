@@ -102,9 +102,10 @@ class Peers:
         """Tell which process this rank is. Can be repeated."""
         process = [_machine(), os.getpid(), psutil.Process().create_time()]
         self._store.set(f"process {self.rank}", json.dumps(process))
+        self._store.delete_key(f"left {self.rank}")  # a group before, which torch may have given the same keys
 
     def leave(self) -> None:
-        """Tell that this rank comes to its end in an orderly way."""
+        """Tell that this rank comes to its end, or to that of the group, in an orderly way."""
         self._store.set(f"left {self.rank}", "1")
 
     def report(self, said: list[int]) -> list[int]:
@@ -231,12 +232,11 @@ class Reporter:
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
-        if self._peers is not None and self._peers.is_current:
-            with contextlib.suppress(Exception):  # who serves the store may have gone before
-                self._peers.leave()
+        _leave(self._peers)
 
     def _join_group(self) -> None:
         if self._peers is None or not self._peers.is_current:
+            _leave(self._peers)  # others that wait in the group that was destroyed would, as long as this rank lives
             self._peers = peers_here()
             if self._peers is not None:
                 self._peers.announce()
@@ -252,6 +252,12 @@ class Reporter:
             except Exception:  # who serves the store has gone; another group has another one
                 logger.debug("this rank cannot tell how far it is", exc_info=True)
                 failed = self._peers
+
+
+def _leave(peers: Peers | None) -> None:
+    with contextlib.suppress(Exception):  # who serves the store may have gone before
+        if peers is not None:
+            peers.leave()
 
 
 def peers_here() -> Peers | None:

@@ -48,7 +48,7 @@ def test_a_rank_that_is_late_for_the_first_save_of_a_run_is_waited_for(run_ranks
     assert (tmp_path / "state" / "random_states_1.pkl").exists()
 
 
-@pytest.mark.parametrize("where_others_are", ["returned", "in a collective", "in a backward"])
+@pytest.mark.parametrize("where_others_are", ["returned", "in a collective", "in a backward", "out of the group"])
 def test_a_save_of_the_main_process_only_ends_when_the_others_are_past_it(
     run_ranks: RunRanks, tmp_path: Path, where_others_are: str
 ):
@@ -64,6 +64,8 @@ def test_a_save_of_the_main_process_only_ends_when_the_others_are_past_it(
             accelerator.gather(torch.ones(1))
         elif where_others_are == "in a backward":
             accelerator.core.prepared.models[0](torch.ones(1, 2)).sum().backward()
+        elif where_others_are == "out of the group":
+            accelerator.end_training()
         return took
 
     took = run_ranks(save, str(tmp_path / "state"), where_others_are)[0]
