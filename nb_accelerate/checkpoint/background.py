@@ -158,6 +158,11 @@ class CheckpointHandle:
                 self._ended.set()
             raise
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its thread has."""
+        return self._begun.is_set()
+
     def done(self) -> bool:
         """Return whether it has ended, well or not."""
         return self._ended.is_set()
@@ -226,11 +231,18 @@ class BackgroundSaves:
                 finally:
                     page.save_in_background(False)
 
-        page.save_in_background(True)
-        handle = self._handle = CheckpointHandle(folder, run)  # before it begins: an interrupt must not lose it
-        atexit.unregister(self.close)
-        atexit.register(self.close)
-        handle.begin()
+        handle = CheckpointHandle(folder, run)
+        try:
+            page.save_in_background(True)
+            self._handle = handle  # before it begins: an interrupt must not lose it
+            atexit.unregister(self.close)
+            atexit.register(self.close)
+            handle.begin()
+        except BaseException:
+            if not handle.has_begun:  # so nothing will be written, and nobody has to wait for it
+                self._handle = None
+                page.save_in_background(False)
+            raise
         return handle
 
     @property

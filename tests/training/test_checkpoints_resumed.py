@@ -27,6 +27,7 @@ from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.project import ProjectConfiguration, SaveInterval
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.process import context, group
+from nb_accelerate.progress_page import here, layout
 from nb_accelerate.strategies.parts import OptimizerPart
 
 
@@ -412,6 +413,20 @@ def test_a_save_whose_wait_was_interrupted_is_still_waited_for(tmp_path: Path, h
     assert accelerator.wait_for_checkpoint() == tmp_path / "state"
     accelerator.load_state(tmp_path / "state")
     assert torch.equal(model.weight, torch.ones(300, 300))
+
+
+def test_a_save_whose_thread_could_not_be_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    accelerator, _, _ = _filled(1.0)
+    with monkeypatch.context() as refused:
+        refused.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            accelerator.save_state(tmp_path / "state", async_save=True)
+    assert accelerator.wait_for_checkpoint() is None
+    assert not here()._words[layout.SAVES]  # or a launcher would wait for it
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_process_that_was_forked_does_not_wait_for_the_save_of_the_other(tmp_path: Path, held_back: threading.Event):
