@@ -202,7 +202,8 @@ class Panel:
             if process is None:
                 process = self._processes[pid] = psutil.Process(pid)
             with process.oneshot():
-                self._memory[rank] = int(process.memory_info().rss)
+                # 0 is said of a process that has just ended, until its exit code is read.
+                self._memory[rank] = int(process.memory_info().rss) or self._memory.get(rank, 0)
                 (self._stopped.add if process.status() == psutil.STATUS_STOPPED else self._stopped.discard)(rank)
                 used = process.cpu_percent()  # since the last call, so the first means nothing
             if is_known:

@@ -236,6 +236,21 @@ def test_a_process_that_was_stopped_is_named_within_three_seconds(clock: Clock, 
     assert paper.err == [f"Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT {process.pid}\n"]
 
 
+def test_a_process_that_has_ended_keeps_the_memory_that_it_had(clock: Clock):
+    run = Run(1)
+    panel, _, kept = watch(run, 1)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        run.ranks[0] = replace(run.ranks[0], pid=process.pid, memory=0)
+        run.begin_loop()
+        refresh_for(panel, clock, 3.0)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+        before, after = kept.drawn[-1], len(kept.drawn)
+        refresh_for(panel, clock, 3.0)
+    assert before.rows[0].memory
+    assert {view.rows[0].memory for view in kept.drawn[after:]} == {before.rows[0].memory}
+
+
 def test_a_panel_that_cannot_be_drawn_ends_no_run(clock: Clock, caplog: pytest.LogCaptureFixture):
     run = Run(2)
     panel, _, kept = watch(run, 2)
