@@ -55,6 +55,9 @@ class Chromium:
         before = set(psutil.Process().children())
         try:
             self._playwright, self._browser = self.wait_for(self._start(folder))
+        except BaseException:
+            self._end_thread()  # it would keep this process from ending
+            raise
         finally:
             self.processes = [one for one in psutil.Process().children() if one not in before]
             """What was started here. What these start comes and goes with their pages."""
@@ -97,13 +100,16 @@ class Chromium:
             self.wait_for(self._playwright.stop())
             self.wait_for(self._loop.shutdown_default_executor())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._end_thread()
             _, alive = psutil.wait_procs(family, timeout=10)
             for process in alive:
                 process.kill()
             psutil.wait_procs(alive, timeout=5)
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 async def _refuse(route: Route) -> None:

@@ -371,7 +371,7 @@ def test_an_interrupt_leaves_a_save_in_the_background_its_time(
             time.sleep(0.5)
             Path(path, "saved").touch()
 
-        saves.start(Path(path), write, world_size=1)
+        saves.start(Path(path), write, None)
         Path(path, "ready").touch()
         while True:
             time.sleep(0.001)
@@ -379,7 +379,7 @@ def test_an_interrupt_leaves_a_save_in_the_background_its_time(
     monkeypatch.setattr(Launch, "timeouts", Timeouts(interrupt=0.1, unwind=0.1, terminate=0.02))
     handle = notebook_launcher(saves_and_trains, (str(tmp_path),), num_processes=1, block=False, progress="off")
     while not (tmp_path / "ready").exists():
-        time.sleep(0.01)
+        assert not handle.wait(0.01), repr(handle)
     handle.interrupt()
     with pytest.raises(KeyboardInterrupt):
         handle.result()
