@@ -218,6 +218,7 @@ class Reporter:
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
         self._peers: Peers | None = None
+        self._failed: Peers | None = None  # of a group whose store cannot be reached
 
     def start(self) -> None:
         """Tell which process this is, and begin to listen. Can be repeated."""
@@ -232,32 +233,30 @@ class Reporter:
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
-        _leave(self._peers)
+        self._leave()
 
     def _join_group(self) -> None:
         if self._peers is None or not self._peers.is_current:
-            _leave(self._peers)  # others that wait in the group that was destroyed would, as long as this rank lives
+            self._leave()  # others that wait in the group that was destroyed would, as long as this rank lives
             self._peers = peers_here()
             if self._peers is not None:
                 self._peers.announce()
 
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):  # who serves the store may have gone before
+            if self._peers is not None and self._peers is not self._failed:
+                self._peers.leave()
+
     def _run(self) -> None:
         said: list[int] = []
-        failed: Peers | None = None
         while not self._ends.wait(REPORT_INTERVAL):
             try:
                 self._join_group()
-                if self._peers is not None and self._peers is not failed:
+                if self._peers is not None and self._peers is not self._failed:
                     said = self._peers.report(said)
             except Exception:  # who serves the store has gone; another group has another one
                 logger.debug("this rank cannot tell how far it is", exc_info=True)
-                failed = self._peers
-
-
-def _leave(peers: Peers | None) -> None:
-    with contextlib.suppress(Exception):  # who serves the store may have gone before
-        if peers is not None:
-            peers.leave()
+                self._failed = self._peers
 
 
 def peers_here() -> Peers | None:
