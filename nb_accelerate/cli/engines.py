@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "tpu": "XLA"}
 """Flags that ask for an engine, and the word for it in a configuration file."""
 
+_USES = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
+"""Variables that ask for an engine, by the word for it in a configuration file."""
+
 _FLAGS = {flag.name: flag for _, flags in GROUPS for flag in flags if flag.needs}
 
 
@@ -74,5 +77,9 @@ def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, eng
         precision = arguments.mixed_precision or (file.get("mixed_precision") if file is not None else None)
         downcast = arguments.downcast_bf16 or bool(file is not None and file.get("downcast_bf16"))
         low = xla_variables(downcast=downcast) if precision == "bf16" else {}
-    off = {name: "false" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if arguments.multi_gpu}
+    asked = {name for name in _USES.values() if arguments.multi_gpu or os.environ.get(name, "").strip()}
+    if file is not None:  # which ranks read too, where a variable is not set
+        asked.add(_USES.get(file.get("distributed_type", ""), ""))
+    is_said = arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
+    off = {name: "false" for word, name in _USES.items() if is_said and word != engine and name in asked}
     return off | {name: value for name, value in low.items() if not os.environ.get(name, "").strip()} | high

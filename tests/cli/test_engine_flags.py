@@ -102,6 +102,16 @@ def test_another_kind_of_flag_turns_the_engine_of_the_file_off(
     assert found == {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
 
 
+@pytest.mark.parametrize(("flag", "of_file"), [("--use_deepspeed", "FSDP"), ("--use_fsdp", "DEEPSPEED")])
+def test_a_flag_for_one_engine_turns_the_engine_of_the_file_off(
+    flag: str, of_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = file_for(of_file, tmp_path)
+    found = variables_of(["--cpu", flag, "--config_file", str(file)], tmp_path, capsys)
+    assert found[f"ACCELERATE_USE_{of_file}"] == "false"  # else ranks would read it in the file, and find both
+    assert found[f"ACCELERATE_{flag[2:].upper()}"] == "true"
+
+
 THEIRS = """
 import json, os, sys
 from accelerate.commands import launch
