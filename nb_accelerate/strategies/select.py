@@ -118,9 +118,11 @@ def resolve_engines(
             "fsdp_plugin and deepspeed_plugin were given, and a model is sharded by one of them. Leave one out."
         )
     if before is not None:
+        # What was given now is no contradiction to an earlier choice: it replaces it.
+        followed = before.deepspeed if layout is None else None
+        layout = before.parallelism if layout is None and deepspeed is None else layout
         if fsdp is None and deepspeed is None:
-            fsdp, deepspeed = before.fsdp, before.deepspeed
-        layout = before.parallelism if layout is None else layout
+            fsdp, deepspeed = before.fsdp, followed
     parallelism = resolve_parallelism(layout, environment)
     shards = parallelism is not None and parallelism.dp_shard_enabled
     chosen = None if fsdp is not None else resolve_deepspeed(deepspeed, environment)
@@ -188,9 +190,11 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
             )
         if engines.fsdp is not None and process.topology.world_size > 1:
             raise ConfigError(
-                f"fsdp_plugin was given, but models are not sharded over {process.kind.label}s. Leave it out, and "
-                "ACCELERATE_USE_FSDP too."
+                f"fsdp_plugin or parallelism_config was given, but models are not sharded over {process.kind.label}s. "
+                "Leave it out, and ACCELERATE_USE_FSDP or ACCELERATE_USE_PARALLELISM_CONFIG too."
             )
+        if engines.parallelism is not None and process.topology.world_size > 1:
+            engines.parallelism.check_ranks(process.topology.world_size)
         strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)
         return strategy
     if engines.deepspeed is not None:

@@ -15,6 +15,7 @@ from nb_accelerate.config.deepspeed_json import HfDeepSpeedConfig, contradiction
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.file import read_config
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
+from nb_accelerate.config.parallelism import ParallelismConfig
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.deepspeed.resolve import Run, engine_config
 from nb_accelerate.strategies.select import resolve_engines
@@ -157,6 +158,22 @@ def test_one_engine_shards_a_model_and_one_place_says_how_long_a_window_is():
         resolve({"ACCELERATE_USE_DEEPSPEED": "1", "ACCELERATE_USE_FSDP": "1"})
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 2 .* and 4 for DeepSpeed"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin("{}", 4))
+
+
+def test_what_is_given_replaces_another_engine_of_an_accelerator_before():
+    def resolve(before=None, **plugins):
+        return resolve_engines(plugins, ddp=DistributedDataParallelKwargs(), before=before, environment=Environment({}))
+
+    sharded = resolve(parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert sharded.fsdp is not None
+    assert resolve(before=sharded).parallelism == sharded.parallelism
+    other = resolve(before=sharded, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+    assert (other.fsdp, other.parallelism) == (None, None)
+    assert other.selected_deepspeed is not None
+    assert resolve(before=other).deepspeed == other.deepspeed
+    back = resolve(before=other, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert back.deepspeed is None
+    assert back.fsdp is not None
 
 
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
