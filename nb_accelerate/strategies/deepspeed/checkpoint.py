@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SHARE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+_OF_FSDP = re.compile(r"pytorch_model_fsdp_\d+/\.metadata")
 _WHOLE = "mp_rank_00_model_states.pt"
 _WHOLE_OF_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -59,6 +60,13 @@ def check_engine(
     """
     names = {name.partition("/")[2] for name in files if name.startswith(f"{tag}/")}
     if not names & {_WHOLE, _WHOLE_OF_STAGE_3}:
+        shards = next((name.partition("/")[0] for name in sorted(files) if _OF_FSDP.match(name)), None)
+        if shards is not None:
+            raise CheckpointError(
+                f"{folder} was saved with FSDP, in shards, and not by DeepSpeed. For the weights alone: `nb-accelerate "
+                f"merge-weights {folder / shards} WEIGHTS`, and load_checkpoint_in_model(model, 'WEIGHTS') before "
+                "prepare."
+            )
         raise CheckpointError(
             f"{folder} has no {tag}/{_WHOLE}: it was not saved by DeepSpeed. Load its weights before prepare, with "
             "load_checkpoint_in_model(model, folder), or go on without DeepSpeed."
