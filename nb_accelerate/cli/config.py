@@ -174,7 +174,9 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
             asker, "Check what processes hand to each collective? It finds mistakes, and is slower", default=False
         )
     if kind == "XLA":
-        found["downcast_bf16"] = confirm(asker, "Compute torch.double in 32 bits on the TPU too?", default=False)
+        found["downcast_bf16"] = confirm(
+            asker, "Keep weights in 16 bits on the TPU too, and torch.double in 32?", default=False
+        )
     if confirm(asker, "Compile models with torch.compile?", default=False):
         found["dynamo_config"] = _ask_dynamo(asker)
     found["mixed_precision"] = asker.choose(

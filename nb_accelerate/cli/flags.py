@@ -150,7 +150,9 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         "TPU",
         (
             Flag(name="tpu", help="train on the TPU of this machine, one process for each chip"),
-            Flag(name="downcast_bf16", help="with bf16: torch.double in 16 bits too", needs="tpu"),
+            Flag(
+                name="downcast_bf16", help="with bf16: keep weights in 16 bits too, and torch.double in 32", needs="tpu"
+            ),
             Flag(
                 name="main_training_function",
                 help="understood, and without effect",

@@ -104,12 +104,15 @@ def deepspeed_fields(section: Collection[str], *, has_precision: bool) -> dict[s
 
 
 def xla_variables(*, downcast: bool) -> dict[str, str]:
-    """Return the variable by which bf16 is asked for on a TPU.
+    """Return the variable by which torch_xla keeps all numbers on a TPU in fewer bits; bf16 alone asks for none.
+
+    With bf16 an `Accelerator` computes in bfloat16 and keeps weights in float32. accelerate's launcher sets
+    ``XLA_USE_BF16`` then, by which weights and the state of optimizers lose these bits.
 
     Args:
-        downcast: numbers of 64 bits have 16 too, and not 32.
+        downcast: tensors of 32 bits have 16, and those of 64 have 32.
     """
-    return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
+    return {"XLA_DOWNCAST_BF16": "1"} if downcast else {}
 
 
 def _variables(section: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:

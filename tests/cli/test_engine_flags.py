@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate.cli import main
+from nb_accelerate.cli.engines import engine_variables
+from nb_accelerate.cli.flags import add_flags
 from nb_accelerate.config.env import Environment
-from nb_accelerate.config.file import read_config
+from nb_accelerate.config.file import read_config, write_config
 
 FSDP = {
     "fsdp_version": 2,
@@ -100,6 +103,18 @@ def test_another_kind_of_flag_turns_the_engine_of_the_file_off(
     file = file_for("FSDP", tmp_path)
     found = variables_of(["--multi_gpu", "--config_file", str(file)], tmp_path, capsys)
     assert found == {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
+
+
+def test_bf16_on_a_tpu_leaves_weights_in_32_bits_unless_that_is_asked_for(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    for downcast, expected in ((False, {}), (True, {"XLA_DOWNCAST_BF16": "1"})):
+        flags = ["--tpu", "--mixed_precision=bf16", *(["--downcast_bf16"] if downcast else [])]
+        assert engine_variables(parser.parse_args(flags), None, "XLA") == expected
+        values = {"distributed_type": "XLA", "mixed_precision": "bf16", "downcast_bf16": downcast}
+        found = read_config(write_config(values, tmp_path / f"{downcast}.json"))
+        assert found is not None
+        assert found.engine_variables("XLA") == expected
 
 
 @pytest.mark.parametrize(("flag", "of_file"), [("--use_deepspeed", "FSDP"), ("--use_fsdp", "DEEPSPEED")])
