@@ -129,8 +129,8 @@ def resolve_engines(
     if chosen is not None:
         if deepspeed is None and environment.flag("ACCELERATE_USE_FSDP"):
             raise ConfigError(
-                "ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP are both set, and a model is sharded by one of them. "
-                "Unset one."
+                "ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP are both set, one of them maybe by distributed_type "
+                "in the configuration file, and a model is sharded by one engine. Set the other to false."
             )
         if parallelism is not None:
             raise ConfigError(
