@@ -9,12 +9,18 @@ from torch.utils.hooks import RemovableHandle
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.checkpoint import state
+from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
+from nb_accelerate.checkpoint.sharded import ShardedFolder, named
 from nb_accelerate.checkpoint.sharing import RankIdentity
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.parts import OptimizerPart
 from nb_accelerate.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
     from nb_accelerate.checkpoint.registry import Hook
 
 
@@ -87,6 +93,59 @@ class CheckpointPartsSlice(Slice):
             scaler=self.core.precision.scaler,
             custom=self.core.registry.objects,
         )
+
+    def _collect(self, parts: list[state.Part]) -> tuple[list[Any], list[ShardedFolder]]:
+        """Collect the states that may be sharded; return those of models, and what is saved as shards.
+
+        Comes before anything is written: a rank that cannot write would leave the others waiting in an exchange.
+        """
+        strategy = self.core.strategy
+        models = [model for model in self.core.prepared.models if not strategy.saves_itself(model)]
+        inner = [strategy.unwrap(model, keep_torch_compile=False) for model in models]
+        if strategy.saves_shards:
+            return self._plan_shards(inner, parts)
+        keep = self.core.process.topology.is_local_main  # of these, some publish: see `share`
+        weights = [strategy.model_state(model, keep=keep) for model in inner]
+        for part in parts:
+            if isinstance(part.thing, OptimizerPart):
+                part.thing.collect(keep=keep)
+        return weights, []
+
+    def _plan_shards(self, models: list[nn.Module], parts: list[state.Part]) -> tuple[list[Any], list[ShardedFolder]]:
+        if self.core.recording.project.save_on_each_node:
+            raise ConfigError(
+                "save_on_each_node=True makes a checkpoint on each machine, and with FSDP each holds a part only. "
+                "Save to a disk that machines share, or whole weights: "
+                "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+            )
+        folders = [
+            ShardedFolder(f"{FSDP_MODEL_NAME}_{number}", "model", model.state_dict())
+            for number, model in enumerate(models)
+        ]
+        weights = [folder.state for folder in folders]
+        for part in parts:
+            if isinstance(part.thing, OptimizerPart) and part.folder is not None:
+                by_name = named(part.thing.state_dict(), part.thing.names)
+                folders.append(ShardedFolder(part.folder, "optimizer", by_name))
+        for folder in folders:
+            folder.plan(self.core.collectives)
+        return weights, folders
+
+    def _engines(self) -> dict[str, nn.Module]:
+        """Return the models that their engines save, by the names of their folders in a checkpoint."""
+        strategy = self.core.strategy
+        models = [model for model in self.core.prepared.models if strategy.saves_itself(model)]
+        return {f"{MODEL_NAME}_{number}" if number else MODEL_NAME: model for number, model in enumerate(models)}
+
+    def _weights(
+        self, weights: list[dict[str, Any]], folder: Path, engine_kwargs: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Let engines write their models, and return the weights that hooks leave to be written."""
+        for tag, engine in self._engines().items():
+            self.core.strategy.save_engine(engine, folder, tag, **engine_kwargs)
+        for hook in self.core.registry.before_save.values():
+            hook(list(self.core.prepared.models), weights, str(folder))
+        return weights
 
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir

@@ -12,6 +12,8 @@ answered yet, and the next one follows after its deadline.
 
 The methods run in the thread of the loop. Answers are unpickled later, in the thread that has asked and closes the
 request, because users' code takes part in that.
+
+More than 400 lines: a quarter documents attributes, and what may happen to a request is easier to check in one place.
 """
 
 from __future__ import annotations
