@@ -73,13 +73,18 @@ class Project:
         chromium.chmod(0o755)
         self.write_makefile()
 
-    def write_makefile(self, test: str = "true", slow: str = "true", demo: str = "true") -> None:
-        (self.folder / "Makefile").write_text(
-            f"lint:\n\t@true\ntest:\n\t@{test}\ndemo:\n\t@{demo}\ntest-slow:\n\t@{slow}\n"
-        )
+    def write_makefile(self, **commands: str) -> None:
+        """Write a Makefile with the targets of `.ci/run`.
 
-    def make_reruns_end_with(self, command: str) -> None:
-        python = self.folder / ".venv" / "bin" / "python"
+        Args:
+            **commands: what targets run, with ``_`` for ``-`` in their names; the others succeed.
+        """
+        targets = ("lint", "test", "demo", "test-slow", "test-deepspeed", "test-xla")
+        lines = (f"{target}:\n\t@{commands.get(target.replace('-', '_'), 'true')}\n" for target in targets)
+        (self.folder / "Makefile").write_text("".join(lines))
+
+    def make_reruns_end_with(self, command: str, venv: str = ".venv") -> None:
+        python = self.folder / venv / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(f'#!/bin/sh\necho "again: $3"\n{command}\n')
         python.chmod(0o755)
@@ -122,12 +127,21 @@ def test_ci_passes_and_names_a_test_that_passes_alone(project: Project) -> None:
 
 
 def test_ci_fails_on_a_test_that_fails_alone_too(project: Project) -> None:
-    project.write_makefile(slow=FAIL_ONE)
+    project.write_makefile(test_slow=FAIL_ONE)
     project.make_reruns_end_with("exit 1")
     result = project.run()
     assert result.returncode == 1
     assert "FAILED TWICE tests/a.py::test_b[x y]" in result.stdout
     assert "FLAKY" not in result.stdout
+
+
+@pytest.mark.parametrize(("folder", "target"), [("with_deepspeed", "test_deepspeed"), ("xla", "test_xla")])
+def test_ci_reruns_a_test_in_the_environment_that_it_belongs_to(project: Project, folder: str, target: str) -> None:
+    project.write_makefile(**{target: FAIL_ONE.replace("tests/a.py", f"tests/{folder}/a.py")})
+    project.make_reruns_end_with("exit 0", venv=".venv-" + target.removeprefix("test_"))
+    result = project.run()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.rstrip().endswith(f"FLAKY tests/{folder}/a.py::test_b[x y]")
 
 
 @pytest.mark.parametrize("target", [{"test": "exit 1"}, {"demo": "exit 1"}])

@@ -82,7 +82,7 @@ def test_old_logs_are_removed_and_nothing_else(folder: Path, usual: Path) -> Non
     outside = folder / "outside.log"
     outside.touch()
     (usual / "link.log").symlink_to(outside)
-    long_ago = time.time() - logs._KEPT - 60
+    long_ago = time.time() - logs._MAX_AGE - 60
     for path in (old, other, outside):
         os.utime(path, (long_ago, long_ago))
     os.utime(usual / "link.log", (long_ago, long_ago), follow_symlinks=False)
