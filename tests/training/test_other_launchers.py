@@ -122,6 +122,8 @@ def test_random_numbers_of_a_tpu_are_in_step(monkeypatch):
     states = [7]
     xla = types.SimpleNamespace(get_rng_state=lambda: states[-1], set_rng_state=states.append)
     synchronize((RNGType.XLA,), lambda state: state + 1)  # nothing where torch_xla is not in use
+    runtime = types.SimpleNamespace(_xla_runtime_is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch_xla", types.SimpleNamespace(_XLAC=runtime))
     monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", xla)
     synchronize((RNGType.XLA,), lambda state: state + 1)
     utils.set_seed(11)
