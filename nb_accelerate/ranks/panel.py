@@ -40,6 +40,7 @@ class RequestView:
         self._actions = actions
         for rank in request.ranks:
             rank.output.logged.clear()
+        self._unasked: set[int] = set()
         self._requests_before = {rank.rank: rank.handle.page.read().request for rank in request.ranks if rank.is_ready}
 
     def look(self) -> list[Seen]:
@@ -50,13 +51,13 @@ class RequestView:
         ]
 
     def ask(self) -> None:
-        """Ask the ranks that are busy for their stacks."""
-        if self._request.step is None:
-            for rank in self._request.waiting:
-                ask_for_stacks(rank)
+        """Ask the ranks that are busy for their stacks, and those that are not ready yet as soon as they are."""
+        self._unasked = {rank.rank for rank in self._request.waiting}
+        self._ask_ready()
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks that have come, by rank."""
+        self._ask_ready()
         return self._request.stacks
 
     def log(self, rank: int) -> str:
@@ -70,6 +71,13 @@ class RequestView:
     def actions(self) -> Sequence[Action]:
         """Return the panel's buttons."""
         return self._actions
+
+    def _ask_ready(self) -> None:
+        if self._request.step is None:
+            for rank in self._request.waiting:
+                if rank.is_ready and rank.rank in self._unasked:
+                    self._unasked.discard(rank.rank)
+                    ask_for_stacks(rank)
 
     def _sample(self, rank: RankProxy) -> Sample:
         sample = rank.handle.page.read()
