@@ -28,6 +28,7 @@ from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death,
 from nb_accelerate.ranks.guard import GuardedOutput
 from nb_accelerate.ranks.handle import RankHandle
 from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.ranks.panel import RequestView
 from nb_accelerate.ranks.proxy import RankProxy
 from nb_accelerate.ranks.request import Awaits, Request
 from nb_accelerate.ranks.request_output import RequestOutput
@@ -192,6 +193,19 @@ def failure(name: str, when: float, *, peer_lost: bool = False) -> Failure:
 
 
 RESULT = Result(parcel=Parcel())
+
+
+def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:
+    handle = ActorRank(0, None)
+    rank = RankProxy(handle, loop)
+    loop.add(rank)
+    request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
+    view = RequestView(request, ())
+    view.ask()
+    assert handle.verbs == []
+    rank.is_ready = True
+    view.stacks()
+    assert handle.verbs == ["dump_stacks"]
 
 
 def test_ranks_of_any_kind_answer_print_and_leave(loop: RankLoop) -> None:
