@@ -97,6 +97,6 @@ $(RIVALS): $(READY) tests/requirements-bench.txt
 $(WITH_DEEPSPEED)/ready: $(READY) tests/requirements-deepspeed.txt
 	@echo "installing DeepSpeed in $(WITH_DEEPSPEED)"
 	@$(RUN) -m venv --clear $(WITH_DEEPSPEED)
-	@$(RUN) -c 'import pathlib, site; [behind] = site.getsitepackages(); [site_packages] = pathlib.Path("$(WITH_DEEPSPEED)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
+	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(WITH_DEEPSPEED)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
 	@$(WITH_DEEPSPEED)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-deepspeed.txt
 	@touch $(WITH_DEEPSPEED)/ready
