@@ -61,8 +61,10 @@ def test_losses_are_those_of_accelerate_and_of_torchrun(
     found = {}
     for starter, run in runs.items():
         _, error = run.communicate(timeout=100)
-        assert run.returncode == 0, error
-        found[starter] = json.loads((tmp_path / f"{starter}.json").read_text())
+        written = tmp_path / f"{starter}.json"
+        # accelerate's ranks may abort in C++ when they exit, after they have written all ("terminate called").
+        assert run.returncode == 0 or (starter == "accelerate" and written.exists()), error
+        found[starter] = json.loads(written.read_text())
     assert found["ours"]["processes"] == 2
     assert found["torchrun"] == found["ours"]
     assert found["accelerate"]["processes"] == 2
