@@ -201,7 +201,7 @@ def _classes_of_deepspeed() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    def stage(cls: object, name: str) -> Any:
+    def stage(cls: Any, name: str) -> Any:
         """Stand for `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of enums."""
         if cls is not ZeroStageEnum:
             raise UnpicklingError(f"it would read {name} of {cls!r}")
