@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from nb_accelerate.ranks.timeouts import Timeouts
 
 
+_LONGEST_QUIET = 60.0
+"""Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise."""
+
+
 class HangWatch:
     """Watches the ranks of one request. The loop's thread calls `act` when it is due.
 
     Once nothing has come from the ranks for ``quiet`` seconds and their progress pages have not changed either, they
-    are asked for their stacks. If those show a hang it is reported, once.
+    are asked for their stacks. If those show a hang it is reported, once. Ranks that move slowly, or compute for long
+    in one place, are asked less and less often: faulthandler interrupts what they do, and CPython 3.11 may crash in it.
 
     Args:
         request: one that has begun.
@@ -39,6 +44,8 @@ class HangWatch:
     def __init__(self, request: Request, timeouts: Timeouts) -> None:
         self._request = request
         self._timeouts = timeouts
+        self._quiet = timeouts.quiet
+        self._moved_at: float | None = None
         self._asked = False
         self._seen: Mapping[int, str] = {}
         self._said = False
@@ -47,8 +54,10 @@ class HangWatch:
 
     def moved(self) -> None:
         """Note that a rank has printed something."""
+        now = time.monotonic()
+        self._note_movement(now)
         if not self._asked:
-            self.due = time.monotonic() + self._timeouts.quiet
+            self.due = now + self._quiet
 
     def act(self) -> None:
         """Read the progress pages, ask the ranks for their stacks, or look at the stacks that have come."""
@@ -57,18 +66,25 @@ class HangWatch:
             self.due = NEVER
         elif self._asked:
             self._asked = False
-            self.due = now + self._timeouts.quiet
             self._look()
+            self.due = now + self._quiet
         elif self._progress is None:
             self._progress = self._read_progress()
-            self.due = now + self._timeouts.quiet / 2
+            self.due = now + self._quiet / 2
         elif self._has_progressed():
-            self.due = now + self._timeouts.quiet
+            self._note_movement(now)
+            self.due = now + self._quiet
         else:
             self._asked = True
             self.due = now + self._timeouts.stacks
             for rank in request.waiting:
                 ask_for_stacks(rank)
+
+    def _note_movement(self, now: float) -> None:
+        """Wait longer than twice the longest pause between two movements. What comes before the first is the start."""
+        if self._moved_at is not None:
+            self._quiet = max(self._quiet, min(2 * (now - self._moved_at), _LONGEST_QUIET))
+        self._moved_at = now
 
     def _has_progressed(self) -> bool:
         before, self._progress = self._progress, self._read_progress()
@@ -87,7 +103,9 @@ class HangWatch:
             text = verdict(dumps, finished)
             if text:
                 self._said = True
-                request.say(f"nothing has moved for {self._timeouts.quiet:g} s: {text}. {request.wording.when_hung}")
+                request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {text}. {request.wording.when_hung}")
+            elif places == self._seen:
+                self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
         self._seen = places
 
 

@@ -27,6 +27,7 @@ from nb_accelerate.protocol.messages import Call, ErrorReport, Failure, Parcel, 
 from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death, error_of, first_cause
 from nb_accelerate.ranks.guard import GuardedOutput
 from nb_accelerate.ranks.handle import RankHandle
+from nb_accelerate.ranks.hang import HangWatch
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.panel import RequestView
 from nb_accelerate.ranks.proxy import RankProxy
@@ -516,3 +517,14 @@ def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
     launch.stop()
     assert "rank 0 waits in barrier, called from waits_in_vain" in said
     assert "rank 1 has come to the end. Interrupt it to end it" in said
+
+
+def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(loop: RankLoop) -> None:
+    rank = RankProxy(ActorRank(0, None), loop)
+    loop.add(rank)
+    request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
+    watch = HangWatch(request, Timeouts(quiet=0.05))
+    watch.moved()
+    time.sleep(0.5)  # a pause of a rank, which is what the watch measures
+    watch.moved()
+    assert watch.due - time.monotonic() > 0.9
