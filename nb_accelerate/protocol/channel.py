@@ -1,7 +1,10 @@
 """Send and receive messages and file descriptors over a private Unix socket pair.
 
-A frame is a header (length, number of descriptors) and a pickled message. Both ends belong to one user's process
-family and neither has a name, so no stranger can write to one: that is why unpickling here is safe.
+A frame is a header (length, number of descriptors, whether the message is in a file) and a pickled message. Both ends
+belong to one user's process family and neither has a name, so no stranger can write to one: that is why unpickling here
+is safe.
+
+A large message travels as a descriptor of an anonymous file: whoever sends it to a suspended process is not blocked.
 
 The kernel reads without blocking (`Channel.drain`), because a rank that was stopped in the middle of a frame must
 not stop the kernel. A rank reads one message at a time (`Channel.recv`).
@@ -10,6 +13,8 @@ not stop the kernel. A rank reads one message at a time (`Channel.recv`).
 from __future__ import annotations
 
 import array
+import contextlib
+import io
 import pickle
 import socket
 import struct
@@ -17,12 +22,17 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nb_accelerate.protocol.shipping import write_segment
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_HEADER = struct.Struct("!QB")
-_MAX_FDS = 16
-"""Descriptors in one message, at most."""
+_HEADER = struct.Struct("!QB?")
+_MAX_FDS = 17
+"""Descriptors in one message, at most: 16 of the sender's, and that of a file with the message."""
+
+_LONGEST_INLINE = 1 << 15
+"""Bytes of a pickled message in a frame. Several such frames fit into the smallest buffer of a socket in use."""
 
 _CHUNK = 1 << 16
 """Bytes that are read at once."""
@@ -61,18 +71,23 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message, with copies of `fds`. Blocks while the other end does not read.
+        """Send a message, with copies of `fds`. Blocks while the other end has several messages to read.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is gone, or there is no room for a large message.
         """
         body = pickle.dumps(message, protocol=5)
-        frame = _HEADER.pack(len(body), len(fds)) + body
-        with self._sending:
-            sent = 0
-            if fds:
-                sent = socket.send_fds(self._socket, [frame], list(fds))
-            self._socket.sendall(memoryview(frame)[sent:])
+        with contextlib.ExitStack() as stack:
+            in_file = len(body) > _LONGEST_INLINE
+            if in_file:
+                file = stack.enter_context(write_segment([memoryview(body)]))
+                fds = [file.fileno(), *fds]
+            frame = _HEADER.pack(len(body), len(fds), in_file) + (b"" if in_file else body)
+            with self._sending:
+                sent = 0
+                if fds:
+                    sent = socket.send_fds(self._socket, [frame], list(fds))
+                self._socket.sendall(memoryview(frame)[sent:])
 
     def recv(self) -> Received:
         """Wait for the next message.
@@ -116,13 +131,18 @@ class Channel:
 
     def _parse(self) -> Iterator[Received]:
         while len(self._bytes) >= _HEADER.size:
-            length, num_fds = _HEADER.unpack_from(self._bytes)
-            end = _HEADER.size + length
+            length, num_fds, in_file = _HEADER.unpack_from(self._bytes)
+            end = _HEADER.size + (0 if in_file else length)
             if len(self._bytes) < end:
                 return
             body = bytes(memoryview(self._bytes)[_HEADER.size : end])
             del self._bytes[:end]
             fds = tuple(self._fds.popleft() for _ in range(num_fds))
+            if in_file:
+                file, *rest = fds
+                fds = tuple(rest)
+                with io.FileIO(file) as source:
+                    body = source.readall()
             yield Received(pickle.loads(body), fds)
 
 

@@ -60,7 +60,7 @@ class Packed:
             return
         parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
         self.parcel = Parcel(sizes=tuple(part.nbytes for part in parts))
-        self._segment = _write_segment(parts)
+        self._segment = write_segment(parts)
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -173,7 +173,12 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _write_segment(parts: list[memoryview]) -> io.FileIO:
+def write_segment(parts: list[memoryview]) -> io.FileIO:
+    """Return an anonymous file with these bytes, each part at a multiple of `_ALIGNMENT`. Close it.
+
+    Raises:
+        OSError: there is no room for it.
+    """
     with interrupts_later():
         file = _anonymous_file()
     try:

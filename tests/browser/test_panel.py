@@ -191,8 +191,8 @@ def test_of_64_ranks_one_sees_how_all_are_and_who_is_slow(open_notebook: OpenNot
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    assert len(ranks_of(notebook)) == 64
     notebook.wait_for_output(1, "x slower: ", timeout=60)
+    assert len(ranks_of(notebook)) == 64
     notebook.screenshot("panel-64-light-running", cell=1)
     notebook.wait_until(ONE_OF_64_IS_SLOW)
     assert notebook.evaluate(TOO_WIDE) == []

@@ -50,10 +50,20 @@ def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
     here.close()  # the leak check watches
 
 
+def test_a_large_message_to_a_process_that_does_not_read_holds_up_nobody() -> None:
+    here, there = Channel.pair()
+    there.setblocking(False)
+    here._socket.settimeout(5)  # a send that waits for the other end fails
+    here.send(b"x" * 10_000_000)
+    assert len(Channel(there).drain()[0][0].message) == 10_000_000
+    here.close()
+    there.close()
+
+
 def test_half_a_message_does_not_hold_up_whoever_drains() -> None:
     here, there = Channel.pair()
     body = pickle.dumps("late")
-    there.send(len(body).to_bytes(8, "big") + b"\0" + body[:3])
+    there.send(len(body).to_bytes(8, "big") + b"\0\0" + body[:3])
     assert here.drain() == ([], True)
     there.send(body[3:])
     assert here.drain() == ([("late", ())], True)

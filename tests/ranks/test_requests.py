@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.progress_page.page import ProgressPage
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Call, ErrorReport, Failure, Parcel, Quit, Ready, Result
+from nb_accelerate.ranks import hang
 from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death, error_of, first_cause
 from nb_accelerate.ranks.guard import GuardedOutput
 from nb_accelerate.ranks.handle import RankHandle
@@ -328,7 +330,7 @@ def test_the_error_about_a_rank_whose_message_cannot_be_read_keeps_the_cause(loo
     handle = ActorRank(0, None, ends_on=["kill"])
     request = begin(loop, [handle], call_steps(SOON))
     no_pickle = b"no pickle"
-    handle._there._socket.sendall(struct.pack("!QB", len(no_pickle), 0) + no_pickle)
+    handle._there._socket.sendall(struct.pack("!QB?", len(no_pickle), 0, False) + no_pickle)
     loop.run(request)
     error = error_of(request)
     assert "cannot be read (UnpicklingError" in str(error)
@@ -519,12 +521,16 @@ def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
     assert "rank 1 has come to the end. Interrupt it to end it" in said
 
 
-def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(loop: RankLoop) -> None:
+def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
+    loop: RankLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
     rank = RankProxy(ActorRank(0, None), loop)
     loop.add(rank)
     request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
-    watch = HangWatch(request, Timeouts(quiet=0.05))
-    watch.moved()
-    time.sleep(0.5)  # a pause of a rank, which is what the watch measures
-    watch.moved()
-    assert watch.due - time.monotonic() > 0.9
+    watch = HangWatch(request, Timeouts(quiet=3.0))
+    for pause, wait in ((20.0, 3.0), (1.0, 3.0), (10.0, 20.0), (500.0, 60.0)):  # the first is the start of the ranks
+        now += pause
+        watch.moved()
+        assert watch.due == now + wait
