@@ -1,10 +1,8 @@
 """Where the main thread of a rank is, also while C code holds the interpreter.
 
-A rank registers `faulthandler` for a signal. Its dump is written by C code without the interpreter's lock, so it
-works in a blocked collective or a compiled loop; a stopped process (SIGSTOP) does not answer.
-
-Other threads are left out. Nothing keeps them from running while they are listed, and a rank whose threads read a
-checkpoint was ended by a fault in `dump_traceback`.
+A thread of the rank writes it when it is asked (`nb_accelerate.worker.stack_writer`). If that thread does not get the
+interpreter's lock, the rank gets a signal for which it has registered `faulthandler`, which writes the same from C
+code. A stopped process (SIGSTOP) does not answer.
 """
 
 from __future__ import annotations

@@ -88,7 +88,16 @@ class LocalRank(RankHandle):
             self.stacks, stacks = _pipe(undo)
             self.status, self._status_end = _pipe(undo)
             interrupt, self._interrupt = _pipe(undo)
-            for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
+            stack_requests, self._stack_requests = _pipe(undo)
+            self._kernel_ends = (
+                self.stdout,
+                self.stderr,
+                self.stacks,
+                self.status,
+                self._interrupt,
+                self._stack_requests,
+            )
+            for fd in self._kernel_ends:
                 os.set_blocking(fd, False)
             page = os.dup(self.page.fd)
             undo.pop_all()
@@ -97,6 +106,7 @@ class LocalRank(RankHandle):
             stdout=stdout,
             stderr=stderr,
             interrupt=interrupt,
+            stack_requests=stack_requests,
             stacks=stacks,
             page=page,
             store=store_fd,
@@ -166,8 +176,12 @@ class LocalRank(RankHandle):
         self.signal(NUDGE)
 
     @override
-    def dump_stacks(self) -> None:
-        self.signal(DUMP_SIGNAL)
+    def dump_stacks(self, *, by_signal: bool = False) -> None:
+        if by_signal:
+            self.signal(DUMP_SIGNAL)
+        elif not self.closed:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has not read earlier ones, or has ended
+                os.write(self._stack_requests, b"?")
 
     @override
     def terminate(self) -> None:
@@ -235,7 +249,7 @@ class LocalRank(RankHandle):
         self.channel.close()
         if self._process >= 0:
             os.close(self._process)
-        for fd in (self.stdout, self.stderr, self.stacks, self.status, self._interrupt):
+        for fd in self._kernel_ends:
             os.close(fd)
 
     def _is_child(self, pid: int) -> bool:

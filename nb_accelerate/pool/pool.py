@@ -413,7 +413,8 @@ class Pool:
 
     def where(self) -> dict[int, str]:
         """Return where every rank is in its code, also while it runs a cell: in a few words, by rank."""
-        return locate_ranks(self._the_group().ranks, self._busy_ranks(), self.timeouts.stacks)
+        group = self._the_group()
+        return locate_ranks(group.ranks, self._busy_ranks(), self.timeouts.stacks, group.loop.post)
 
     def _busy_ranks(self) -> set[int]:
         busy = self._running

@@ -28,7 +28,7 @@ class RankHandle(ABC):
         page: the progress page on which it says how far it is.
         stdout: descriptor with what Python prints and C code writes to descriptor 1.
         stderr: descriptor with what C code writes to descriptor 2.
-        stacks: descriptor with the stacks of its threads, after `dump_stacks`.
+        stacks: descriptor with the stack of its main thread, after `dump_stacks`.
         status: descriptor that becomes readable when the rank has ended; see `read_end`.
         ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
@@ -78,8 +78,13 @@ class RankHandle(ABC):
         """Wake up a rank that had begun to wait for something just when an interrupt came."""
 
     @abstractmethod
-    def dump_stacks(self) -> None:
-        """Have it write the stacks of all its threads to `stacks`, also while C code holds the interpreter."""
+    def dump_stacks(self, *, by_signal: bool = False) -> None:
+        """Have it write where its main thread is to `stacks`.
+
+        Args:
+            by_signal: have C code do it, which answers also while C code holds the interpreter. A process that runs
+                Python code may crash in it.
+        """
 
     @abstractmethod
     def terminate(self) -> None:

@@ -31,7 +31,7 @@ class HangWatch:
 
     Once nothing has come from the ranks for ``quiet`` seconds and their progress pages have not changed either, they
     are asked for their stacks. If those show a hang it is reported, once. Ranks that move slowly, or compute for long
-    in one place, are asked less and less often: faulthandler interrupts what they do, and CPython 3.11 may crash in it.
+    in one place, are asked less and less often: each answer takes some of their time.
 
     Args:
         request: one that has begun.

@@ -327,10 +327,15 @@ class RankLoop:
             due = min(due, request.due, request.panel.due if request.panel else NEVER)
         for hang in self._hangs.values():
             due = min(due, hang.due)
+        for rank in self.ranks.values():
+            due = min(due, rank.stacks_due)
         return due
 
     def _act_on_deadlines(self) -> None:
         now = time.monotonic()
+        for rank in self.ranks.values():
+            if rank.stacks_due <= now:
+                rank.ask_by_signal()
         for request in self.requests:
             if request.due <= now:
                 request.act()
@@ -414,6 +419,7 @@ class RankLoop:
 
     def on_end(self, rank: RankProxy) -> None:
         """Note that a rank has ended, or is of no use any more."""
+        rank.stacks_due = NEVER
         rank.has_stacks.set()
         self.show(self._on_loss, rank)
         for request in self.requests:

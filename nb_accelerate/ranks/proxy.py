@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.diagnostics.stacks import is_whole
 from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.ranks.output import RankOutput
+from nb_accelerate.ranks.timeouts import NEVER
 
 if TYPE_CHECKING:
     from nb_accelerate.protocol.messages import Display
     from nb_accelerate.ranks.handle import RankHandle
     from nb_accelerate.ranks.loop import RankLoop
+
+_ANSWER_TIMEOUT = 0.15
+"""Seconds in which a thread of a rank answers if it gets the interpreter's lock. A busy machine needs most of them."""
 
 
 class RankProxy:
@@ -31,8 +36,9 @@ class RankProxy:
         output: splits what it prints into lines.
         displays: displays that have come and whose places in the output have not.
         inbox: other messages that have come, each with its descriptors.
-        stacks: what faulthandler has written since `ask_for_stacks`.
+        stacks: what it has written since `ask_for_stacks`.
         has_stacks: set when all of that has come, or the rank has ended.
+        stacks_due: `time.monotonic` of `ask_by_signal`.
         is_ready: it has been set up.
         is_stopped: it was suspended (SIGSTOP) when it was looked at last.
         is_leaving: it was told to end.
@@ -53,6 +59,7 @@ class RankProxy:
         self.inbox: deque[tuple[Any, tuple[int, ...]]] = deque()
         self.stacks = bytearray()
         self.has_stacks = threading.Event()
+        self.stacks_due = NEVER
         self.is_ready = False
         self.is_stopped = False
         self.is_leaving = False
@@ -65,13 +72,26 @@ class RankProxy:
         return self.handle.ended or bool(self.why_lost)
 
     def ask_for_stacks(self) -> None:
-        """Have it write the stacks of its threads, and forget those it wrote before."""
+        """Have it write where its main thread is, and forget what it wrote before. For the loop's thread.
+
+        A rank that has not answered the last time is asked by a signal.
+        """
         self.stacks.clear()
         self.has_stacks.clear()
-        self.handle.dump_stacks()
+        if self.stacks_due < NEVER:
+            self.ask_by_signal()
+        else:
+            self.stacks_due = time.monotonic() + _ANSWER_TIMEOUT
+            self.handle.dump_stacks()
+
+    def ask_by_signal(self) -> None:
+        """Have C code of it write where its main thread is: Python code of it does not answer."""
+        self.stacks_due = NEVER
+        self.handle.dump_stacks(by_signal=True)
 
     def take_stacks(self, data: bytes) -> None:
         """Take a piece of the stacks that it writes."""
+        self.stacks_due = NEVER
         self.stacks += data
         if is_whole(self.stacks):
             self.has_stacks.set()

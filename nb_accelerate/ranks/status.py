@@ -13,7 +13,7 @@ from nb_accelerate.diagnostics.stacks import where
 from nb_accelerate.protocol.messages import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.request import Request
@@ -72,20 +72,24 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
     return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state)
 
 
-def locate_ranks(ranks: Mapping[int, RankProxy], busy: set[int], seconds: float) -> dict[int, str]:
+def locate_ranks(
+    ranks: Mapping[int, RankProxy], busy: set[int], seconds: float, post: Callable[[Callable[[], object]], object]
+) -> dict[int, str]:
     """Find out where ranks are in their code. For any thread but the loop's, which reads what they write.
 
     Args:
         ranks: all of them, by rank.
         busy: those that run a cell; they are asked for their stacks.
         seconds: how long they have to write them.
+        post: runs an action in the loop's thread, see `RankLoop.post`.
 
     Returns:
         A few words for each rank: ``"idle"``, ``"ended"``, or the place in its code.
     """
     asked = [rank for number, rank in sorted(ranks.items()) if number in busy and not rank.handle.ended]
     for rank in asked:
-        rank.ask_for_stacks()
+        rank.has_stacks.clear()
+        post(rank.ask_for_stacks)
     deadline = time.monotonic() + seconds
     for rank in asked:
         rank.has_stacks.wait(max(0.0, deadline - time.monotonic()))

@@ -22,7 +22,8 @@ class RankEnds:
         stdout: write end of the pipe for everything Python prints and C code writes to descriptor 1.
         stderr: write end of the pipe for what C code writes to descriptor 2.
         interrupt: read end of a pipe; a `NUMBER` in it says which call or cell of this rank SIGINT is meant for.
-        stacks: write end of the pipe into which the stacks of all threads are dumped on request.
+        stack_requests: read end of a pipe; a byte in it asks for the stack of the main thread.
+        stacks: write end of the pipe into which that is written.
         page: the page on which it says how far it is.
         store: the file that is the store through which ranks meet, or a listening socket to serve it on; or -1.
     """
@@ -31,6 +32,7 @@ class RankEnds:
     stdout: int
     stderr: int
     interrupt: int
+    stack_requests: int
     stacks: int
     page: int
     store: int = -1

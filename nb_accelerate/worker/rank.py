@@ -37,6 +37,7 @@ from nb_accelerate.worker.interrupt import InterruptGate
 from nb_accelerate.worker.limits import enough_room
 from nb_accelerate.worker.loaders import spawn_by_value
 from nb_accelerate.worker.process_tree import die_with_parent, set_name
+from nb_accelerate.worker.stack_writer import write_stacks_on_request
 from nb_accelerate.worker.streams import replace_streams, send_record
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def run_rank(
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
+    write_stacks_on_request(ends.stack_requests, ends.stacks)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
     channel = Channel.from_fd(ends.control)
     sys.path[:] = own_path = list(own_path or sys.path)

@@ -452,6 +452,15 @@ class TestHangs:
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
+    def test_a_rank_whose_c_code_holds_the_interpreter_says_where_it_is(self, notebook: Kernel):
+        notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
+        cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True)\nsum(range(10**9))")
+        notebook.finish(cell)
+        notebook.run("handle = _").ok()
+        said_under(notebook, cell)
+        assert re.search(r"rank 0: in Cell In\[\d+\] line 3", notebook.run("%distributed where").ok().stdout)
+        notebook.run("handle.result(100)").ok()
+
     def test_where_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
         notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
         cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True); time.sleep(600)")

@@ -15,7 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fixtures.deadlines import observing
+from fixtures.ranks import RunRanks
 
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
 from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.pool.ending import cell_steps, wording
@@ -25,7 +28,7 @@ from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.progress_page.page import ProgressPage
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Call, ErrorReport, Failure, Parcel, Quit, Ready, Result
-from nb_accelerate.ranks import hang
+from nb_accelerate.ranks import hang, proxy
 from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death, error_of, first_cause
 from nb_accelerate.ranks.guard import GuardedOutput
 from nb_accelerate.ranks.handle import RankHandle
@@ -115,7 +118,7 @@ class ActorRank(RankHandle):
     def nudge(self) -> None:
         pass
 
-    def dump_stacks(self) -> None:
+    def dump_stacks(self, *, by_signal: bool = False) -> None:
         if "dump_stacks" not in self.verbs:
             self._told("dump_stacks")
 
@@ -369,6 +372,23 @@ def test_a_rank_that_prints_faster_than_it_is_read_answers_all_the_same() -> Non
         loop.close()
 
 
+def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(loop: RankLoop) -> None:
+    class Asked(ActorRank):
+        def dump_stacks(self, *, by_signal: bool = False) -> None:
+            self.verbs.append("signal" if by_signal else "request")
+            if self.rank == 0 or by_signal:
+                os.write(self._ends[2], b'Stack:\n  File "<string>", line 1 in <module>\n')
+
+    handles = [Asked(0, None), Asked(1, None)]
+    ranks = [RankProxy(one, loop) for one in handles]
+    for rank in ranks:
+        loop.add(rank)
+        rank.ask_for_stacks()
+    while not all(rank.has_stacks.is_set() for rank in ranks):
+        loop._wait_once()
+    assert [one.verbs for one in handles] == [["request"], ["request", "signal"]]
+
+
 def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
     pieces = [
         b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n',
@@ -377,7 +397,7 @@ def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
     ]
 
     class Writes(ActorRank):
-        def dump_stacks(self) -> None:
+        def dump_stacks(self, *, by_signal: bool = False) -> None:
             os.write(self._ends[2], pieces.pop(0))
 
     def write_next(loop: RankLoop) -> None:
@@ -389,7 +409,7 @@ def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
     try:
         loop.add(RankProxy(Writes(0, None), loop))
         loop.observers.append(write_next)
-        assert locate_ranks(loop.ranks, {0}, 20.0) == {0: "in load, /home-of/train.py:7"}
+        assert locate_ranks(loop.ranks, {0}, 20.0, loop.post) == {0: "in load, /home-of/train.py:7"}
     finally:
         loop.observers.remove(write_next)
         loop.close()
@@ -519,6 +539,30 @@ def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
     launch.stop()
     assert "rank 0 waits in barrier, called from waits_in_vain" in said
     assert "rank 1 has come to the end. Interrupt it to end it" in said
+
+
+def runs_python_code() -> int:
+    signals: list[int] = []
+    signal.signal(DUMP_SIGNAL, lambda signum, _: signals.append(signum))
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        sum(range(100))
+    return len(signals)
+
+
+def test_a_rank_that_runs_python_code_says_where_it_is_and_gets_no_signal(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.2))
+    monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 30.0)  # however busy the machine is
+    found: set[str] = set()
+
+    def note(loop: RankLoop) -> None:
+        found.update(where(bytes(rank.stacks).decode()) for rank in loop.ranks.values() if rank.has_stacks.is_set())
+
+    with observing(note):
+        assert run_ranks(runs_python_code, world_size=1) == [0]
+    assert any("runs_python_code" in place for place in found)
 
 
 def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(

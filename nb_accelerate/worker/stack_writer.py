@@ -1,0 +1,57 @@
+"""A thread of a rank that writes where the main thread is, when it is asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from traceback import walk_stack
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_MAX_FRAMES = 400
+"""Frames that are written, innermost first. Of a deeper stack, the outermost frame follows."""
+
+_CHUNK = 1 << 12
+"""Bytes of requests that are read at once, and answered once."""
+
+
+def write_stacks_on_request(requests: int, stacks: int) -> None:
+    """Start the thread. It ends when nobody can ask any more.
+
+    It needs the interpreter's lock, so it answers while the main thread runs Python code, or waits in C code that has
+    released the lock, and does not answer while C code holds it. `faulthandler` answers then. It is no substitute: it
+    reads frames that may change meanwhile, and CPython 3.11 crashed in it.
+
+    Args:
+        requests: read end of a pipe; a byte in it asks.
+        stacks: write end of the pipe for the answers, which look like those of `faulthandler.dump_traceback`.
+    """
+    threading.Thread(target=_serve, args=(requests, stacks), name="nb_accelerate-stacks", daemon=True).start()
+
+
+def _serve(requests: int, stacks: int) -> None:
+    # Signals are for the main thread: one that came to this thread would not wake up what that waits in.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    main = threading.main_thread().ident
+    try:
+        while os.read(requests, _CHUNK):
+            frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
+            answer = _listed(frame)
+            del frame  # it would keep the variables of a function alive
+            while answer:
+                answer = answer[os.write(stacks, answer) :]
+    except OSError:  # the kernel is gone
+        return
+
+
+def _listed(frame: FrameType | None) -> bytes:
+    lines = [
+        f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}\n' for one, line in walk_stack(frame)
+    ]
+    if len(lines) > _MAX_FRAMES:
+        lines[_MAX_FRAMES:] = ["  ...\n", lines[-1]]
+    return "".join(["Stack (most recent call first):\n", *lines]).encode("ascii", "backslashreplace")
