@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.display import Action
-from nb_accelerate.errors import ShippingError, StartError
+from nb_accelerate.errors import StartError
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
@@ -19,7 +19,7 @@ from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import notebook_sources
 from nb_accelerate.launch.starters import open_server
 from nb_accelerate.launch.starting import sender, started_ranks
-from nb_accelerate.launch.values import keep_values, unpack_values
+from nb_accelerate.launch.values import keep_values, pack_call, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.failures import Wording, add_note, ended_as, error_of, summary
@@ -223,7 +223,11 @@ class Launch:
         with contextlib.ExitStack() as stack:
             with enough_room():
                 server = stack.enter_context(open_server(plan.method, options))
-                call = None if server.inherits_call else stack.enter_context(self._packed_call())
+                call = (
+                    None
+                    if server.inherits_call
+                    else stack.enter_context(pack_call(options, self._name, can_fork=plan.can_fork))
+                )
             backend = stack.enter_context(rendezvous_kind(options).open(options, plan))
             attempt = 0
             while True:
@@ -243,20 +247,6 @@ class Launch:
                     again = f"{summary(error)}; start {attempt + 1} of {options.max_restarts + 1}"
                 with OutputGuard(self._sink):
                     self._sink.write("stderr", again + "\n")
-
-    def _packed_call(self) -> Packed:
-        options = self._options
-        call = (options.function, options.args, dict(options.kwargs))
-        name = f"the call of {self._name}"
-        try:
-            return pack(call, name=name, by_value=options.by_value)
-        except ShippingError as error:
-            text, path = str(error), error.path
-            for index, part in enumerate((self._name, "args", "kwargs")):
-                text, path = (said.replace(f"{name}[{index}]", part) for said in (text, path))
-            if self._plan.can_fork and not error.is_final:
-                text += " Or write start_method='fork': ranks are then born with it in memory."
-            raise ShippingError(text, path=path) from error.__cause__
 
     def _attempt(self, server: RankServer, backend: RendezvousBackend, call: Packed | None, attempt: int) -> Values:
         options, timeouts = self._options, self.timeouts

@@ -1,13 +1,16 @@
-"""Unpickle what the ranks have returned."""
+"""Pickle what a launch calls, and unpickle what the ranks have returned."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.errors import ShippingError
 from nb_accelerate.protocol.messages import Result
-from nb_accelerate.protocol.shipping import unpack
+from nb_accelerate.protocol.shipping import pack, unpack
 
 if TYPE_CHECKING:
+    from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.ranks.request import Request
 
 
@@ -21,6 +24,30 @@ class Values(list[Any]):
         from IPython.display import display
 
         display(list(self))  # type: ignore[no-untyped-call]
+
+
+def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
+    """Pickle the function of a launch with its arguments. Close it.
+
+    Args:
+        options: of the launch.
+        name: what the user calls the function.
+        can_fork: whether ranks could be forked, which needs no pickling.
+
+    Raises:
+        ShippingError: a part of it cannot be pickled; it says which.
+    """
+    call = (options.function, options.args, dict(options.kwargs))
+    whole = f"the call of {name}"
+    try:
+        return pack(call, name=whole, by_value=options.by_value)
+    except ShippingError as error:
+        text, path = str(error), error.path
+        for index, part in enumerate((name, "args", "kwargs")):
+            text, path = (said.replace(f"{whole}[{index}]", part) for said in (text, path))
+        if can_fork and not error.is_final:
+            text += " Or write start_method='fork': ranks are then born with it in memory."
+        raise ShippingError(text, path=path) from error.__cause__
 
 
 def unpack_values(request: Request) -> Values:
