@@ -1,8 +1,7 @@
-"""`PreparingSlice`: ``prepare`` wraps models, optimizers, loaders and schedulers; `free_memory` releases them."""
+"""`PreparingSlice`: ``prepare`` wraps models, optimizers, loaders and schedulers."""
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import replace
 from functools import partial
@@ -14,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nb_accelerate.accelerator.compiling import compiled
-from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
+from nb_accelerate.accelerator.prepared import PreparedSlice
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_loader_lengths, prepare_data_loader
@@ -36,8 +35,8 @@ _SCHEDULERS = (LRScheduler, AcceleratedScheduler)  # the second: one that anothe
 _KINDS = (nn.Module, torch.optim.Optimizer, DataLoader, *_SCHEDULERS, type(None))
 
 
-class PreparingSlice(Slice):
-    """Wrap and unwrap the user's objects."""
+class PreparingSlice(PreparedSlice):
+    """Wrap the user's objects."""
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the run. They are returned in the order of arguments.
@@ -315,75 +314,6 @@ class PreparingSlice(Slice):
                 prepared.repeats,
             )
         return prepared
-
-    # Lists under the names that scripts and libraries look for, to find what was prepared.
-
-    @property
-    def _models(self) -> list[nn.Module]:
-        return self.core.prepared.models
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self.core.prepared.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self.core.prepared.schedulers
-
-    @property
-    def _dataloaders(self) -> list[DataLoaderShard]:
-        return self.core.prepared.loaders
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
-        return verify_device_map(model)
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """Return the user's model inside a prepared one.
-
-        Example::
-
-            model = accelerator.prepare(model)
-            torch.save(accelerator.unwrap_model(model).state_dict(), "weights.pt")
-
-        Args:
-            model: what ``prepare`` returned, or any other model.
-            keep_fp32_wrapper: False also undoes what mixed precision did to its forward.
-            keep_torch_compile: False also takes it out of `torch.compile`.
-        """
-        return self.core.strategy.unwrap(
-            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
-        )
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Drop all references to prepared objects, and release the cached memory of the device.
-
-        Example::
-
-            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-            model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
-
-        Args:
-            *objects: to be replaced: ``model, optimizer = accelerator.free_memory(model, optimizer)``.
-
-        Returns:
-            As many None as objects were given.
-        """
-        count = len(objects)
-        del objects
-        self.core.tracker.forget(self.core.prepared.loaders)
-        self.core.prepared.clear()
-        self.core.registry.copies.clear()
-        self.core.accumulation.step = 0
-        gc.collect()
-        self.core.process.kind.empty_cache()
-        return [None] * count
-
-    def clear(self, *objects: Any) -> list[None]:
-        """Do what `free_memory` does; both names are in use."""
-        return self.free_memory(*objects)
 
 
 def _check_kind(item: Any) -> None:
