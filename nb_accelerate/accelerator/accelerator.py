@@ -190,6 +190,7 @@ class Accelerator(
                 "deepspeed_plugins": deepspeed_plugins,
             },
         )
+        self.core.steering.saves_by(self._save_on_command)
 
     def __reduce__(self) -> NoReturn:
         raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")

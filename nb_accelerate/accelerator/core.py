@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.losses import LossReport
+from nb_accelerate.accelerator.steering import Steering
 from nb_accelerate.checkpoint.presence import report_presence
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
@@ -100,6 +101,7 @@ class Core:
         registry: objects and hooks that users add to checkpoints.
         page: the progress page of this process.
         losses: reports losses to the progress page.
+        steering: obeys commands of the notebook.
         prepared: objects that went through ``prepare``.
     """
 
@@ -122,6 +124,7 @@ class Core:
     registry: Registry = field(default_factory=Registry)
     page: ProgressPage
     losses: LossReport
+    steering: Steering
     prepared: Prepared = field(default_factory=Prepared)
 
     @property
@@ -227,6 +230,7 @@ def build_core(
         )
     )
     shared.scaler = precision.scaler or shared.scaler
+    prepared = Prepared()
     core = Core(
         process=process,
         collectives=strategy.collectives,
@@ -243,6 +247,8 @@ def build_core(
         recording=recording,
         page=here(),
         losses=LossReport(here(), process.kind),
+        steering=Steering(here().commands, shared, prepared.schedulers),
+        prepared=prepared,
         dynamo=dynamo,
         engines=engines,
     )

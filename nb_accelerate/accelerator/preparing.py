@@ -201,6 +201,7 @@ class PreparingSlice(PreparedSlice):
         note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
+        core.steering.begin()
         return prepared
 
     def _finish_optimizer(
@@ -227,6 +228,7 @@ class PreparingSlice(PreparedSlice):
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
                 owns_gradients=core.strategy.owns_gradients,
+                after_step=core.steering.after_step,
             )
             if isinstance(optimizer, AcceleratedOptimizer):
                 prepared = optimizer

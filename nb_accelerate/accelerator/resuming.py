@@ -14,6 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.checkpoints import CheckpointSlice
@@ -42,7 +43,35 @@ _MOST_STEPS = 1000
 
 
 class ResumingSlice(CheckpointSlice):
-    """Checkpoints that are saved and found again by themselves."""
+    """Loops over epochs, and checkpoints that are saved and found again by themselves."""
+
+    def epochs(self, epochs: int, *, start: int = 0) -> Iterator[int]:
+        """Yield numbers of epochs, and stop after one if the notebook says so: ``launch.stop_after_epoch()``.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for epoch in accelerator.epochs(3):
+                for inputs, targets in loader:
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            epochs: how many in all.
+            start: the first one, from 0.
+        """
+        check_whole("epochs", epochs, at_least=0)
+        check_whole("start", start, at_least=0)
+        return self.core.steering.epochs(range(start, epochs))
+
+    def _save_on_command(self, folder: str) -> Path:
+        """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
+        if folder:
+            return self.save_state(folder)
+        saved = self._save_numbered()
+        assert isinstance(saved, Path)  # a handle comes from saves in the background
+        return saved
 
     def resumable(
         self, dataloader: DataLoaderShard, epochs: int, *, resume: bool | None = None
@@ -121,9 +150,10 @@ class ResumingSlice(CheckpointSlice):
     ) -> Iterator[tuple[int, Iterator[Any]]]:
         schedule = _Schedule(self.core, interval, self.core.recording.project)
         with schedule:
-            for epoch in range(first, epochs):
+            steering = self.core.steering
+            for epoch in steering.epochs(range(first, epochs)):
                 yield epoch, self._batches(dataloader, schedule)
-                schedule.end_epoch(epoch, is_last=epoch == epochs - 1)
+                schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
                 self._save_if_due(schedule)
         self.wait_for_checkpoint()
 

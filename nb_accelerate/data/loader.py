@@ -162,11 +162,14 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
         if self._on_start is not None:
             self._on_start()
+        evaluates = not torch.is_grad_enabled()
+        between_batches = self._tracker.between_batches
+        if not evaluates:
+            between_batches(self)
         self.epochs.announce()
         self.begin()
         page = here()
         enter, step = page.enter, page.step
-        evaluates = not torch.is_grad_enabled()
         reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
         loop = page.begin_loop(
             total=self._total_steps(),
@@ -204,6 +207,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 else:
                     yield current if late is None else late(current)
                 end_step(position, current)
+                between_batches(self)
                 current = upcoming
                 enter(reads)
             self.end_of_dataloader = True

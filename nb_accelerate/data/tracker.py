@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 class TrackedLoader(Protocol):
@@ -51,11 +51,13 @@ class LoaderTracker:
 
     Attributes:
         active: the innermost, or None.
+        between_batches: called with a loader before the first batch of a loop that computes gradients, and between two.
     """
 
-    __slots__ = ("_loaders", "active")
+    __slots__ = ("_loaders", "active", "between_batches")
 
     def __init__(self) -> None:
+        self.between_batches: Callable[[TrackedLoader], None] = _nothing
         self._loaders: list[TrackedLoader] = []
         self.active: TrackedLoader | None = None
 
@@ -93,6 +95,10 @@ class LoaderTracker:
     def remainder(self) -> int:
         """The ``remainder`` of the active loader; -1 outside loaders."""
         return -1 if self.active is None else self.active.remainder
+
+
+def _nothing(_: TrackedLoader) -> None:
+    """Do nothing between batches, where nobody trains."""
 
 
 class HasTracker(Protocol):

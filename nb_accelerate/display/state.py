@@ -225,6 +225,8 @@ class PanelState:
         doing = WORDS[track.phase]
         if track.sample.waits_in is not None:  # while it waits, and only then
             doing = f"waits in {track.sample.waits_in.name}"
+        if track.sample.paused:
+            return "paused"
         if self._is_stalled(rank, track, now):
             return f"{self._where(rank, doing)}, for {words.brief(now - track.moved_at)}"
         if track.phase is Phase.RUNNING and track.sample.in_loop:

@@ -8,8 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from nb_accelerate.display import Action
-from nb_accelerate.errors import StartError
+from nb_accelerate.errors import LaunchError, StartError
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
@@ -30,6 +32,7 @@ from nb_accelerate.ranks.proxy import RankProxy
 from nb_accelerate.ranks.request import Awaits, Request
 from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.status import RankStatus, state_of
+from nb_accelerate.ranks.steering import Steerable
 from nb_accelerate.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.ranks.timeouts import Timeouts
 from nb_accelerate.ranks.waiting import interrupts_call
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
     from nb_accelerate.ranks.sinks import Sink
 
 
-class Launch:
+class Launch(Steerable):
     """Ranks that run a function in the background; what ``notebook_launcher(..., block=False)`` returns.
 
     Several may run at once. What the ranks print is shown in the cell that launched them. In a coroutine,
@@ -157,6 +160,13 @@ class Launch:
             self._stopping = True
             self._interrupt_requests(StepKind.TERMINATE, "stopped")
         self._done.wait()
+
+    @override
+    def _steered(self) -> tuple[Request | None, int]:
+        with self._lock:
+            if not self._requests and self._done.is_set():
+                raise LaunchError("The launch has ended before its ranks were started.")
+            return next(iter(self._requests), None), self._plan.world_size
 
     def __await__(self) -> Generator[Any, None, Values]:
         """Wait for the values in a coroutine, and return them; see `result`."""

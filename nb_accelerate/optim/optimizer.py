@@ -31,6 +31,7 @@ class OptimizerTraining:
         complete_gradients: averages the gradients that backward has not averaged; None if backward averages all.
         drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
         owns_gradients: whether `drop_gradients` drops all, and the optimizer's own ``zero_grad`` is not to be called.
+        after_step: called after each step.
     """
 
     accumulation: AccumulationState
@@ -40,6 +41,7 @@ class OptimizerTraining:
     complete_gradients: Callable[[], None] | None = None
     drop_gradients: Callable[[], None] | None = None
     owns_gradients: bool = False
+    after_step: Callable[[], None] | None = None
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -92,6 +94,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._complete_gradients = training.complete_gradients
         self._drop_gradients = training.drop_gradients
         self._owns_gradients = training.owns_gradients
+        self._after_step = training.after_step
 
     @property
     def is_lent_scaler(self) -> bool:
@@ -124,6 +127,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                     closure = _completed(closure, self._complete_gradients)
             taken = self.accelerated_step(closure)
             enter(Phase.RUNNING)
+            if self._after_step is not None:
+                self._after_step()
             return taken
         return None
 

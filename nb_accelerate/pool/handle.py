@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from nb_accelerate.display.words import label
 from nb_accelerate.ranks.failures import summary
+from nb_accelerate.ranks.steering import Steerable
 
 if TYPE_CHECKING:
     from nb_accelerate.pool.pool import Pool
     from nb_accelerate.ranks.request import Request
 
 
-class CellHandle:
+class CellHandle(Steerable):
     """A cell that runs on the ranks while the notebook goes on. The next cell for the ranks waits for its end.
 
     Attributes:
@@ -59,6 +62,10 @@ class CellHandle:
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
+
+    @override
+    def _steered(self) -> tuple[Request | None, int]:
+        return self.request, self._pool.world_size
 
     def __repr__(self) -> str:
         ranks = label([rank.rank for rank in self.request.ranks])

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.commands import CommandReader
 from nb_accelerate.progress_page.layout import Phase
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ProgressPage:
         enter: takes the `Phase` that begins. A bound method of C code, since loops call it several times a step.
         step: takes the number of batches that the current loop has handed out.
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
+        commands: of the notebook to the training loop.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
     """
 
@@ -45,6 +47,7 @@ class ProgressPage:
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
         self.outlet: Callable[[bytes], object] = _nobody
+        self.commands = CommandReader(self._memory)
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._reals[layout.LOSS] = layout.NO_LOSS

@@ -9,6 +9,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.commands import CommandWriter
 from nb_accelerate.progress_page.sample import read
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class PageReader:
         """Ask for progress bars as rows, or as text; see `nb_accelerate.progress_page.ProgressPage.wants_rows`."""
         start = 8 * layout.ROWS_WANTED
         self._memory[start : start + 8] = int(wanted).to_bytes(8, sys.byteorder)
+
+    @property
+    def commands(self) -> CommandWriter:
+        """Commands to the training loop of the rank."""
+        return CommandWriter(self._memory)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.commands import is_paused
 from nb_accelerate.progress_page.layout import Collective, Phase
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Sample:
         scalars: what was logged last, by name.
         bars: progress bars, outermost first.
         saves: a checkpoint is written in the background.
+        paused: training waits until the notebook tells it to go on.
     """
 
     request: int = 0
@@ -84,6 +86,7 @@ class Sample:
     scalars: Mapping[str, float] = field(default_factory=dict)
     bars: tuple[Bar, ...] = ()
     saves: bool = False
+    paused: bool = False
 
     @property
     def steps(self) -> int:
@@ -131,6 +134,7 @@ def read(memory: Buffer) -> Sample:
         scalars=_scalars(memory),
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
+        paused=is_paused(memory),
     )
 
 

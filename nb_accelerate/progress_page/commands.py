@@ -1,0 +1,251 @@
+"""Commands to a training loop while it runs: a part of the progress page that the notebook writes and a rank answers.
+
+::
+
+    notebook                                             each rank, between two batches
+    a command, and the optimizer step after which     -> says that it agrees, if it has not gone past that step
+      all ranks are to obey it
+    all agree: the command holds; else it is withdrawn -> after that step: waits for the decision, then obeys or goes on
+    waits for what came of it                          <- answers
+
+So all ranks obey after the same step, or none does, and no collective is needed for it. A word that depends on the
+command has its number in it: what is left of an earlier one means nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nb_accelerate.progress_page import layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+AT = 3072
+"""Byte of the page at which this part begins; it goes to the end."""
+
+# Words of 8 bytes, by number. Written by the notebook:
+_COMMAND = 0  # number of the newest command; 0 if there is none
+_KIND = 1  # a `CommandKind`
+_VALUE = 2  # a float
+_AFTER = 3  # the number of the command, and the optimizer step after which it is to be obeyed: see `_STEP_BITS`
+_DECISION = 4  # the number of the command, and a `_Decision`
+# Written by the rank:
+_STEPS = 5  # optimizer steps of this call or cell
+_AGREED = 6  # number of the command that the rank agrees to obey
+_ANSWERED = 7  # the number of the command that was obeyed, and whether it could not be
+_PAUSED = 8  # training waits until it is told to go on
+_NUM_WORDS = 9
+
+_TEXT_AT, _ANSWER_AT = AT + 128, AT + 576
+_TEXT_SIZE = 448
+"""Bytes of the text of a command, and of that of an answer, each with a zero at its end."""
+
+_STEP_BITS = 40
+"""Bits of a word that hold the number of an optimizer step; that of the command is above them."""
+
+_WORD = struct.Struct("q")  # native: eight bytes in one piece
+_REAL = struct.Struct("d")
+
+assert AT + 8 * _NUM_WORDS <= _TEXT_AT
+assert _TEXT_AT + _TEXT_SIZE <= _ANSWER_AT
+assert _ANSWER_AT + _TEXT_SIZE <= layout.SIZE
+
+
+class CommandKind(enum.IntEnum):
+    """What a training loop is told to do."""
+
+    PAUSE = 1
+    RESUME = 2
+    SAVE = 3
+    LEARNING_RATE = 4
+    STOP = 5
+
+
+class _Decision(enum.IntEnum):
+    HOLDS = 1
+    WITHDRAWN = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What the notebook tells a training loop.
+
+    Attributes:
+        kind: what to do.
+        value: the learning rate.
+        text: the folder of a checkpoint; "" for the next numbered one.
+    """
+
+    kind: CommandKind
+    value: float = 0.0
+    text: str = ""
+
+
+class CommandReader:
+    """The commands of a page, in the process of the rank. Only the main thread uses it.
+
+    Args:
+        memory: the whole page.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._words = memory[AT : AT + 8 * _NUM_WORDS].cast("q")
+        self._done = 0
+
+    @property
+    def pending(self) -> int:
+        """Number of a command that is neither done nor withdrawn; 0 if there is none."""
+        number = self._words[_COMMAND]
+        return number if number != self._done else 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this call or cell."""
+        return self._words[_STEPS]
+
+    def count_step(self) -> None:
+        """Count an optimizer step."""
+        self._words[_STEPS] += 1
+
+    def is_due(self, number: int) -> bool:
+        """Return whether a command is to be obeyed now, if it holds: see `holds`. Agrees to it if that is to come."""
+        words = self._words
+        given, after = divmod(words[_AFTER], 1 << _STEP_BITS)
+        if given != number:  # it is being written
+            return False
+        if words[_DECISION] == _decided(number, _Decision.WITHDRAWN):
+            self._done = number
+            return False
+        if words[_AGREED] != number:
+            if words[_STEPS] > after:  # too late: the notebook sees that
+                return False
+            words[_AGREED] = number
+        return words[_STEPS] >= after
+
+    def holds(self, number: int) -> bool | None:
+        """Return whether a command is to be obeyed; None if that is not decided yet."""
+        decision = self._words[_DECISION]
+        if decision == _decided(number, _Decision.HOLDS):
+            return True
+        # The call or cell may have ended for the notebook, which clears nothing: only a new command is written.
+        if decision == _decided(number, _Decision.WITHDRAWN) or self._words[_COMMAND] != number:
+            self._done = number
+            return False
+        return None
+
+    def read(self) -> Command:
+        """Return the command."""
+        (value,) = _REAL.unpack_from(self._memory, AT + 8 * _VALUE)
+        text = bytes(self._memory[_TEXT_AT : _TEXT_AT + _TEXT_SIZE]).split(b"\0", 1)[0].decode(errors="replace")
+        return Command(kind=CommandKind(self._words[_KIND]), value=value, text=text)
+
+    def answer(self, number: int, text: str, *, failed: bool) -> None:
+        """Say that a command was obeyed, or why it could not be."""
+        _write_text(self._memory, _ANSWER_AT, text)
+        self._done = number
+        self._words[_ANSWERED] = 2 * number + failed
+
+    def note_paused(self, paused: bool) -> None:
+        """Say that training waits, or goes on."""
+        self._words[_PAUSED] = paused
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandState:
+    """What a rank says about a command.
+
+    Attributes:
+        is_there: the command is on the page; it is not if a call or cell has begun since it was written.
+        steps: optimizer steps that it has taken.
+        is_paused: it waits until it is told to go on.
+        has_agreed: it will obey, or does.
+        answer: what came of it; None before that.
+        has_failed: it could not be obeyed.
+    """
+
+    is_there: bool
+    steps: int
+    is_paused: bool
+    has_agreed: bool
+    answer: str | None
+    has_failed: bool
+
+
+class CommandWriter:
+    """The commands of a page, in the notebook.
+
+    Args:
+        memory: the whole page. It may be closed any time: all methods then raise ValueError.
+    """
+
+    def __init__(self, memory: Buffer) -> None:
+        self._memory = memory
+
+    def write(self, number: int, command: Command, *, after: int) -> None:
+        """Write a command.
+
+        Args:
+            number: greater than those of all commands before.
+            command: what to do.
+            after: optimizer step after which it is to be done.
+        """
+        self._set(_KIND, command.kind)
+        _REAL.pack_into(self._memory, AT + 8 * _VALUE, command.value)
+        _write_text(self._memory, _TEXT_AT, command.text)
+        self._set(_AFTER, (number << _STEP_BITS) + after)
+        self._set(_COMMAND, number)  # the last, since it makes the rank look at the others
+
+    def decide(self, number: int, *, holds: bool) -> None:
+        """Have a rank obey a command, or withdraw it."""
+        self._set(_DECISION, _decided(number, _Decision.HOLDS if holds else _Decision.WITHDRAWN))
+
+    def look(self, number: int) -> CommandState:
+        """Return what the rank says about a command."""
+        answered, has_failed = divmod(self._get(_ANSWERED), 2)
+        answer = None
+        if answered == number:
+            raw = struct.unpack_from(f"{_TEXT_SIZE}s", self._memory, _ANSWER_AT)[0]
+            answer = raw.split(b"\0", 1)[0].decode(errors="replace")
+        return CommandState(
+            is_there=self._get(_COMMAND) == number,
+            steps=self._get(_STEPS),
+            is_paused=is_paused(self._memory),
+            has_agreed=self._get(_AGREED) == number,
+            answer=answer,
+            has_failed=bool(has_failed),
+        )
+
+    def _get(self, index: int) -> int:
+        value: int = _WORD.unpack_from(self._memory, AT + 8 * index)[0]
+        return value
+
+    def _set(self, index: int, value: int) -> None:
+        _WORD.pack_into(self._memory, AT + 8 * index, value)
+
+
+def is_paused(memory: Buffer) -> bool:
+    """Return whether the training loop of a page waits until it is told to go on."""
+    return bool(_WORD.unpack_from(memory, AT + 8 * _PAUSED)[0])
+
+
+def check_text(text: str) -> None:
+    """Check that a text fits into a command.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    if len(text.encode()) >= _TEXT_SIZE or "\0" in text:
+        raise ValueError(f"it has {len(text.encode())} bytes; {_TEXT_SIZE - 1} fit")
+
+
+def _decided(number: int, decision: _Decision) -> int:
+    return 4 * number + decision
+
+
+def _write_text(memory: Buffer, at: int, text: str) -> None:
+    struct.pack_into(f"{_TEXT_SIZE}s", memory, at, text.encode(errors="replace")[: _TEXT_SIZE - 1])

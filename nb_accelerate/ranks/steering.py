@@ -1,0 +1,264 @@
+"""Steer training that runs: give the ranks of a request commands that all obey after the same optimizer step.
+
+::
+
+    caller's thread                                        ranks, see `nb_accelerate.accelerator.steering`
+    the greatest step of all, and some to come  -> page -> agree, each at its next batch
+    all have agreed -> it holds                 -> page -> obey after that step
+    one has gone past it, or is too late        -> page -> go on; once more, with more steps to come
+    answers                                     <- page <-
+
+The loop over ranks takes no part: pages are shared memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nb_accelerate.display.words import capitalized, named
+from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
+from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from nb_accelerate.progress_page.commands import CommandState, CommandWriter
+    from nb_accelerate.ranks.request import Request
+
+_LOOK = 0.002
+"""Seconds between two looks at what the ranks say."""
+
+_START_LOOK = 0.02
+"""Seconds between two looks whether ranks have been started."""
+
+_AHEAD = 0.05
+"""Seconds of steps between the newest one and that after which a command is obeyed: ranks agree meanwhile, and none has
+to wait for another."""
+
+_FIRST_HOLD, _LONGEST_HOLD = 0.5, 20.0
+"""Seconds that a rank which has come to the step may wait for the others to agree; doubled with each attempt."""
+
+_numbers = itertools.count(1)  # of all commands of this process
+_one_at_a_time = threading.Lock()
+
+
+class Steerable(ABC):
+    """Training that runs in the background and can be steered. All ranks obey after the same optimizer step.
+
+    The training loop is one over a loader, or with an optimizer, that an `Accelerator` has prepared. Methods return
+    when all ranks have obeyed. From the notebook's machine only; not with ranks on several.
+    """
+
+    @abstractmethod
+    def _steered(self) -> tuple[Request | None, int]:
+        """Return the request whose ranks are steered, None before it began, and how many ranks train together.
+
+        Raises:
+            LaunchError: it has ended before it began.
+        """
+
+    def pause(self, *, timeout: float = 60.0) -> None:
+        """Have training wait before its next batch, until `resume`. Other commands are obeyed meanwhile.
+
+        Args:
+            timeout: seconds for all ranks to come to the same step.
+
+        Raises:
+            DeadlineError: they did not come; the command was withdrawn.
+            LaunchError: training does not run.
+            ConfigError: it cannot be steered.
+        """
+        self._give(Command(kind=CommandKind.PAUSE), timeout)
+
+    def resume(self, *, timeout: float = 60.0) -> None:
+        """End what `pause` began. See there."""
+        self._give(Command(kind=CommandKind.RESUME), timeout)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str] | None = None, *, timeout: float = 600.0) -> Path:
+        """Save a checkpoint now, as `Accelerator.save_state` does, and return its folder.
+
+        Args:
+            folder: where; by default the next numbered folder of the project.
+            timeout: seconds for all ranks to come to the same step and to save.
+
+        Raises:
+            CheckpointError: it could not be saved. Training goes on.
+            DeadlineError: as for `pause`, and LaunchError and ConfigError.
+        """
+        text = "" if folder is None else str(Path(folder).expanduser().absolute())
+        try:
+            check_text(text)
+        except ValueError as error:
+            raise ConfigError(f"folder={str(folder)!r} is too long: {error}.") from None
+        return Path(self._give(Command(kind=CommandKind.SAVE, text=text), timeout)[0])
+
+    def set_learning_rate(self, rate: float, *, timeout: float = 60.0) -> float:
+        """Change the learning rate, and return the one before.
+
+        It is that of the first parameter group; those of others change by the same factor, and schedules go on from
+        there.
+
+        Args:
+            rate: the new one, above 0.
+            timeout: as for `pause`.
+
+        Raises:
+            ConfigError: it is not a learning rate; or the one before is 0; and as for `pause`.
+            DeadlineError: as for `pause`, and LaunchError.
+        """
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+            raise ConfigError(f"rate={rate!r} is not a learning rate. Write a number above 0.")
+        return float(self._give(Command(kind=CommandKind.LEARNING_RATE, value=float(rate)), timeout)[0])
+
+    def stop_after_epoch(self, *, timeout: float = 60.0) -> None:
+        """Have training end when the current epoch does.
+
+        The loop over epochs is `Accelerator.epochs` or `Accelerator.resumable`, which then saves its last checkpoint.
+
+        Args:
+            timeout: as for `pause`.
+
+        Raises:
+            ConfigError: it is another loop; and as for `pause`.
+            DeadlineError: as for `pause`, and LaunchError.
+        """
+        self._give(Command(kind=CommandKind.STOP), timeout)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether training waits for `resume`."""
+        request, _ = self._steered()
+        if request is None or request.done.is_set():
+            return False
+        return all(rank.handle.page.read().paused for rank in request.ranks)
+
+    def _give(self, command: Command, timeout: float) -> list[str]:
+        deadline = time.monotonic() + timeout
+        while (steered := self._steered())[0] is None:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"The ranks have not been started within {timeout:g} s.")
+            time.sleep(_START_LOOK)
+        request, world_size = steered
+        assert request is not None
+        if len(request.ranks) != world_size:
+            raise ConfigError(
+                f"{len(request.ranks)} of {world_size} ranks are here, and only all together can be steered: ranks on "
+                "other machines, and those that do not run this cell, would not obey at the same step."
+            )
+        with _one_at_a_time:
+            return _Attempts(request, command, timeout, deadline).run()
+
+
+class _Attempts:
+    """Gives one command, again if ranks do not agree.
+
+    Args:
+        request: what the ranks do.
+        command: what they are told.
+        timeout: seconds from the call to the deadline, for messages.
+        deadline: `time.monotonic` at which to give up.
+    """
+
+    def __init__(self, request: Request, command: Command, timeout: float, deadline: float) -> None:
+        self._request = request
+        self._command = command
+        self._timeout = timeout
+        self._deadline = deadline
+        self._came: set[int] = set()  # ranks that have agreed in any attempt
+        self._pages: dict[int, CommandWriter] = {rank.rank: rank.handle.page.commands for rank in request.ranks}
+
+    def run(self) -> list[str]:
+        """Return the answers of all ranks, in their order."""
+        ahead, hold = self._steps_ahead(), _FIRST_HOLD
+        while True:
+            number = next(_numbers)
+            if self._agreed(number, ahead, hold):
+                return self._answers(number)
+            ahead, hold = 2 * ahead + 1, min(2 * hold, _LONGEST_HOLD)
+
+    def _steps_ahead(self) -> int:
+        before = self._steps()
+        time.sleep(_AHEAD)
+        return self._steps() - before
+
+    def _steps(self) -> int:
+        return max(one.steps for one in self._look(0))
+
+    def _look(self, number: int) -> Sequence[CommandState]:
+        """Return what all ranks say.
+
+        Raises:
+            LaunchError: one of them has come to its end, and not answered.
+        """
+        request = self._request
+        has_ended = request.done.is_set() or request.step is not None or bool(request.answers)
+        try:
+            said = [page.look(number) for page in self._pages.values()]
+            if not has_ended or all(one.answer is not None for one in said):
+                return said
+        except ValueError:  # the pages were closed: all has ended
+            pass
+        raise LaunchError(f"Training has ended, or is ending, before it came to this command ({self._name}).")
+
+    @property
+    def _name(self) -> str:
+        return self._command.kind.name.lower().replace("_", " ")
+
+    def _agreed(self, number: int, ahead: int, hold: float) -> bool:
+        """Give the command, and return whether all ranks obey it; else it is withdrawn from all."""
+        said = self._look(number)
+        after = max(one.steps for one in said) + (0 if all(one.is_paused for one in said) else 1 + ahead)
+        holds, waits_since = False, 0.0
+        try:
+            for page in self._pages.values():
+                page.write(number, self._command, after=after)
+            while True:
+                said = self._look(number)
+                self._came |= {rank for rank, one in zip(self._pages, said, strict=True) if one.has_agreed}
+                if all(one.has_agreed for one in said):
+                    holds = True
+                    return True
+                if any(not one.is_there or (one.steps > after and not one.has_agreed) for one in said):
+                    return False
+                now = time.monotonic()
+                if any(one.steps >= after and one.has_agreed for one in said):
+                    waits_since = waits_since or now
+                    if now - waits_since > hold:
+                        return False
+                if now > self._deadline:
+                    late = [rank for rank in self._pages if rank not in self._came]
+                    what = f"{named(late)} began no batch of training" if late else "the ranks came to no step together"
+                    raise DeadlineError(
+                        f"{capitalized(what)} within {self._timeout:g} s. The command ({self._name}) was withdrawn."
+                    )
+                time.sleep(_LOOK)
+        finally:
+            self._decide(number, holds=holds)
+
+    def _decide(self, number: int, *, holds: bool) -> None:
+        for page in self._pages.values():
+            try:
+                page.decide(number, holds=holds)
+            except ValueError:  # it was closed: the rank has ended
+                continue
+
+    def _answers(self, number: int) -> list[str]:
+        while True:
+            said = self._look(number)
+            if all(one.answer is not None for one in said):
+                break
+            if time.monotonic() > self._deadline:
+                raise DeadlineError(f"Ranks do this ({self._name}), and have not ended it within {self._timeout:g} s.")
+            time.sleep(_LOOK)
+        failed = [one.answer for one in said if one.has_failed]
+        if failed:
+            error = CheckpointError if self._command.kind is CommandKind.SAVE else ConfigError
+            raise error(failed[0])
+        return [one.answer or "" for one in said]

@@ -1,0 +1,202 @@
+"""Training that runs is paused, saved, changed and stopped from the notebook, on all ranks after the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nb_accelerate.accelerator.steering import change_learning_rate
+from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
+from nb_accelerate.launch import Launch, notebook_launcher
+
+
+def _train(where: str, epochs: int, uses_epochs: bool) -> dict[str, Any]:
+    """Train until it is told to stop; write the learning rate of each step, and a line when the first is done."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from nb_accelerate.accelerator import Accelerator
+
+    torch.manual_seed(3)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    data = TensorDataset(torch.arange(64.0).reshape(16, 4) / 64, torch.ones(16, 1))
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, DataLoader(data, batch_size=2))
+    rank = accelerator.process_index
+    rates: list[float] = []
+    done = 0
+    for _ in accelerator.epochs(epochs) if uses_epochs else range(epochs):
+        for inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+            Path(where, f"steps {rank}").write_text(str(len(rates)))
+        done += 1
+    return {"rates": rates, "epochs": done, "weight": accelerator.unwrap_model(model).weight.detach().tolist()}
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Any]:
+    """Return a function that launches training on two ranks, and waits until both have begun."""
+    launched: list[Launch] = []
+
+    def launch(*, epochs: int = 1_000_000, uses_epochs: bool = True) -> Launch:
+        made = notebook_launcher(
+            _train, (str(tmp_path), epochs, uses_epochs), 2, block=False, progress="off", devices="cpu"
+        )
+        assert isinstance(made, Launch)
+        launched.append(made)
+        return made
+
+    yield launch
+    for one in launched:
+        one.stop()
+
+
+def _steps(where: Path) -> list[int]:
+    return [int((where / f"steps {rank}").read_text() or 0) for rank in range(2)]
+
+
+def test_all_ranks_obey_after_the_same_step(begin: Any, tmp_path: Path) -> None:
+    launch = begin()
+    launch.pause()  # comes in time even while ranks start
+    assert launch.is_paused
+    stopped = _steps(tmp_path)
+    assert stopped[0] == stopped[1] > 0
+    assert launch.set_learning_rate(0.01) == pytest.approx(0.1)
+    assert launch.set_learning_rate(0.02) == pytest.approx(0.01)
+    saved = launch.save_checkpoint(tmp_path / "by hand")
+    assert json.loads((saved / "checkpoint.json").read_text())["files"].keys() >= {"model.safetensors"}
+    with pytest.raises(CheckpointError, match="need a folder"):
+        launch.save_checkpoint()
+    assert _steps(tmp_path) == stopped
+    launch.resume()
+    assert not launch.is_paused
+    assert launch.set_learning_rate(0.5) == pytest.approx(0.02)  # while it runs
+    launch.stop_after_epoch()
+    found = launch.result(60)
+    assert found[0] == found[1]
+    rates = found[0]["rates"]
+    assert len(rates) == 4 * found[0]["epochs"]
+    # A schedule goes on from what it is given; each change comes at one step of all ranks.
+    assert [rates[0], rates[stopped[0] - 1], rates[stopped[0]], rates[-1]] == pytest.approx([0.1, 0.1, 0.02, 0.5])
+    with pytest.raises(LaunchError, match="has ended"):
+        launch.pause()
+
+
+def test_a_loop_that_cannot_be_ended_says_how_to_write_it(begin: Any) -> None:
+    launch = begin(uses_epochs=False)
+    with pytest.raises(ConfigError, match=r"accelerator\.epochs\(3\)"):
+        launch.stop_after_epoch()
+    launch.pause()  # it goes on, and is obeyed again
+    launch.resume()
+
+
+def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    def train(where: str) -> int:
+        import torch
+        from torch import nn
+
+        from nb_accelerate.accelerator import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        _, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        if accelerator.process_index == 0:
+            Path(where, "begun").touch()
+            while not Path(where, "end").exists():
+                model.weight.grad = torch.ones(1, 1)
+                optimizer.step()
+                time.sleep(0.001)
+        else:
+            while not Path(where, "end").exists():
+                time.sleep(0.001)
+        return 7
+
+    launch = notebook_launcher(train, (str(tmp_path),), 2, block=False, progress="off", devices="cpu")
+    assert isinstance(launch, Launch)
+    try:
+        while not (tmp_path / "begun").exists() and not launch.wait(0.01):
+            pass
+        with pytest.raises(DeadlineError, match="Rank 1 began no batch"):
+            launch.pause(timeout=1.0)
+        assert not launch.is_paused
+        (tmp_path / "end").touch()
+        assert launch.result(60) == [7, 7]
+    finally:
+        launch.stop()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=20),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
+        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.4, step_size_up=3, cycle_momentum=False),
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            ],
+            milestones=[4],
+        ),
+    ],
+    ids=["lambda", "steps", "one cycle", "cosine", "cyclic", "sequence"],
+)
+def test_schedules_go_on_by_the_same_factor(make: Any) -> None:
+    from types import SimpleNamespace
+
+    def rates(factor_at: int | None) -> list[list[float]]:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.2, 0.3)]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        schedule = make(optimizer)
+        found = []
+        for step in range(12):
+            if step == factor_at:
+                before = optimizer.param_groups[0]["lr"]
+                holder: Any = SimpleNamespace(scheduler=schedule)
+                said = change_learning_rate(before / 2, [optimizer], [holder])  # type: ignore[list-item]
+                assert float(said) == before
+            optimizer.step()
+            found.append([group["lr"] for group in optimizer.param_groups])
+            schedule.step()
+        return found
+
+    plain, changed = rates(None), rates(3)
+    assert changed[:3] == plain[:3]
+    for now, before in zip(changed[3:], plain[3:], strict=True):
+        assert now == pytest.approx([rate / 2 for rate in before], rel=1e-6)
+
+
+def test_a_learning_rate_of_nothing_is_not_changed() -> None:
+    with pytest.raises(ConfigError, match="no optimizer"):
+        change_learning_rate(0.1, [], [])
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    with pytest.raises(ConfigError, match="it is 0 now"):
+        change_learning_rate(0.1, [optimizer], [])
+
+
+def test_what_is_no_learning_rate_is_refused_before_it_is_sent() -> None:
+    class NotStarted(Launch):
+        def __init__(self) -> None: ...
+
+    for rate in (0, -1.0, float("nan"), float("inf"), True, "0.1"):
+        with pytest.raises(ConfigError, match="is not a learning rate"):
+            NotStarted().set_learning_rate(rate)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="too long"):
+        NotStarted().save_checkpoint("x" * 500 + os.sep)
