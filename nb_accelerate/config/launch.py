@@ -121,12 +121,6 @@ class LaunchOptions:
                 f"{self.min_nodes} to {self.num_nodes} machines cannot be numbered beforehand. Write "
                 f"rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
-        if self.rdzv_backend == "static" and self.max_restarts:
-            # With the static rendezvous, a machine does not learn that ranks of another one failed.
-            raise ConfigError(
-                f"max_restarts={self.max_restarts} on num_nodes={self.num_nodes} machines needs a rendezvous that "
-                f"restarts all of them. Write rdzv_backend='c10d' and rdzv_endpoint='HOST:29400' on all machines"
-            )
 
 
 def check_start_method(value: object, names: Iterable[str]) -> str:

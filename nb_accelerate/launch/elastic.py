@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.links import connect_until
-from nb_accelerate.launch.machine_state import INTERRUPTED, JOIN_TIMEOUT, no_first_machine, not_all_came
+from nb_accelerate.launch.machine_state import INTERRUPTED, JOIN_TIMEOUT, machines_of, no_first_machine, not_all_came
 from nb_accelerate.launch.machines import Machines
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class ElasticRendezvous:
         self._in_round = False
         self._is_over = False
         deadline = time.monotonic() + self._seconds
-        facts = {"num_processes": num_processes}
+        facts = {"num_processes": num_processes, "num_nodes": machines_of(options)}
         listener = listen(*place) if is_host else None
         if listener is None:
             self._store = self._reach_store(deadline)
@@ -124,7 +124,7 @@ class ElasticRendezvous:
         except (OSError, RuntimeError) as error:
             raise no_first_machine(self._where, self._seconds, error) from None
 
-    def _reach_machines(self, deadline: float, facts: dict[str, int]) -> Machines:
+    def _reach_machines(self, deadline: float, facts: dict[str, Any]) -> Machines:
         try:
             host, _, port = self._store.get(_MACHINES).decode().rpartition(":")
             return Machines.connect((host, int(port)), self._own, deadline, **facts)
@@ -183,13 +183,13 @@ class ElasticRendezvous:
 
         with self._lock:
             self._in_round = False
-        self.machines.join("")
+        self.machines.wait_for_round()
         try:
             with _set(_OWN_STORE, "1"):
                 return self._handler.next_rendezvous()
         except RendezvousTimeoutError:
             self._is_over = True
-            missing = not_all_came(self.machines.all, self._fewest, self._where, self._seconds)
+            missing = not_all_came(self.machines.all, self._fewest, self._where, self._seconds, self.machines.refused)
         except RendezvousClosedError:
             self._is_over = True
             ended = [str(one) for one in self.machines.all if not one.is_here]

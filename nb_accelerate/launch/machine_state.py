@@ -10,6 +10,8 @@ from nb_accelerate.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nb_accelerate.config.launch import LaunchOptions
+
 JOIN_TIMEOUT = 600.0
 """Seconds for all machines to come, as torchrun's; ``rdzv_conf={"join_timeout": ...}`` says another number."""
 
@@ -29,8 +31,10 @@ class Machine:
         host: its name.
         node_rank: the number it was given by hand; None where torch elastic numbers the machines.
         num_processes: ranks on it.
-        round_id: names the rendezvous that its ranks have gone through; "" for none.
-        failed: why its ranks failed after it; "" if they have not.
+        num_nodes: machines that it was started for, as ``2`` or ``1:4``.
+        round_id: names the last rendezvous that its ranks have gone through; "" for none.
+        is_waiting: it waits for the next rendezvous.
+        failed: why its ranks failed after the last one; "" if they have not.
         ended: how its launch has ended; "" while it runs.
         lost: why nothing is heard of it any more; "" if all is well.
     """
@@ -40,7 +44,9 @@ class Machine:
     host: str = ""
     node_rank: int | None = None
     num_processes: int = 1
+    num_nodes: str = "1"
     round_id: str = ""
+    is_waiting: bool = True
     failed: str = ""
     ended: str = ""
     lost: str = ""
@@ -65,12 +71,23 @@ def silence_limit(conf: Mapping[str, Any] | None) -> float:
     return float(conf.get("keep_alive_interval", 5)) * int(conf.get("keep_alive_max_attempt", 3))
 
 
+def machines_of(options: LaunchOptions) -> str:
+    """Return how many machines a launch is for: ``2`` or ``1:4``."""
+    fewest, most = options.min_nodes or options.num_nodes, options.num_nodes
+    return str(most) if fewest == most else f"{fewest}:{most}"
+
+
 def refusal(here: Sequence[Machine], told: Machine) -> str:
     """Return why a machine cannot take part with those that are here, or ""."""
     same = [one for one in here if one.node_rank == told.node_rank is not None]
     if same:
         return f"machine {told.node_rank} has come already: it is the one at {same[0]}. Number the machines from 0"
     first = here[0]
+    if told.num_nodes != first.num_nodes:
+        return (
+            f"this machine was started for {told.num_nodes} machines, but the one at {first} for {first.num_nodes}. "
+            f"Start the same launch, with the same number of machines, on all of them"
+        )
     if told.num_processes != first.num_processes:
         return (
             f"this machine would start {told.num_processes} ranks, but the one at {first} starts "
@@ -79,7 +96,9 @@ def refusal(here: Sequence[Machine], told: Machine) -> str:
     return ""
 
 
-def not_all_came(known: Sequence[Machine], expected: int, place: str, seconds: float) -> StartError:
+def not_all_came(
+    known: Sequence[Machine], expected: int, place: str, seconds: float, refused: Sequence[str] = ()
+) -> StartError:
     """Build the error about machines that are missing.
 
     Args:
@@ -87,6 +106,7 @@ def not_all_came(known: Sequence[Machine], expected: int, place: str, seconds: f
         expected: how many there should be, at least.
         place: where they were to come to.
         seconds: how long they were waited for.
+        refused: sentences about machines that came and were not let in.
     """
     here = [one for one in known if one.is_here]
     gone = [one for one in known if not one.is_here]
@@ -100,10 +120,8 @@ def not_all_came(known: Sequence[Machine], expected: int, place: str, seconds: f
         missing = []
     verb = "is" if len(missing) == 1 else "are"
     who = f"{' and '.join(missing)} {verb} missing" if missing else f"here is {', '.join(map(str, here))}"
-    return StartError(
-        f"{len(here)} of {expected} machines came to {place} within {seconds:g} s; {who}. Start the same launch on "
-        f"each of them"
-    )
+    advice = "; ".join(dict.fromkeys(refused)) or "Start the same launch on each of them"
+    return StartError(f"{len(here)} of {expected} machines came to {place} within {seconds:g} s; {who}. {advice}")
 
 
 def no_first_machine(place: str, seconds: float, error: BaseException) -> StartError:

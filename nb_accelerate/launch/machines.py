@@ -71,6 +71,7 @@ class Machines:
         is_first: this is machine 0, which the others are connected to.
         is_waited_for: returns whether a machine waits to take part in the launch. Called in the thread of machine 0.
         silence_limit: seconds without a line after which another machine counts as lost.
+        refused: sentences about machines that were not let in, as machine 0 knows them.
         ends_as: what `close` tells the others: how the launch of this machine has ended.
     """
 
@@ -86,6 +87,7 @@ class Machines:
         self._table = {me.number: me} if self.is_first else {}
         self._listener = listener
         self._peers = [] if link is None else [_Peer(Link(link))]
+        self.refused: list[str] = []
         self._refused = ""
         self._regroup = ""
         self._ending = False
@@ -200,14 +202,35 @@ class Machines:
         with self._changed:  # the thread holds it while it asks for them
             self._rows = rows or tuple
 
+    def wait_for_round(self) -> None:
+        """Say that this machine waits for a rendezvous. Why its ranks failed after the last one can still be read."""
+        self._tell(is_waiting=True)
+
     def join(self, round_id: str) -> None:
         """Say that the ranks of this machine have gone through a rendezvous."""
-        self._tell(round_id=round_id, failed="")
+        self._tell(round_id=round_id, is_waiting=False, failed="")
 
     def fail(self, why: str) -> None:
         """Say that the ranks of this machine have failed. The first reason counts."""
         if not self._me.failed:
             self._tell(failed=why)
+
+    def admit(self, listener: socket.socket) -> None:
+        """Let machines connect to machine 0 again.
+
+        Args:
+            listener: a socket that listens; it is then this object's.
+        """
+        listener.setblocking(False)
+        with self._changed:
+            self._listener = listener
+        self._wake()
+
+    @property
+    def admits(self) -> bool:
+        """Whether machines can connect to this one."""
+        with self._changed:
+            return self._listener is not None
 
     def admit_no_more(self) -> socket.socket:
         """Return the socket on which machine 0 has listened; it is then the caller's."""
@@ -229,9 +252,9 @@ class Machines:
         self._wake_reads.close()
         self._wake_writes.close()
 
-    def _tell(self, **facts: str) -> None:
+    def _tell(self, **facts: Any) -> None:
         with self._changed:
-            self._me = replace(self._me, **facts)  # type: ignore[arg-type]  # text, all of them
+            self._me = replace(self._me, **facts)
             if self._me.number in self._table:
                 self._table[self._me.number] = self._me
             self._changed.notify_all()
@@ -341,6 +364,7 @@ class Machines:
         if peer.number is None:
             why_not = refusal([one for one in self._table.values() if one.is_here], told)
             if why_not:
+                self.refused.append(f"The one at {told} was refused: {why_not}")
                 self._write(peer, {"refused": why_not})
                 self._drop(peer)
                 return

@@ -17,7 +17,6 @@ import functools
 import os
 import secrets
 import socket
-import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,8 +27,8 @@ from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.launch.elastic import ElasticRendezvous
 from nb_accelerate.launch.machine import interface_of
-from nb_accelerate.launch.machine_state import JOIN_TIMEOUT, no_first_machine, not_all_came, silence_limit
-from nb_accelerate.launch.machines import Machines
+from nb_accelerate.launch.machine_state import silence_limit
+from nb_accelerate.launch.static import StaticRendezvous
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from nb_accelerate.config.launch import LaunchOptions
+    from nb_accelerate.launch.machines import Machines
     from nb_accelerate.launch.plan import LaunchPlan
 
 _LOOPBACK = "127.0.0.1"
@@ -220,42 +220,30 @@ def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBack
     address, port = options.master_addr, int(options.use_port or _DEFAULT_PORT)
     if options.rdzv_endpoint:
         address, port = _split(options.rdzv_endpoint, port)
-    seconds = float((options.rdzv_conf or {}).get("join_timeout", JOIN_TIMEOUT))
-    deadline = time.monotonic() + seconds
-    where, own = f"{address}:{port}", _own_address_towards(address)
-    facts = {"num_processes": plan.num_processes, "node_rank": options.node_rank}
-    if options.node_rank == 0:
-        machines = Machines.serve(_listen(address, port), address, **facts)
-    else:
-        try:
-            machines = Machines.connect((address, port), own, deadline, **facts)
-        except OSError as error:
-            raise no_first_machine(where, seconds, error) from None
-    machines.silence_limit = silence_limit(options.rdzv_conf)
+    own = _own_address_towards(address)
+    static = StaticRendezvous(options, (address, port), own, _listen, num_processes=plan.num_processes)
+    static.machines.silence_limit = silence_limit(options.rdzv_conf)
 
     @contextlib.contextmanager
     def rendezvous() -> Iterator[Rendezvous]:
-        if not machines.wait_for(lambda: len(machines.here) == options.num_nodes, deadline):
-            raise not_all_came(machines.all, options.num_nodes, where, seconds)
-        machines.join(where)
-        with contextlib.ExitStack() as stack:
+        with static.next_round() as (round_id, listener):
             yield Rendezvous(
                 address=address,
                 port=port,
                 node_rank=options.node_rank,
                 interface=interface_of(own) or "",
                 run_id=options.rdzv_id,
-                listener=stack.enter_context(machines.admit_no_more()) if machines.is_first else None,
+                listener=listener,
                 keeps_interface=True,
                 num_nodes=options.num_nodes,
                 world_size=plan.world_size,
-                round_id=where,
+                round_id=round_id,
             )
 
     try:
-        yield RendezvousBackend(open=rendezvous, machines=machines)
+        yield RendezvousBackend(open=rendezvous, machines=static.machines)
     finally:
-        machines.close()
+        static.machines.close()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ do, with a cable between them and nothing else.
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -39,8 +40,6 @@ EXPECTED = [
 def run_on_two(
     tmp_path: Path, options: Callable[[int], dict[str, object]], prefix: Callable[[int], list[str]] = lambda _: []
 ) -> list[str]:
-    import json
-
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     machines = [
@@ -73,6 +72,21 @@ def test_two_machines_meet_by_number_and_address(tmp_path: Path) -> None:
     assert found == EXPECTED
 
 
+def test_a_machine_that_was_started_for_another_number_of_them_says_so_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = {"master_addr": "127.0.0.2", "use_port": free_port(), "rdzv_conf": {"join_timeout": 30}}
+    command = [sys.executable, str(script)]
+    first = subprocess.Popen([*command, json.dumps({**options, "num_nodes": 2, "node_rank": 0})])
+    try:
+        other = [*command, json.dumps({**options, "num_nodes": 3, "node_rank": 2})]
+        ran = subprocess.run(other, capture_output=True, text=True, timeout=25, check=False)
+    finally:
+        first.terminate()
+        first.wait(20)
+    assert "this machine was started for 3 machines, but the one at 127.0.0.2" in ran.stderr
+
+
 @pytest.mark.slow
 def test_two_machines_are_numbered_by_torch_elastic(tmp_path: Path) -> None:
     endpoint = f"127.0.0.2:{free_port()}"
@@ -94,7 +108,7 @@ import os, sys
 from nb_accelerate import notebook_launcher
 from nb_accelerate.launch.rendezvous import RENDEZVOUS
 
-RENDEZVOUS["local"] = RENDEZVOUS["c10d"]  # as several machines do it, with one
+RENDEZVOUS["local"] = RENDEZVOUS[sys.argv[3]]  # as several machines do it, with one
 
 def fails_first():
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -103,15 +117,15 @@ def fails_first():
     return attempt
 
 for _ in range(3):
-    endpoint = dict(rdzv_backend="c10d", rdzv_endpoint=sys.argv[2])
+    endpoint = dict(rdzv_backend=sys.argv[3], rdzv_endpoint=sys.argv[2])
     values = notebook_launcher(fails_first, (), 2, start_method=sys.argv[1], max_restarts=1, progress="off", **endpoint)
     print(values)
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(method: str) -> None:
-    command = [sys.executable, "-c", AGAIN, method, f"127.0.0.1:{free_port()}"]
+@pytest.mark.parametrize(("method", "backend"), [("fork", "c10d"), ("forkserver", "c10d"), ("forkserver", "static")])
+def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(method: str, backend: str) -> None:
+    command = [sys.executable, "-c", AGAIN, method, f"127.0.0.1:{free_port()}", backend]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "[1, 1]\n" * 3

@@ -94,14 +94,30 @@ def test_silence_is_noticed(first: Machines, come: Callable[..., Machines]) -> N
     assert first.wait_for(lambda: first.trouble("round") is None, soon())  # it is heard again
 
 
-def test_a_number_twice_and_other_numbers_of_processes_are_refused(
-    first: Machines, come: Callable[..., Machines]
-) -> None:
+def test_machines_of_another_launch_are_refused(first: Machines, come: Callable[..., Machines]) -> None:
     come(node_rank=1)
     with pytest.raises(ConfigError, match=r"machine 1 has come already: it is the one at 127\.0\.0\.2"):
         come(node_rank=1)
     with pytest.raises(ConfigError, match=r"would start 2 ranks, but the one at .* starts 1"):
         come(node_rank=2, num_processes=2)
+    with pytest.raises(ConfigError, match=r"was started for 3 machines, but the one at .* for 1\. Start the same"):
+        come(node_rank=2, num_nodes="3")
+    assert first.refused[-1].startswith("The one at 127.0.0.2")
+    assert "2 of 3 machines came to place within 1 s; number 2 is missing. The one at 127.0.0.2" in str(
+        not_all_came(first.all, 3, "place", 1, first.refused[-1:])
+    )
+
+
+def test_why_ranks_failed_is_known_until_the_next_rendezvous(first: Machines, come: Callable[..., Machines]) -> None:
+    second = come(node_rank=1)
+    for one in (first, second):
+        one.join("round")
+    second.fail("rank 1 was killed")
+    second.wait_for_round()
+    assert first.wait_for(lambda: first.all[1].is_waiting, soon())
+    assert "rank 1 was killed" in str(first.trouble("round"))
+    second.join("another round")
+    assert first.wait_for(lambda: first.trouble("round") is None, soon())
 
 
 def test_rows_of_ranks_come_to_the_first_machine(first: Machines, come: Callable[..., Machines]) -> None:
