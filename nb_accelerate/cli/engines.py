@@ -8,25 +8,27 @@ from typing import TYPE_CHECKING
 from nb_accelerate.cli.flags import GROUPS
 from nb_accelerate.config.engine_variables import (
     FSDP_DEFAULTS,
+    USE_MESH,
+    USES,
     deepspeed_fields,
     deepspeed_variables,
     fsdp_variables,
+    mesh_variables,
     xla_variables,
 )
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from nb_accelerate.config.file import ConfigFile
 
 _SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "tpu": "XLA"}
 """Flags that ask for an engine, and the word for it in a configuration file."""
 
-_USES = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
-"""Variables that ask for an engine, by the word for it in a configuration file."""
-
-_FLAGS = {flag.name: flag for _, flags in GROUPS for flag in flags if flag.needs}
+_FLAGS = {flag.name: flag for _, flags in GROUPS for flag in flags if flag.needs in _SWITCHES}
+_MESH_FLAGS = {flag.name for _, flags in GROUPS for flag in flags if flag.needs == "use_parallelism_config"}
 
 
 def chosen_engine(arguments: argparse.Namespace, file: ConfigFile | None) -> str:
@@ -77,9 +79,52 @@ def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, eng
         precision = arguments.mixed_precision or (file.get("mixed_precision") if file is not None else None)
         downcast = arguments.downcast_bf16 or bool(file is not None and file.get("downcast_bf16"))
         low = xla_variables(downcast=downcast) if precision == "bf16" else {}
-    asked = {name for name in _USES.values() if arguments.multi_gpu or os.environ.get(name, "").strip()}
+    asked = {name for name in USES.values() if arguments.multi_gpu or os.environ.get(name, "").strip()}
     if file is not None:  # which ranks read too, where a variable is not set
-        asked.add(_USES.get(file.get("distributed_type", ""), ""))
+        asked.add(USES.get(file.get("distributed_type", ""), ""))
     is_said = arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
-    off = {name: "false" for word, name in _USES.items() if is_said and word != engine and name in asked}
+    off = {name: "false" for word, name in USES.items() if is_said and word != engine and name in asked}
     return off | {name: value for name, value in low.items() if not os.environ.get(name, "").strip()} | high
+
+
+def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str) -> dict[str, str]:
+    """Return the variables about how ranks are laid out, as flags say it.
+
+    Args:
+        arguments: the flags.
+        file: the configuration file. What it says counts no more when flags ask for another engine than FSDP.
+        engine: as `chosen_engine` has found it.
+
+    Raises:
+        ConfigError: a size was given without the switch that asks for a layout.
+    """
+    sizes = {name: getattr(arguments, name) for name in _MESH_FLAGS if getattr(arguments, name) is not None}
+    if arguments.use_parallelism_config:
+        return mesh_variables(sizes) | {USE_MESH: "true"}
+    if sizes:
+        raise ConfigError(
+            f"--{min(sizes)} is for --use_parallelism_config, which was not given. Add --use_parallelism_config, or "
+            f"leave it out."
+        )
+    is_said = arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
+    if is_said and engine != "FSDP" and file is not None and file.section("parallelism_config"):
+        return {USE_MESH: "false"}
+    return {}
+
+
+def check_mesh(variables: Mapping[str, str], world_size: int | None) -> None:
+    """Refuse a layout of ranks that cannot be, before any is started.
+
+    Args:
+        variables: of the ranks.
+        world_size: how many ranks there will be; None if that is not known yet.
+
+    Raises:
+        ConfigError: a size is not supported, or they do not fit.
+    """
+    from nb_accelerate.config.env import Environment
+    from nb_accelerate.config.parallelism import resolve_parallelism
+
+    layout = resolve_parallelism(None, Environment({**os.environ, **variables}))
+    if layout is not None and world_size is not None:
+        layout.check_ranks(world_size)

@@ -119,6 +119,24 @@ _ENGINES: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         ),
     ),
     (
+        "several kinds of parallelism",
+        (
+            Flag(
+                name="use_parallelism_config",
+                help="lay processes out as a mesh, as these sizes say; their product is the number of processes",
+                differs="without --use_fsdp too: sizes above 1 ask for what they need",
+            ),
+            *_flags_of(
+                "use_parallelism_config",
+                ("parallelism_config_dp_replicate_size", int, "N", "copies of the model"),
+                ("parallelism_config_dp_shard_size", int, "N", "processes that hold one copy in shards (FSDP)"),
+                ("parallelism_config_tp_size", int, "N", "processes that share the work on each layer"),
+                ("parallelism_config_cp_size", int, "N", "processes that share each sequence: 1"),
+                ("parallelism_config_sp_size", int, "N", "processes that share each sequence in another way: 1"),
+            ),
+        ),
+    ),
+    (
         "DeepSpeed",
         (
             Flag(
@@ -289,8 +307,6 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ),
 )
 
-_MESH = "Meshes of several kinds of parallelism are not in this version"
-
 REFUSED = (
     Refused(
         reason="This command starts processes on machines where it runs itself, and on no others",
@@ -326,12 +342,10 @@ REFUSED = (
         "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
     ),
     Refused(
-        reason=_MESH,
-        switches="use_parallelism_config",
-        valued="parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size "
-        "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
-        "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
-        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+        reason="Context and sequence parallelism are not in this version",
+        valued="parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend "
+        "parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
+        "parallelism_config_sp_attn_implementation",
     ),
 )
 

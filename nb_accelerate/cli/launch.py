@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.cli.engines import chosen_engine, engine_variables
+from nb_accelerate.cli.engines import check_mesh, chosen_engine, engine_variables, mesh_of
 from nb_accelerate.cli.flags import GROUPS, add_flags
 from nb_accelerate.config.file import CONFIG_FILE
 from nb_accelerate.errors import ConfigError
@@ -127,7 +127,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         raise ConfigError(
             f"--cpu and {'--multi_gpu' if arguments.multi_gpu else '--gpu_ids'} were both given. Leave one of them out."
         )
-    fewest, machines = said["num_machines"] or (choose("num_machines", 1),) * 2
+    fewest, machines = said["num_machines"] or (file.machines if file is not None else (1, 1))
     if not 1 <= fewest <= machines:
         raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
     if arguments.tpu and (arguments.cpu or arguments.multi_gpu or arguments.gpu_ids):
@@ -147,6 +147,9 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     devices: Any = "cpu" if on_cpu else None if gpu_ids == "all" else _gpu_numbers(gpu_ids, processes)
     if chosen_engine(arguments, file) == "XLA" and not arguments.cpu:
         devices = _TPU
+    variables = _variables(arguments, file)
+    check_mesh(variables, None if processes is None else processes * machines)
+    rdzv_backend = choose("rdzv_backend", "c10d" if fewest < machines else "static")
     return {
         "num_processes": processes,
         "devices": devices,
@@ -154,18 +157,20 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         "num_nodes": machines,
         **({"min_nodes": fewest} if fewest != machines else {}),
         "node_rank": choose("machine_rank", 0),
-        "rdzv_backend": choose("rdzv_backend", "static"),
+        "rdzv_backend": rdzv_backend,
         "rdzv_conf": _pairs(arguments.rdzv_conf),
         "max_restarts": arguments.max_restarts or 0,
         "monitor_interval": 0.1 if arguments.monitor_interval is None else arguments.monitor_interval,
         "timeout": arguments.timeout,
         "progress": "off" if arguments.quiet else "auto",
-        "env": _variables(arguments, file),
-        **_where_machines_meet(arguments, choose, machines),
+        "env": variables,
+        **_where_machines_meet(arguments, choose, machines, rdzv_backend),
     }
 
 
-def _where_machines_meet(arguments: argparse.Namespace, choose: Any, machines: int) -> dict[str, Any]:
+def _where_machines_meet(
+    arguments: argparse.Namespace, choose: Any, machines: int, rdzv_backend: str
+) -> dict[str, Any]:
     address, port = choose("main_process_ip", None), choose("main_process_port", None)
     if machines == 1:
         return {"use_port": port}
@@ -173,7 +178,7 @@ def _where_machines_meet(arguments: argparse.Namespace, choose: Any, machines: i
         raise ConfigError(
             f"num_machines={machines}, but nobody says where machine 0 is. Write --main_process_ip ADDRESS"
         )
-    if choose("rdzv_backend", "static") == "c10d":
+    if rdzv_backend == "c10d":
         return {"rdzv_endpoint": f"{address}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
     return {"master_addr": address, "use_port": port}
 
@@ -235,7 +240,8 @@ def _variables(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[s
         value = getattr(arguments, flag)
         if value is not None:
             found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return found | engine_variables(arguments, file, chosen_engine(arguments, file))
+    engine = chosen_engine(arguments, file)
+    return found | engine_variables(arguments, file, engine) | mesh_of(arguments, file, engine)
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:

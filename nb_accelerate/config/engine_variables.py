@@ -64,6 +64,17 @@ DEEPSPEED_KEYS = {
 }
 """Variables by key. accelerate's launcher forgets those of the two paths, which its plugin reads."""
 
+USES = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
+"""Variables that ask for an engine, by the word for it in a configuration file."""
+
+USE_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+"""Variable that says that those of `mesh_variables` count."""
+
+MESH_KEYS = tuple(f"{kind}_size" for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
+"""Keys of ``parallelism_config``, and fields of `ParallelismConfig`. In a file of accelerate they have a prefix."""
+
+MESH_PREFIX = "parallelism_config_"
+
 _CASE_COUNTS = {
     "fsdp_version",
     "fsdp_sharding_strategy",
@@ -85,6 +96,30 @@ def fsdp_variables(section: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables for keys of ``fsdp_config``, which may lack their ``fsdp_``; None values are left out."""
     named = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
     return _variables(named, FSDP_KEYS)
+
+
+def mesh_variables(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables for keys of ``parallelism_config``, which may lack their prefix; None values are left out.
+
+    Keys that accelerate has for context and sequence parallelism are passed on too.
+    """
+    found = {
+        f"{MESH_PREFIX}{key.removeprefix(MESH_PREFIX)}".upper(): str(value).lower()
+        for key, value in section.items()
+        if value is not None
+    }
+    return {USE_MESH: "true", **found} if found else {}
+
+
+def dynamo_variables(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables for keys of ``dynamo_config``, which may lack their ``dynamo_``."""
+    return {
+        f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}": (
+            str(value).lower() if isinstance(value, bool) else str(value)
+        )
+        for key, value in section.items()
+        if value is not None
+    }
 
 
 def deepspeed_variables(section: Mapping[str, Any]) -> dict[str, str]:

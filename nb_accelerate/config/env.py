@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.config.file import read_config
+from nb_accelerate.config.file_keys import NO_WORDS
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _YES = ("1", "true", "yes", "y", "on", "t")
-_NO = ("0", "false", "no", "n", "off", "f")
 
 
 DEBUG_MODE = "ACCELERATE_DEBUG_MODE"
@@ -47,7 +47,7 @@ class Environment:
         """
         value = self.variables.get(name, "").strip()
         if not value and not self._is_given and (file := read_config()) is not None:
-            value = file.as_variables().get(name, "")
+            value = file.as_variables(self.variables).get(name, "")
         return value or None
 
     def flag(self, name: str) -> bool | None:
@@ -61,7 +61,7 @@ class Environment:
             return None
         if word.lower() in _YES:
             return True
-        if word.lower() in _NO:
+        if word.lower() in NO_WORDS:
             return False
         raise ConfigError(f"The environment variable {name}={word!r} is not a yes or no. Write {name}=1 or {name}=0.")
 

@@ -8,53 +8,33 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.checks import check_choice, check_flag, check_whole, suggest
+from nb_accelerate.config.checks import suggest
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.config.engine_variables import (
     FSDP_DEFAULTS,
+    USES,
     deepspeed_fields,
     deepspeed_variables,
+    dynamo_variables,
     fsdp_variables,
+    mesh_variables,
     xla_variables,
 )
+from nb_accelerate.config.file_keys import KEYS, KNOWN, KNOWN_IN, NO_WORDS
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 CONFIG_FILE = "NB_ACCELERATE_CONFIG_FILE"
 """Names the file to use; ``launch --config_file`` sets it for the processes that it starts."""
-
-SECTIONS = (
-    "dynamo_config",
-    "deepspeed_config",
-    "fsdp_config",
-    "fp8_config",
-    "megatron_lm_config",
-    "mpirun_config",
-    "parallelism_config",
-)
-"""Keys whose value is a mapping of its own."""
-
-_TPU_PODS = (
-    "command_file",
-    "commands",
-    "tpu_env",
-    "tpu_name",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "tpu_vm",
-    "tpu_zone",
-)
-"""Keys of accelerate for TPU pods that are reached through gcloud. They are accepted and not used."""
-
-_YES_OR_NO = {"yes": True, "true": True, "no": False, "false": False}
 
 
 def default_path(variables: Mapping[str, str] | None = None) -> Path:
@@ -82,7 +62,8 @@ class ConfigFile:
     Attributes:
         path: the file.
         values: all keys and values; keys of older versions of accelerate are renamed to those of 1.15.
-        unknown: keys that neither accelerate 1.15 nor this package knows. They are kept when the file is written again.
+        unknown: keys that neither accelerate 1.15 nor this package knows, those of sections as ``fsdp_config.KEY``.
+            They are kept when the file is written again.
     """
 
     path: Path
@@ -95,15 +76,22 @@ class ConfigFile:
         return default if value is None else value
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return one of `SECTIONS`; empty where the file has none."""
+        """Return the value of a key that has keys of its own; empty where the file has none."""
         return self.get(name, {})  # type: ignore[no-any-return]
+
+    @property
+    def machines(self) -> tuple[int, int]:
+        """The fewest and the most machines: ``num_machines`` is a number, or a range such as ``1:4``."""
+        said = self.get("num_machines", -1)
+        fewest, _, most = str(1 if said == -1 else said).partition(":")
+        return int(fewest), int(most or fewest)
 
     def launch_options(self) -> dict[str, Any]:
         """Return the values about the ranks of one machine, as arguments of `notebook_launcher`.
 
         A file for several machines gives no arguments: a cell waits for other machines only if its own call says so.
         """
-        if self.get("num_machines", 1) > 1:
+        if self.machines[1] > 1:
             return {}
         found: dict[str, Any] = {}
         if self.get("num_processes", -1) > 0:
@@ -114,9 +102,15 @@ class ConfigFile:
             found["devices"] = [int(number) for number in self.values["gpu_ids"].split(",")]
         return found
 
-    def as_variables(self) -> dict[str, str]:
-        """Return the environment variables that say the same to an `Accelerator`."""
-        return self.general_variables() | self.engine_variables(self.get("distributed_type"))
+    def as_variables(self, given: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment variables that say the same to an `Accelerator`.
+
+        Args:
+            given: the environment. Where it turns off the engine of the file, options of that engine are left out.
+        """
+        kind = self.get("distributed_type")
+        is_off = (given or {}).get(USES.get(kind, ""), "").strip().lower() in NO_WORDS
+        return self.general_variables() | ({} if is_off else self.engine_variables(kind))
 
     def engine_variables(self, kind: str | None) -> dict[str, str]:
         """Return the variables that ask for an engine, with the options that the file has for it.
@@ -148,13 +142,8 @@ class ConfigFile:
                 found[name] = _as_text(self.values[key])
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
             found["ACCELERATE_USE_CPU"] = "true"
-        for key, value in self.section("parallelism_config").items():
-            if value is not None:
-                found[key.upper()] = _as_text(value)
-                found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        for key, value in self.section("dynamo_config").items():
-            if value is not None:
-                found[f"ACCELERATE_{key.upper()}"] = _as_text(value)
+        found |= mesh_variables(self.section("parallelism_config"))
+        found |= dynamo_variables(self.section("dynamo_config"))
         return found
 
 
@@ -231,8 +220,18 @@ def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Pat
 def _parsed(file: Path, text: str) -> dict[str, Any]:
     import yaml  # here, because it is slow to import
 
+    class Loader(yaml.SafeLoader):
+        """YAML as others read it, but for 1:4, which is a range of machines, and in YAML 1.1 the number 64."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [
+            (tag, re.compile(rf"(?![^:]*:)(?:{pattern.pattern})", re.VERBOSE)) if ":int" in tag else (tag, pattern)
+            for tag, pattern in resolvers
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     try:
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
     except (yaml.YAMLError, ValueError) as error:
         raise _unreadable(file, error) from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
@@ -255,98 +254,28 @@ def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
         backend = values.pop("dynamo_backend")
         values.setdefault("dynamo_config", {} if backend == "NO" else {"dynamo_backend": backend})
     for key, value in values.items():
-        check = _KEYS.get(key)
+        check = KEYS.get(key)
         if check is None or value is None:
             continue
         try:
             values[key] = check(key, value)
         except ConfigError as error:
             raise ConfigError(f"In the configuration file {str(file)!r}: {error}") from None
-    known = {*_KEYS, *_TPU_PODS}
-    return {"values": values, "unknown": tuple(key for key in values if key not in known)}
+    unknown = [key for key in values if key not in KNOWN]
+    for name, known in KNOWN_IN.items():
+        section = values.get(name) or {}
+        unknown += [f"{name}.{key}" for key in section if f"{name}.{key}" not in known]
+    return {"values": values, "unknown": tuple(unknown)}
 
 
 def name_unknown(file: ConfigFile) -> str:
     """Return a sentence about the unknown keys of a file; empty if there are none."""
     if not file.unknown:
         return ""
-    known = {*_KEYS, *_TPU_PODS}
+    known = KNOWN.union(*KNOWN_IN.values())
     listed = ", ".join(f"{key!r}{suggest(key, known)}" for key in file.unknown)
     return f"{file.path} has unknown keys, which are kept and not used: {listed}"
 
 
-def _flag(key: str, value: object) -> bool:
-    # Older files have 'no' in quotation marks, which YAML reads as text.
-    return check_flag(key, _YES_OR_NO.get(value.lower(), value) if isinstance(value, str) else value)
-
-
-def _precision(key: str, value: object) -> str:
-    return check_choice(key, _unquoted(value), (*PrecisionType.list(), "fp8"))
-
-
-def _distributed_type(key: str, value: object) -> str:
-    return check_choice(key, _unquoted(value), [member.value.lower() for member in DistributedType] + ["tpu"]).upper()
-
-
-def _unquoted(value: object) -> object:
-    """Return ``"no"`` for False, which is how YAML 1.1 reads an unquoted ``no``."""
-    return "no" if value is False else value
-
-
-def _count(key: str, value: object) -> int:
-    return -1 if value == -1 else check_whole(key, value, at_least=1)  # -1 is accelerate's value for "not set"
-
-
-def _index(key: str, value: object) -> int:
-    return check_whole(key, value, at_least=0)
-
-
-def _port(key: str, value: object) -> int:
-    number = check_whole(key, value, at_least=0)
-    if number >= 1 << 16:
-        raise ConfigError(f"{key}={number} is not a port. Write a number from 1 to 65535, or 0 for a free one.")
-    return number
-
-
-def _text(key: str, value: object) -> str:
-    if isinstance(value, (dict, list, bool)):
-        raise ConfigError(f"{key}={value!r} is of type {type(value).__name__}, not text.")
-    return str(value)
-
-
-def _gpu_ids(key: str, value: object) -> str:
-    text = _text(key, value)
-    if text != "all" and not all(part.strip().isdecimal() for part in text.split(",")):
-        raise ConfigError(f"{key}={text!r} is not a list of GPU numbers. Write {key}: 0,1 or {key}: all.")
-    return text
-
-
-def _section(key: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{key}={value!r} is not a section with keys of its own. Leave it out, or write {key}: {{}}")
-    return value
-
-
 def _as_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-_KEYS: dict[str, Callable[[str, Any], Any]] = {
-    "compute_environment": _text,
-    "debug": _flag,
-    "distributed_type": _distributed_type,
-    "downcast_bf16": _flag,
-    "enable_cpu_affinity": _flag,
-    "gpu_ids": _gpu_ids,
-    "machine_rank": _index,
-    "main_process_ip": _text,
-    "main_process_port": _port,
-    "main_training_function": _text,
-    "mixed_precision": _precision,
-    "num_machines": _count,
-    "num_processes": _count,
-    "rdzv_backend": _text,
-    "same_network": _flag,
-    "use_cpu": _flag,
-    **dict.fromkeys(SECTIONS, _section),
-}

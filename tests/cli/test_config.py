@@ -87,6 +87,30 @@ def test_names_of_older_versions_get_those_of_today(tmp_path: Path):
     assert file.as_variables()["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
 
 
+def test_keys_of_sections_may_lack_their_prefix_and_unknown_ones_are_named(tmp_path: Path):
+    text = "fsdp_config:\n  fsdp_ofload_params: true\ndynamo_config:\n  backend: INDUCTOR\n  use_fullgraph: true\n"
+    file = read_config(write(tmp_path, text))
+    assert file is not None
+    assert file.as_variables() == {
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
+    }
+    assert "'fsdp_config.fsdp_ofload_params' Did you mean 'fsdp_config.fsdp_offload_params'?" in name_unknown(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "machines"),
+    [("1:4", (1, 4)), ("'2:4'", (2, 4)), ("3", (3, 3)), ("-1", (1, 1)), ("'2'", (2, 2))],
+)
+def test_a_range_of_machines_is_read_and_written(tmp_path: Path, text: str, machines: tuple[int, int]):
+    path = write(tmp_path, f"num_machines: {text}\n")  # which YAML 1.1 takes for the number 64
+    for _ in range(2):
+        file = read_config(path)
+        assert file is not None
+        assert file.machines == machines
+        path = write_config(file.values, tmp_path / "again.yaml")
+
+
 def test_an_unquoted_no_means_no(tmp_path: Path):
     file = read_config(write(tmp_path, "distributed_type: NO\nmixed_precision: no\n"))
     assert file is not None
@@ -130,6 +154,8 @@ def test_the_file_lies_where_accelerate_looks_for_it(tmp_path: Path, variables: 
     [
         ("num_processes: two\n", ["num_processes='two'", "whole number"]),
         ("num_processes: 0\n", ["num_processes=0", "at least 1"]),
+        ("num_machines: 4:1\n", ["num_machines='4:1'", "num_machines: 1:4"]),
+        ("num_machines: a:b\n", ["num_machines='a:b'", "num_machines: 1:4"]),
         ("mixed_precision: bf17\n", ["mixed_precision='bf17'", "Did you mean 'bf16'?"]),
         ("use_cpu: perhaps\n", ["use_cpu='perhaps'", "yes or no"]),
         ("main_process_port: 70000\n", ["main_process_port=70000", "65535"]),

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate.cli import main
-from nb_accelerate.cli.engines import engine_variables
+from nb_accelerate.cli.engines import chosen_engine, engine_variables
 from nb_accelerate.cli.flags import add_flags
 from nb_accelerate.config.env import Environment
-from nb_accelerate.config.file import read_config, write_config
+from nb_accelerate.config.file import name_unknown, read_config, write_config
 
 FSDP = {
     "fsdp_version": 2,
@@ -125,6 +125,52 @@ def test_a_flag_for_one_engine_turns_the_engine_of_the_file_off(
     found = variables_of(["--cpu", flag, "--config_file", str(file)], tmp_path, capsys)
     assert found[f"ACCELERATE_USE_{of_file}"] == "false"  # else ranks would read it in the file, and find both
     assert found[f"ACCELERATE_{flag[2:].upper()}"] == "true"
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(["--use_fsdp"], 1), (["--multi_gpu"], 1), ([], 2)])
+def test_accumulation_of_an_engine_that_flags_replace_does_not_count(
+    flags: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_for("DEEPSPEED", tmp_path)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    arguments = parser.parse_args([*flags, "--config_file", str(file)])
+    engine = chosen_engine(arguments, read_config(file))
+    for name, value in engine_variables(arguments, read_config(file), engine).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NB_ACCELERATE_CONFIG_FILE", str(file))  # as launch does
+    assert (Environment().gradient_accumulation_steps or 1) == expected
+
+
+@pytest.mark.parametrize("prefix", ["parallelism_config_", ""])
+def test_sizes_of_a_mesh_are_said_by_flags_and_file(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"dp_replicate_size": 1, "dp_shard_size": 2, "tp_size": 1, "cp_size": 1}  # as `accelerate config` asks
+    file = tmp_path / "config.json"
+    section = {f"{prefix}{name}": size for name, size in sizes.items()}
+    file.write_text(
+        json.dumps({"distributed_type": "FSDP", "use_cpu": True, "num_processes": 2, "parallelism_config": section})
+    )
+    assert name_unknown(read_config(file)) == ""  # type: ignore[arg-type]
+    script = tmp_path / "train.py"
+    script.write_text("")
+    flags = ["--use_fsdp", "--num_processes=2", "--use_parallelism_config"]
+    flags += [f"--parallelism_config_{name}={size}" for name, size in sizes.items()]
+    found = []
+    for given in (["--config_file", str(file)], flags):
+        assert main(["launch", "--cpu", *given, "--dry_run", str(script)]) == 0
+        said = dict(word.split("=", 1) for word in shlex.split(capsys.readouterr().out.splitlines()[-1]) if "=" in word)
+        found.append({name: value for name, value in said.items() if "PARALLELISM" in name})
+    assert found[0] == found[1]
+    assert (found[0]["ACCELERATE_USE_PARALLELISM_CONFIG"], found[0]["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == (
+        "true",
+        "2",
+    )
+    assert main(["launch", *flags, "--num_processes=3", str(script)]) == 2
+    assert "lays out 2 ranks (dp_replicate_size=1 x dp_shard_size=2), and there are 3" in capsys.readouterr().err
+    assert main(["launch", "--cpu", "--parallelism_config_dp_shard_size=2", str(script)]) == 2
+    assert "Add --use_parallelism_config" in capsys.readouterr().err
 
 
 THEIRS = """

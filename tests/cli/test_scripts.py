@@ -202,7 +202,7 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["--zero_stage", "3", "--use_fsdp"], "--zero_stage is for --use_deepspeed"),
         (["--use_deepspeed", "--deepspeed_config_file", "nothing.json"], "there is no such file"),
         (["--num_machines", "2:1"], "write the fewest first"),
-        (["--num_machines", "1:2", "--main_process_ip", "10.0.0.1"], "rdzv_backend='c10d'"),
+        (["--num_machines=1:2", "--main_process_ip=host", "--rdzv_backend=static"], "rdzv_backend='c10d'"),
         (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
         (["--config_file", "nothing.yaml"], "There is no configuration file"),
         (["--num_processes", "-2"], "num_processes=-2 starts nothing"),
@@ -235,6 +235,11 @@ def test_several_machines_share_out_the_processes(tmp_path: Path):
     assert (found["rdzv_endpoint"], found["rdzv_conf"]) == ("10.0.0.1:29500", {"join_timeout": "60"})
     some = launch_options(parser.parse_args(["--num_machines=1:4", "--num_processes=8", *c10d[1:]]), None)
     assert (some["min_nodes"], some["num_nodes"], some["num_processes"]) == (1, 4, 2)
+    range_of_file = read_config(
+        write(tmp_path, "num_machines: 1:4\nnum_processes: 8\nmain_process_ip: host\n", "r.yaml")
+    )
+    ranged = launch_options(parser.parse_args([]), range_of_file)
+    assert [ranged[name] for name in ("min_nodes", "num_nodes", "num_processes", "rdzv_backend")] == [1, 4, 2, "c10d"]
     text = "distributed_type: MULTI_CPU\nnum_machines: 2\nnum_processes: 4\nmain_process_ip: host\nmachine_rank: 1\n"
     file = read_config(write(tmp_path, text, "config.yaml"))
     of_file = launch_options(parser.parse_args([]), file)
