@@ -22,11 +22,13 @@ class Machine:
         num_gpus: CUDA devices that are visible.
         num_cpus: cores this process may use.
         has_tpu: torch_xla is installed.
+        has_deepspeed: DeepSpeed is installed.
     """
 
     num_gpus: int = 0
     num_cpus: int = 1
     has_tpu: bool = False
+    has_deepspeed: bool = False
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -114,7 +116,12 @@ def machine_here() -> Machine:
     from nb_accelerate.launch.machine import look
 
     facts = look({})
-    return Machine(num_gpus=facts.num_gpus, num_cpus=facts.num_cpus, has_tpu=is_installed("torch_xla"))
+    return Machine(
+        num_gpus=facts.num_gpus,
+        num_cpus=facts.num_cpus,
+        has_tpu=is_installed("torch_xla"),
+        has_deepspeed=is_installed("deepspeed"),
+    )
 
 
 def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, Any]:
@@ -142,6 +149,7 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
         ConfigError: the input ended before the last question.
     """
     from nb_accelerate.cli.asking import confirm, read_value
+    from nb_accelerate.cli.engine_questions import ask_copies
 
     found = default_config(machine)
     kind = asker.choose(
@@ -160,11 +168,16 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
         found["use_cpu"] = confirm(asker, "Train on the CPU only, although there is a GPU?", default=False)
     if kind in ("MULTI_CPU", "MULTI_GPU"):
         _ask_machines(asker, found)
+    machines = _most(found["num_machines"])
+    if kind == "MULTI_GPU" or (kind == "NO" and not found["use_cpu"]):
+        _ask_engine(asker, machine, found, machines)
     if kind == "NO":
         found["num_processes"] = 1
     else:
         usual = {"MULTI_CPU": min(machine.num_cpus, 2), "MULTI_GPU": machine.num_gpus, "XLA": 8}[kind]
-        found["num_processes"] = _ask_processes(asker, usual, found["num_machines"])
+        found["num_processes"] = _ask_processes(asker, usual, machines)
+    if found["distributed_type"] == "FSDP" and (mesh := ask_copies(asker, found["num_processes"])):
+        found["parallelism_config"] = mesh
     if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
         found["gpu_ids"] = read_value(asker, "GPUs of this machine, by number, such as 0,1", "all", _gpu_ids)
     if kind == "MULTI_GPU":
@@ -173,30 +186,50 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
         found["debug"] = confirm(
             asker, "Check what processes hand to each collective? It finds mistakes, and is slower", default=False
         )
-    if kind == "XLA":
-        found["downcast_bf16"] = confirm(
-            asker, "Keep weights in 16 bits on the TPU too, and torch.double in 32?", default=False
-        )
     if confirm(asker, "Compile models with torch.compile?", default=False):
         found["dynamo_config"] = _ask_dynamo(asker)
+    if "deepspeed_config_file" in found.get("deepspeed_config", {}):
+        del found["mixed_precision"]  # that file says it
+        return found
     found["mixed_precision"] = asker.choose(
         "Mixed precision?", [("no", "no"), ("bf16", "bf16"), *([("fp16", "fp16")] if kind != "XLA" else [])], "no"
     )
+    if kind == "XLA" and found["mixed_precision"] == "bf16":
+        found["downcast_bf16"] = confirm(
+            asker, "Keep weights in 16 bits on the TPU too, and torch.double in 32?", default=False
+        )
     return found
+
+
+def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines: int) -> None:
+    from nb_accelerate.cli.engine_questions import ask_deepspeed, ask_engine, ask_fsdp
+
+    is_alone = found["distributed_type"] == "NO"
+    engine = ask_engine(asker, is_alone=is_alone, has_deepspeed=machine.has_deepspeed)
+    if engine:
+        found["distributed_type"] = engine
+    if engine == "FSDP":
+        found["fsdp_config"] = ask_fsdp(asker)
+    elif engine == "DEEPSPEED":
+        found["deepspeed_config"] = ask_deepspeed(asker, num_machines=machines)
 
 
 def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:
     from nb_accelerate.cli.asking import confirm, read_value
 
-    number = read_value(asker, "Number of machines", 1, lambda text: _whole(text, at_least=1))
-    found["num_machines"] = number
+    machines = read_value(asker, "Number of machines; or, if they may come and go, a range such as 1:4", "1", _machines)
+    found["num_machines"] = int(machines) if machines.isdecimal() else machines
+    number = _most(machines)
     if number == 1:
         return
-    found["rdzv_backend"] = asker.choose(
-        "How do the machines find one another?",
-        [("static", "each has a number"), ("c10d", "they are numbered as they come")],
-        "static",
-    )
+    if machines.isdecimal():
+        found["rdzv_backend"] = asker.choose(
+            "How do the machines find one another?",
+            [("static", "each has a number"), ("c10d", "they are numbered as they come")],
+            "static",
+        )
+    else:
+        found["rdzv_backend"] = "c10d"
     if found["rdzv_backend"] == "static":
         found["machine_rank"] = read_value(
             asker, "Number of this machine, from 0", 0, lambda text: _whole(text, at_least=0, below=number)
@@ -242,6 +275,20 @@ def _whole(text: str, *, at_least: int, below: int | None = None) -> int:
     if not text.isdecimal() or int(text) < at_least or (below is not None and int(text) >= below):
         raise ValueError(f"{text!r} is not {expected}.")
     return int(text)
+
+
+def _machines(text: str) -> str:
+    fewest, colon, most = text.partition(":")
+    if not colon:
+        return str(_whole(text, at_least=1))
+    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
+        raise ValueError(f"{text!r} is neither a number from 1 nor a range such as 1:4.")
+    return text if int(fewest) < int(most) else most
+
+
+def _most(machines: int | str) -> int:
+    """Return the largest number of machines."""
+    return int(str(machines).rpartition(":")[2])
 
 
 def _address(text: str) -> str:

@@ -247,6 +247,86 @@ def test_several_machines_are_asked_for_where_they_meet_and_mistakes_are_asked_a
     assert found["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
 
 
+def test_a_range_of_machines_finds_itself():
+    asker = Scripted(
+        ("How do you want", "MULTI_GPU"),
+        ("Number of machines", "4:1"),
+        ("Number of machines", "1:4"),
+        ("Address", "10.0.0.1"),
+    )
+    found = ask_config(asker, Machine(num_gpus=2))
+    assert asker.answers == []
+    assert [found[name] for name in ("num_machines", "rdzv_backend", "num_processes")] == ["1:4", "c10d", 8]
+    assert not any("How do the machines" in question for question in asker.asked)
+
+
+ENGINES = [
+    (
+        "FSDP",
+        [("What is gathered", "SIZE_BASED_WRAP"), ("Parameters of such", "2000"), ("Copies", "3"), ("Copies", "2")],
+        {
+            "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+            "FSDP_MIN_NUM_PARAMS": "2000",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        },
+    ),
+    (
+        "FSDP",
+        [("Classes of the blocks", "Block"), ("What is saved", "SHARDED_STATE_DICT")],
+        {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
+    ),
+    (
+        "DEEPSPEED",
+        [
+            ("Stage", "3"),
+            ("state of the optimizer", "nvme"),
+            ("Folder", "/disk"),
+            ("Where is param", "cpu"),
+            ("Clip", "yes"),
+        ],
+        {
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/disk",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        },
+    ),
+    (
+        "DEEPSPEED",
+        [("Is there a JSON", "yes"), ("Path of that file", "ds.json")],
+        {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "answers", "variables"), ENGINES)
+def test_answers_about_an_engine_make_a_file_that_accelerate_reads(
+    engine: str, answers: list[tuple[str, str]], variables: dict[str, str], tmp_path: Path
+):
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    answers = [("How is the model kept", engine), *answers]
+    asker = Scripted(("How do you want", "MULTI_GPU"), *answers)
+    path = write_config(ask_config(asker, Machine(num_gpus=4)), tmp_path / "a.yaml")
+    assert asker.answers == []
+    file = read_config(path)
+    assert file is not None
+    assert file.unknown == ()
+    assert variables.items() <= file.as_variables().items()
+    theirs = ClusterConfig.from_yaml_file(str(path))
+    section = "fsdp_config" if engine == "FSDP" else "deepspeed_config"
+    assert getattr(theirs, section) == dict(file.section(section))
+    assert (theirs.distributed_type.value, theirs.num_processes) == (engine, 4)
+
+
+def test_what_a_tpu_is_asked_about():
+    asker = Scripted(("Mixed", "bf16"), ("Keep weights in 16 bits", "yes"))
+    found = ask_config(asker, Machine(has_tpu=True))
+    assert asker.answers == []
+    assert [found[name] for name in ("distributed_type", "num_processes", "downcast_bf16")] == ["XLA", 8, True]
+    assert not any("model kept" in question or "GPU" in question for question in asker.asked)
+
+
 def test_answers_can_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "a.json"
     # Several processes on CPUs; one machine; two processes; an answer that is none; then defaults.

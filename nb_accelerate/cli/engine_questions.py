@@ -1,0 +1,158 @@
+"""The questions of `nb-accelerate config` about engines that shard a model, FSDP and DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nb_accelerate.cli.asking import Asker
+
+_POLICIES = [
+    ("TRANSFORMER_BASED_WRAP", "each block of a transformer, by its class"),
+    ("SIZE_BASED_WRAP", "each module with enough parameters"),
+    ("NO_WRAP", "the model as a whole"),
+]
+_STATE_DICTS = [
+    ("FULL_STATE_DICT", "one file with the whole model"),
+    ("SHARDED_STATE_DICT", "a file from each process: faster, and needs less memory"),
+]
+_STAGES = [
+    ("0", "0: shard nothing"),
+    ("1", "1: shard the optimizer"),
+    ("2", "2: shard gradients too"),
+    ("3", "3: shard parameters too"),
+]
+_DEVICES = [("none", "on the GPUs"), ("cpu", "in the memory of the host"), ("nvme", "on a disk")]
+
+
+def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
+    """Ask who keeps the model.
+
+    Args:
+        asker: who is asked.
+        is_alone: there is one process, which has nobody to share a model with.
+        has_deepspeed: DeepSpeed is installed.
+
+    Returns:
+        ``FSDP``, ``DEEPSPEED``, or "" for neither.
+    """
+    missing = "" if has_deepspeed else " (not installed here: pip install deepspeed)"
+    options = [
+        ("", "whole on each GPU" if not is_alone else "whole on the GPU"),
+        *([] if is_alone else [("FSDP", "in shards, by PyTorch (FSDP)")]),
+        ("DEEPSPEED", f"by DeepSpeed{missing}"),
+    ]
+    return asker.choose("How is the model kept?", options, "")
+
+
+def ask_fsdp(asker: Asker) -> dict[str, Any]:
+    """Ask for the options of FSDP, and return the section ``fsdp_config``."""
+    from nb_accelerate.cli.asking import confirm, read_value
+
+    found: dict[str, Any] = {"fsdp_version": 2}
+    found["fsdp_reshard_after_forward"] = confirm(
+        asker,
+        "Free the gathered parameters of a block after its forward? It needs less memory, and is slower",
+        default=True,
+    )
+    found["fsdp_offload_params"] = confirm(
+        asker, "Keep parameters and gradients in the memory of the host?", default=False
+    )
+    policy = asker.choose("What is gathered at a time?", _POLICIES, "TRANSFORMER_BASED_WRAP")
+    found["fsdp_auto_wrap_policy"] = policy
+    if policy == "TRANSFORMER_BASED_WRAP":
+        names = asker.line(
+            "Classes of the blocks, such as BertLayer,T5Block; nothing for those that the model names", ""
+        )
+        if names:
+            found["fsdp_transformer_layer_cls_to_wrap"] = names
+    elif policy == "SIZE_BASED_WRAP":
+        found["fsdp_min_num_params"] = read_value(asker, "Parameters of such a module, at least", 100_000_000, int)
+    found["fsdp_state_dict_type"] = asker.choose("What is saved?", _STATE_DICTS, "FULL_STATE_DICT")
+    found["fsdp_cpu_ram_efficient_loading"] = confirm(
+        asker, "Read pretrained weights in one process, which sends them to the others?", default=True
+    )
+    found["fsdp_activation_checkpointing"] = confirm(
+        asker, "Compute activations again in the backward? It needs less memory, and is slower", default=False
+    )
+    return found
+
+
+def ask_copies(asker: Asker, num_processes: int) -> dict[str, Any]:
+    """Ask how many copies of a sharded model there are, and return the section ``parallelism_config``.
+
+    Args:
+        asker: who is asked.
+        num_processes: on all machines.
+    """
+    from nb_accelerate.cli.asking import read_value
+
+    def convert(text: str) -> int:
+        copies = int(text) if text.isdecimal() else 0
+        if not copies or num_processes % copies:
+            raise ValueError(f"{num_processes} processes cannot be shared out equally to {text!r} copies.")
+        return copies
+
+    copies = read_value(asker, "Copies of the model, each in shards on its share of the processes", 1, convert)
+    if copies == 1:
+        return {}
+    return {
+        "parallelism_config_dp_replicate_size": copies,
+        "parallelism_config_dp_shard_size": num_processes // copies,
+        "parallelism_config_tp_size": 1,
+        "parallelism_config_cp_size": 1,
+    }
+
+
+def ask_deepspeed(asker: Asker, *, num_machines: int) -> dict[str, Any]:
+    """Ask for the options of DeepSpeed, and return the section ``deepspeed_config``."""
+    from nb_accelerate.cli.asking import confirm, read_value
+
+    # accelerate would ask on which machines to start processes; here the command is started on each.
+    found: dict[str, Any] = {"deepspeed_multinode_launcher": "standard"} if num_machines > 1 else {}
+    stage = 3
+    if confirm(asker, "Is there a JSON file with a configuration of DeepSpeed?", default=False):
+        found["deepspeed_config_file"] = read_value(asker, "Path of that file", "", _path)
+    else:
+        stage = int(asker.choose("Stage of ZeRO?", _STAGES, "2"))
+        found["zero_stage"] = stage
+        found |= _ask_offload(asker, stage)
+        found["gradient_accumulation_steps"] = read_value(asker, "Batches for one optimizer step", 1, _count)
+        if confirm(asker, "Clip gradients?", default=False):
+            found["gradient_clipping"] = read_value(asker, "Largest norm of all gradients", 1.0, float)
+        if stage == 3:
+            found["zero3_save_16bit_model"] = confirm(asker, "Save models in 16 bits?", default=False)
+    found["zero3_init_flag"] = stage == 3 and confirm(
+        asker, "Shard models of stage 3 while they are built? For those that one process cannot hold", default=False
+    )
+    if confirm(asker, "Does the model have blocks with a mixture of experts?", default=False):
+        found["deepspeed_moe_layer_cls_names"] = read_value(
+            asker, "Classes of these blocks, such as MixtralSparseMoeBlock", "", str
+        )
+    return found
+
+
+def _ask_offload(asker: Asker, stage: int) -> dict[str, Any]:
+    from nb_accelerate.cli.asking import read_value
+
+    found: dict[str, Any] = {}
+    if stage < 2:
+        return found
+    for what, name, least in (("the state of the optimizer", "optimizer", 2), ("parameters", "param", 3)):
+        device = asker.choose(f"Where is {what}?", _DEVICES, "none") if stage >= least else "none"
+        found[f"offload_{name}_device"] = device
+        if device == "nvme":
+            found[f"offload_{name}_nvme_path"] = read_value(asker, f"Folder on that disk for {what}", "/nvme", str)
+    return found
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise ValueError("there has to be a path.")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number from 1.")
+    return int(text)
