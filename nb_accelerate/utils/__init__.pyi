@@ -5,6 +5,7 @@ from nb_accelerate.utils import (
     dataclasses as dataclasses,
     deepspeed as deepspeed,
     environment as environment,
+    fsdp_utils as fsdp_utils,
     imports as imports,
     launch as launch,
     memory as memory,
@@ -20,6 +21,7 @@ from nb_accelerate.utils.constants import *
 from nb_accelerate.utils.dataclasses import *
 from nb_accelerate.utils.deepspeed import *
 from nb_accelerate.utils.environment import *
+from nb_accelerate.utils.fsdp_utils import *
 from nb_accelerate.utils.imports import *
 from nb_accelerate.utils.launch import *
 from nb_accelerate.utils.memory import *
