@@ -99,7 +99,7 @@ class XLACollectives(Collectives):
             tensors: on the device; as many, of the same shapes, on all ranks.
         """
         if self.world_size > 1 and tensors:
-            xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=1.0 / self.world_size)
+            _add_up_(tensors, scale=1.0 / self.world_size)
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Replace tensors by those of rank ``source``, all in one program.
@@ -118,7 +118,7 @@ class XLACollectives(Collectives):
                     tensor.zero_()
             _submit()
             if numbers:
-                xm.all_reduce(xm.REDUCE_SUM, numbers)
+                _add_up_(numbers)
             _submit()
 
     def _gather_bytes(self, sent: bytes) -> list[bytes]:
@@ -136,6 +136,19 @@ class XLACollectives(Collectives):
         sent = sent.contiguous()
         _submit()
         return sent
+
+
+def _add_up_(tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    """Replace tensors by their sums over ranks, times a number, in one collective.
+
+    In place, XLA adds up what a view shows and leaves the tensor behind it as it was. The gradient of a `torch.nn.Linear`
+    that has accumulated is such a view, and no flag of it says so.
+    """
+    with torch.no_grad():
+        sums = [tensor.clone() for tensor in tensors]
+        xm.all_reduce(xm.REDUCE_SUM, sums, scale=scale)
+        for tensor, total in zip(tensors, sums, strict=True):
+            tensor.copy_(total)
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:

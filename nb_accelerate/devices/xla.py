@@ -84,5 +84,6 @@ XLA = DeviceKind(
     held=_held,
     is_available=lambda: bool(_usable_devices(os.environ.get(_VARIABLE), False)),
     is_initialized=is_started,
+    current_device=by_name("nb_accelerate.process.xla:current_device"),
     reads_later=True,
 )

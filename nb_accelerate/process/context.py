@@ -3,11 +3,15 @@
 Every `Accelerator` in a process shares one `ProcessContext`. `nb_accelerate.process.setup` makes it, and it is
 forgotten when the process leaves its group. What is trained outlives that: prepared objects stay prepared, so
 `training` is a slot of its own. `reset` forgets both.
+
+A runtime may make a rank of each thread instead (``xmp.spawn`` does, where a process has several XLA devices). Such a
+thread calls `become_rank`, and what is kept here is its own from then on.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +78,38 @@ class ProcessContext:
         return DistributedType(self.kind.distributed_type if is_distributed else DistributedType.NO)
 
 
-_context: ProcessContext | None = None
+class _Rank:
+    """What a rank keeps."""
 
-training = Slot()
+    def __init__(self) -> None:
+        self.context: ProcessContext | None = None
+        self.training: Any = None
+
+
+class _Thread(threading.local):
+    """The rank of the thread that reads it: that of the process, unless the thread is one by itself."""
+
+    def __init__(self) -> None:
+        self.rank = _process
+
+
+class _Training:
+    """Holds one object for each rank, as a `Slot` holds one."""
+
+    @property
+    def value(self) -> Any:
+        """The object, or None."""
+        return _thread.rank.training
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        _thread.rank.training = value
+
+
+_process = _Rank()
+_thread = _Thread()
+
+training = _Training()
 """Holds what every `Accelerator` of this process shares about training: a ``SharedTraining``, or None."""
 
 _pid = os.getpid()
@@ -92,14 +125,21 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def become_rank() -> None:
+    """Let this thread be a rank of its own, if it is not yet, with nothing known about it."""
+    if _thread.rank is _process:
+        _thread.rank = _Rank()
+
+
 def current() -> ProcessContext | None:
     """Return the context of this process, or None if there is none yet.
 
     One that was inherited by a fork, or whose process group is no longer torch's default one, does not count.
     """
-    if _context is None or not _context.is_here or _context.group is not default_group():
+    context = _thread.rank.context
+    if context is None or not context.is_here or context.group is not default_group():
         return None
-    return _context
+    return context
 
 
 def topology_here() -> Topology:
@@ -110,15 +150,13 @@ def topology_here() -> Topology:
 
 def install(context: ProcessContext) -> ProcessContext:
     """Set the context of this process, and return it."""
-    global _context  # noqa: PLW0603 - one per process
-    _context = context
+    _thread.rank.context = context
     return context
 
 
 def leave() -> None:
     """Forget the context; the next `Accelerator` makes another. The process group stays."""
-    global _context  # noqa: PLW0603 - one per process
-    _context = None
+    _thread.rank.context = None
 
 
 def reset() -> None:

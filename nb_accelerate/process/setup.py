@@ -77,7 +77,7 @@ def setup_process(
         set_numa_affinity(topology.local_rank if device.index is None else device.index)
     if kind.start_runtime is not None:
         topology = kind.start_runtime(topology)
-        device = torch.device(kind.name, 0)  # each process sees its own only
+        device = torch.device(kind.name, kind.current_device())
     elif topology.world_size > 1:
         _select(kind, device)
         if adopted is None:

@@ -1,15 +1,29 @@
-"""Start the runtime of XLA in this process, and number the process as the runtime does."""
+"""Start the runtime of XLA in this process, and number its ranks as the runtime does.
+
+``xmp.spawn`` is torch_xla's way to start ranks. A launch from a notebook keeps its own processes, which it can interrupt,
+read and end, and does in each what ``xmp.spawn`` does:
+
+============================  ======================================================================================
+one rank                      ``xmp.spawn(nprocs=1)`` itself, which sets up the process that calls it
+a process for each chip       ``initialize_multiprocess``, which ``xmp.spawn`` calls in each of its processes, and what it
+                              stores for Dynamo; there is no public name for it
+a thread for each device of   ``xmp.spawn`` itself, called by the user: a thread cannot be interrupted nor ended, so a
+a process (TPU v2 and v3)     launch does not start any. `Accelerator` in such a thread is a rank
+============================  ======================================================================================
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
 from dataclasses import replace
 
 import torch
 
 from nb_accelerate.devices.xla import is_started
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.process import context
 from nb_accelerate.topology import Topology
 
 _LEFT_BY_IMAGES = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}
@@ -17,44 +31,37 @@ _LEFT_BY_IMAGES = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}
 
 
 def start_runtime(told: Topology) -> Topology:
-    """Start the runtime in this process as ``xmp.spawn`` does in each of its own; see `DeviceKind.start_runtime`.
+    """Start the runtime in this process, unless it was started, and return the numbers of this rank.
 
-    ``xmp.spawn`` itself would run the user's function in a thread, where no interrupt reaches it.
+    See `DeviceKind.start_runtime`.
 
     Args:
         told: what the environment says about this process.
 
     Raises:
         ConfigError: the runtime knows another number of ranks than the launcher has started, or this process has
-            several devices that take part in one run.
+            several devices and this is no thread that was started for one of them.
     """
-    import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla import runtime
-    from torch_xla._internal import pjrt
 
     if not is_started():
-        # It was registered where torch_xla was imported, maybe in the notebook, whose handlers a forked rank drops.
-        atexit.unregister(torch_xla._prepare_to_exit)  # noqa: SLF001 - there is no other name
-        atexit.register(torch_xla._prepare_to_exit)  # noqa: SLF001
-        if told.local_world_size > 1:
-            for name, value in _LEFT_BY_IMAGES.items():
-                if os.environ.get(name) == value:
-                    del os.environ[name]
-            pjrt.initialize_multiprocess(told.local_rank, told.local_world_size)
-        else:
-            pjrt.initialize_singleprocess()
+        _initialize(told)
         xm.set_rng_state(torch.initial_seed() % 2**63)  # as the generators of other devices follow torch.manual_seed
     # The engine of a process that was forked after a backward has no place for devices that came later.
     torch.autograd.set_multithreading_enabled(False)
     rank, world_size = runtime.global_ordinal(), runtime.world_size()
-    if world_size > 1 and runtime.addressable_device_count() > 1:
-        raise ConfigError(
-            f"This process has {runtime.addressable_device_count()} of {world_size} XLA devices, each of which would "
-            "be a rank in a thread of its own (TPU v2 and v3, or CPU_NUM_DEVICES). Ranks are processes here: use a "
-            "TPU with one device for each chip (v4 and newer), and leave CPU_NUM_DEVICES out."
-        )
-    if told.world_size not in (1, world_size):
+    of_process = runtime.addressable_device_count()
+    if world_size > 1 and of_process > 1:
+        if threading.current_thread() is threading.main_thread():
+            raise ConfigError(
+                f"This process has {of_process} of {world_size} XLA devices, each of which would be a rank in a thread "
+                "of its own (TPU v2 and v3, or CPU_NUM_DEVICES). Ranks are processes here, which threads are not. "
+                "Leave CPU_NUM_DEVICES out; on TPU v2 and v3 start the threads by torch_xla: "
+                "torch_xla.launch(train, start_method='fork')."
+            )
+        context.become_rank()
+    elif told.world_size not in (1, world_size):
         raise ConfigError(
             f"This process was started as one of {told.world_size} (WORLD_SIZE), but the XLA runtime on "
             f"{runtime.device_type()} knows {world_size}, so each would train by itself. Start as many processes as "
@@ -62,7 +69,7 @@ def start_runtime(told: Topology) -> Topology:
         )
     if told.world_size == world_size:
         return replace(told, rank=rank, node_rank=rank // told.local_world_size)
-    local = runtime.local_process_count()
+    local = min(world_size, runtime.local_process_count() * of_process)
     return Topology(
         rank=rank,
         local_rank=rank % local,
@@ -71,3 +78,33 @@ def start_runtime(told: Topology) -> Topology:
         local_world_size=local,
         num_nodes=max(1, world_size // local),
     )
+
+
+def current_device() -> int:
+    """Return the number that this process gives to the device of this rank."""
+    import torch_xla
+
+    return int(torch_xla.device().index)
+
+
+def _initialize(told: Topology) -> None:
+    import torch_xla
+    from torch_xla import runtime
+    from torch_xla._internal import pjrt
+    from torch_xla.distributed import xla_multiprocessing as xmp
+
+    # It was registered where torch_xla was imported, maybe in the notebook, whose handlers a forked rank drops.
+    atexit.unregister(torch_xla._prepare_to_exit)  # noqa: SLF001 - there is no other name
+    atexit.register(torch_xla._prepare_to_exit)  # noqa: SLF001
+    if told.local_world_size == 1:
+        xmp.spawn(_nothing, nprocs=1)
+        return
+    for name, value in _LEFT_BY_IMAGES.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    pjrt.initialize_multiprocess(told.local_rank, told.local_world_size)
+    runtime._init_world_size_ordinal()  # noqa: SLF001 - Dynamo would break graphs where it is asked for
+
+
+def _nothing(_rank: int) -> None:
+    """Run where ``xmp.spawn`` would train."""

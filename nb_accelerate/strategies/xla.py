@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_xla
+from torch_xla import runtime
 from torch_xla.debug import metrics
 from typing_extensions import override
 
@@ -107,13 +108,18 @@ class XLAStrategy(Strategy):
 
 
 class _SubmitsSteps:
-    """Submits the program of a step where no loader has done so since the step before."""
+    """Submits the program of a step where no loader has done so since the step before.
+
+    XLA counts for the process. Where threads are ranks, each submits all its steps here: programs have to be those of the
+    others, whatever these have submitted meanwhile.
+    """
 
     def __init__(self) -> None:
         self._seen = -1
+        self._counts = runtime.addressable_device_count() == 1
 
     def __call__(self, *_: object) -> None:
-        if metrics.counter_value(_SUBMISSIONS) == self._seen:
+        if not self._counts or metrics.counter_value(_SUBMISSIONS) == self._seen:
             torch_xla.sync()
         self._seen = metrics.counter_value(_SUBMISSIONS)
 
