@@ -21,7 +21,7 @@ from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import notebook_sources
 from nb_accelerate.launch.starters import open_server
 from nb_accelerate.launch.starting import sender, started_ranks
-from nb_accelerate.launch.values import keep_values, pack_call, unpack_values
+from nb_accelerate.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.failures import Wording, add_note, ended_as, error_of, summary
@@ -327,6 +327,8 @@ class Launch(Steerable):
                     leaving.panel = calling.panel
                     loop.begin(leaving)
                     loop.run(leaving)
+                    if note := note_of_dropped(calling, self._name):
+                        loop.output.note(note)
                     loop.output.finish()
                 error = error_of(calling, leaving)
                 if self._others is not None:

@@ -63,6 +63,33 @@ def unpack_values(request: Request) -> Values:
     return Values(results.values())
 
 
+_told: set[str] = set()
+"""Models that this process has been told about: once is enough."""
+
+
+def note_of_dropped(request: Request, function: str) -> str:
+    """Return what is to be said of models that were trained on the ranks, and that nobody gets back; "" if nothing is.
+
+    Args:
+        request: to which all ranks have answered.
+        function: the name of what was launched.
+    """
+    results = [answer for answer, _ in request.answers.values() if isinstance(answer, Result)]
+    names = {name: None for result in results for name in result.dropped if name not in _told}
+    if not names or len(results) < len(request.ranks):
+        return ""
+    _told.update(names)
+    first, *others = names
+    ending = function if function.isidentifier() else "the function"
+    which = " and ".join(f"`{name}`" for name in names)
+    were, own = ("were", "ones are") if others else ("was", "is")
+    return (
+        f"{which} {were} trained on the ranks; the notebook's own {own} unchanged. To take the weights over, end "
+        f"{ending} with `return accelerator.get_state_dict({first})`, and write "
+        f"`{first}.load_state_dict(notebook_launcher(...)[0])`"
+    )
+
+
 def keep_values(error: BaseException, request: Request) -> None:
     """Put what other ranks returned on the exception of a launch, as ``error.results``, by rank."""
     _attach(error, _unpack_each(request)[0])

@@ -113,9 +113,15 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The function returned; the parcel holds its value."""
+    """The function returned.
+
+    Attributes:
+        parcel: holds its value.
+        dropped: names of models of the notebook that it has trained and not returned.
+    """
 
     parcel: Parcel
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

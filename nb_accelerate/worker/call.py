@@ -12,6 +12,7 @@ from nb_accelerate.progress_page import here
 from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.worker.dropped import WatchedModels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,10 +33,12 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     """
     page = here()
     page.begin_request()
+    dropped: tuple[str, ...] = ()
     try:
         with gate:
             function, args, kwargs = load()
             gate.check()
+            models = WatchedModels(function, args, kwargs)
             try:
                 value = function(*args, **kwargs)
             except SystemExit as error:
@@ -43,6 +46,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
                     raise
                 value = None
             _finish_saves()
+            dropped = models.dropped(value)
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
         if not exits_well(error):
             if issubclass(type(error), KeyboardInterrupt):
@@ -54,7 +58,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
         packed = pack(value, name="the returned value")
     except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
-    return Result(parcel=packed.parcel), packed
+    return Result(parcel=packed.parcel, dropped=dropped), packed
 
 
 def _finish_saves() -> None:
