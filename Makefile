@@ -17,9 +17,12 @@ XLA_PINS   := tests/requirements-xla.txt
 # DeepSpeed in an environment of its own, in front of the packages of .venv: with it, `pip install` and tests of .venv
 # would see another set of packages than users without it have.
 WITH_DEEPSPEED := .venv-deepspeed
+# The site is made from sources and saved outputs: its environment has neither torch nor this package.
+DOCS       := .venv-docs
+DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-deepspeed test-xla screenshots soak lint format bench clean
+.PHONY: help setup demo test test-slow test-deepspeed test-xla docs notebooks screenshots soak lint format bench clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -41,6 +44,13 @@ test-slow: $(READY) ## Run the slow tests and those that need a browser
 
 test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed, in an environment with it
 	@$(WITH_DEEPSPEED)/bin/python -m pytest tests/with_deepspeed $(ARGS)
+
+docs: $(DOCS)/ready ## Build the documentation site, build/docs/index.html
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file notebooks/site/mkdocs.yml
+	@echo "build/docs/index.html"
+
+notebooks: $(READY) ## Run the notebooks and keep their outputs in them; ARGS='02 05' for some of them
+	@$(RUN) notebooks/site/execute.py $(ARGS)
 
 screenshots: $(READY) ## Picture the states of the panel in JupyterLab, narrow and wide, light and dark
 	@$(RUN) tests/browser/screenshots.py $(ARGS)
@@ -64,7 +74,7 @@ bench: $(RIVALS) ## Measure; prints ratios taken within one run
 	@$(RUN) tests/benchmarks/run.py $(ARGS)
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) $(DOCS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
@@ -87,6 +97,12 @@ $(XLA)/ready: $(XLA_PINS) $(PINS) tests/xla/cuda_stubs.py
 	@echo "[3/3] starting the runtime of XLA"
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -c 'import torch, torch_xla; print(torch.__version__, torch_xla.__version__, torch.ones(2, device="xla").device)'
 	@touch $(XLA)/ready
+
+$(DOCS)/ready: $(DOCS_PINS) $(PINS)
+	@echo "[1/2] creating $(DOCS)"; $(PYTHON) -m venv --clear $(DOCS)
+	@echo "[2/2] installing MkDocs"
+	@$(DOCS)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement $(DOCS_PINS)
+	@touch $(DOCS)/ready
 
 $(RIVALS): $(READY) tests/requirements-bench.txt
 	@echo "installing what is measured beside"

@@ -79,7 +79,7 @@ class Project:
         Args:
             **commands: what targets run, with ``_`` for ``-`` in their names; the others succeed.
         """
-        targets = ("lint", "test", "demo", "test-slow", "test-deepspeed", "test-xla")
+        targets = ("lint", "test", "demo", "docs", "test-slow", "test-deepspeed", "test-xla")
         lines = (f"{target}:\n\t@{commands.get(target.replace('-', '_'), 'true')}\n" for target in targets)
         (self.folder / "Makefile").write_text("".join(lines))
 
@@ -144,7 +144,7 @@ def test_ci_reruns_a_test_in_the_environment_that_it_belongs_to(project: Project
     assert result.stdout.rstrip().endswith(f"FLAKY tests/{folder}/a.py::test_b[x y]")
 
 
-@pytest.mark.parametrize("target", [{"test": "exit 1"}, {"demo": "exit 1"}])
+@pytest.mark.parametrize("target", [{"test": "exit 1"}, {"demo": "exit 1"}, {"docs": "exit 1"}])
 def test_ci_fails_at_once_where_no_list_says_which_test_failed(project: Project, target: dict[str, str]) -> None:
     project.write_makefile(**target)
     result = project.run()
