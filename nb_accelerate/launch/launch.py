@@ -32,7 +32,7 @@ from nb_accelerate.ranks.proxy import RankProxy
 from nb_accelerate.ranks.request import Awaits, Request
 from nb_accelerate.ranks.request_output import RequestOutput
 from nb_accelerate.ranks.status import RankStatus, state_of
-from nb_accelerate.ranks.steering import Steerable
+from nb_accelerate.ranks.steering import Steerable, steering_actions
 from nb_accelerate.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.ranks.timeouts import Timeouts
 from nb_accelerate.ranks.waiting import interrupts_call
@@ -362,6 +362,7 @@ class Launch(Steerable):
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
             Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, "stopped")),
+            *steering_actions(request, self._plan.world_size, self._say),
         )
         view = RequestView(request, actions) if machines is None else MachinesView(request, actions, machines)
         place = self._place if is_first else ""

@@ -15,6 +15,7 @@ from nb_accelerate.pool.shipping import make_manifest
 from nb_accelerate.protocol.messages import RunCell
 from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
 from nb_accelerate.ranks.panel import RequestView, make_panel
+from nb_accelerate.ranks.steering import steering_actions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +165,8 @@ def _panel(
     if len(numbers) < plan.num_processes:
         facts = replace(facts, setup=(f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:]))
     action = Action("Interrupt", "raise KeyboardInterrupt on every rank; variables stay", interrupt)
-    return make_panel(facts, numbers, sink, RequestView(request, (action,)), front_end)
+    steering = steering_actions(request, plan.num_processes, request.say)
+    return make_panel(facts, numbers, sink, RequestView(request, (action, *steering)), front_end)
 
 
 def tell_failure(request: Request, say: Callable[[str], object]) -> None:

@@ -21,13 +21,16 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
+from nb_accelerate.display import Action
 from nb_accelerate.display.words import capitalized, named
-from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
+from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nb_accelerate.progress_page.commands import CommandState, CommandWriter
     from nb_accelerate.ranks.request import Request
@@ -156,6 +159,70 @@ class Steerable(ABC):
             return _Attempts(request, command, timeout, deadline).run()
 
 
+class RequestSteering(Steerable):
+    """Steers the ranks of a request.
+
+    Args:
+        request: what they do.
+        world_size: how many ranks train together.
+    """
+
+    def __init__(self, request: Request, world_size: int) -> None:
+        self._request = request
+        self._world_size = world_size
+
+    @override
+    def _steered(self) -> tuple[Request | None, int]:
+        return self._request, self._world_size
+
+
+def steering_actions(request: Request, world_size: int, say: Callable[[str], object]) -> tuple[Action, ...]:
+    """Return buttons that steer the ranks of a request; none where they could not.
+
+    A button returns at once, with the thread that gives its command.
+
+    Args:
+        request: what they do.
+        world_size: how many ranks train together.
+        say: shows a line to the user. Any thread.
+    """
+    if len(request.ranks) != world_size:
+        return ()
+    steered = RequestSteering(request, world_size)
+
+    def pause_or_resume() -> str:
+        if steered.is_paused:
+            steered.resume()
+            return "training goes on"
+        steered.pause()
+        return "training is paused"
+
+    def stop() -> str:
+        steered.stop_after_epoch()
+        return "training ends after this epoch"
+
+    def in_thread(give: Callable[[], str]) -> Callable[[], object]:
+        def run() -> None:
+            try:
+                said = give()
+            except NbAccelerateError as error:
+                said = str(error)
+            say(said)
+
+        def start() -> threading.Thread:
+            thread = threading.Thread(target=run, name="nb_accelerate-steering", daemon=True)
+            thread.start()
+            return thread
+
+        return start
+
+    return (
+        Action("Pause", "pause training before its next batch, or go on", in_thread(pause_or_resume)),
+        Action("Save", "save a checkpoint now", in_thread(lambda: f"saved {steered.save_checkpoint()}")),
+        Action("Stop after epoch", "end training when this epoch does", in_thread(stop)),
+    )
+
+
 class _Attempts:
     """Gives one command, again if ranks do not agree.
 
@@ -251,7 +318,12 @@ class _Attempts:
 
     def _answers(self, number: int) -> list[str]:
         while True:
-            said = self._look(number)
+            try:
+                said = self._look(number)
+            except LaunchError:
+                if self._command.kind in (CommandKind.RESUME, CommandKind.STOP):
+                    return []  # after which training may end sooner than somebody looks again
+                raise
             if all(one.answer is not None for one in said):
                 break
             if time.monotonic() > self._deadline:

@@ -322,6 +322,29 @@ class TestNotebook:
         assert [row.split()[0] for row in rows[1:]] == ["rank", "0", "1"]
         assert all("idle" in row for row in rows[2:])
 
+    def test_training_in_the_background_is_paused_and_stopped(self, notebook: Kernel):
+        notebook.run(
+            "handle = get_ipython().run_cell_magic('distributed', '--background', '''\n"
+            "import torch\n"
+            "from nb_accelerate.accelerator import Accelerator\n"
+            "accelerator = Accelerator(cpu=True)\n"
+            "model = torch.nn.Linear(1, 1)\n"
+            "model, optimizer, loader = accelerator.prepare(\n"
+            "    model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(torch.ones(8, 1)))\n"
+            "count = 0\n"
+            "for epoch in accelerator.epochs(1_000_000):\n"
+            "    for batch in loader:\n"
+            "        accelerator.backward(model(batch).sum())\n"
+            "        optimizer.step()\n"
+            "        count += 1\n"
+            "''')"
+        ).ok()
+        notebook.run("handle.pause()\nassert handle.is_paused\nhandle.resume()\nhandle.stop_after_epoch()").ok()
+        notebook.run("handle.result(60)").ok()
+        found = notebook.run("%%distributed --out counts\ncount, epoch").ok() and notebook.run("counts").ok()
+        (count, epoch), other = eval(found.value)
+        assert (count, epoch) == other == (4 * (epoch + 1), epoch)
+
     def test_a_cell_in_the_background_lets_the_notebook_go_on(self, notebook: Kernel, tmp_path):
         flag = tmp_path / "flag"
         notebook.run(

@@ -15,6 +15,7 @@ import torch
 from nb_accelerate.accelerator.steering import change_learning_rate
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.launch import Launch, notebook_launcher
+from nb_accelerate.ranks.steering import steering_actions
 
 
 def _train(where: str, epochs: int, uses_epochs: bool) -> dict[str, Any]:
@@ -103,6 +104,22 @@ def test_a_loop_that_cannot_be_ended_says_how_to_write_it(begin: Any) -> None:
         launch.stop_after_epoch()
     launch.pause()  # it goes on, and is obeyed again
     launch.resume()
+
+
+def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Path) -> None:
+    launch = begin(epochs=1_000_000)
+    launch.pause()
+    request, world_size = launch._steered()
+    said: list[str] = []
+    buttons = {one.title: one for one in steering_actions(request, world_size, said.append)}
+    for title in ("Save", "Pause", "Pause", "Stop after epoch", "Pause"):
+        thread: Any = buttons[title].do()
+        thread.join()
+    assert launch.result(60)[0]["epochs"] > 0
+    assert said[0].startswith("Numbered checkpoints need a folder")
+    assert said[1:3] == ["training goes on", "training is paused"]
+    assert said[3:] == ["training ends after this epoch", "training goes on"]
+    assert not steering_actions(request, world_size + 1, said.append)  # on another machine
 
 
 def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path) -> None:
