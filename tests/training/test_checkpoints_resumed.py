@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures.panels import LOOK, Run
 from fixtures.ranks import RunRanks
 from torch import nn
 
@@ -27,7 +29,8 @@ from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.project import ProjectConfiguration, SaveInterval
 from nb_accelerate.errors import CheckpointError, ConfigError
 from nb_accelerate.process import context, group
-from nb_accelerate.progress_page import here, layout
+from nb_accelerate.progress_page import Phase, here, layout, page
+from nb_accelerate.progress_page.sample import read
 from nb_accelerate.strategies.parts import OptimizerPart
 
 
@@ -413,6 +416,30 @@ def test_a_save_whose_wait_was_interrupted_is_still_waited_for(tmp_path: Path, h
     assert accelerator.wait_for_checkpoint() == tmp_path / "state"
     accelerator.load_state(tmp_path / "state")
     assert torch.equal(model.weight, torch.ones(300, 300))
+
+
+def test_the_panel_says_that_a_checkpoint_is_saved_in_the_background_as_long_as_it_is(
+    tmp_path: Path, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    memory = bytearray(layout.SIZE)
+    monkeypatch.setattr(page, "_page", page.ProgressPage(memory))
+    here().begin_request()
+    panel = Run(1)
+
+    def now() -> str:
+        panel.ranks[0] = replace(panel.ranks[0], sample=read(memory))
+        panel.wait(LOOK)
+        return panel.row(0).now
+
+    accelerator, _, _ = _filled(1.0)
+    here().enter(Phase.FORWARD)
+    assert now() == "forward"
+    handle = accelerator.save_state(tmp_path / "state", async_save=True)
+    here().enter(Phase.FORWARD)
+    assert now() == "forward, saving"
+    held_back.set()
+    handle.wait()
+    assert now() == "forward"
 
 
 def test_a_save_whose_thread_could_not_be_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
