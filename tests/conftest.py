@@ -15,5 +15,6 @@ pytest_plugins = [
     "fixtures.ranks",
     "fixtures.kernels",
     "fixtures.hosts",
+    "fixtures.slurm",
     "fixtures.users",
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,22 +79,25 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     job = _job(arguments)
     from nb_accelerate.cli.script import describe, options_for, run
+    from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.config.file import name_unknown, read_config
 
     file = read_config(arguments.config_file)
     if file is not None and not arguments.quiet and name_unknown(file):
         print(name_unknown(file), file=sys.stderr)
-    options = options_for(job, **launch_options(arguments, file))
-    if arguments.dry_run:
-        wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
-        print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
-        return 0
-    if arguments.multi_gpu:
-        from nb_accelerate.launch.machine import look
+    chosen = launch_options(arguments, file)
+    with errors_in_flags():
+        options = options_for(job, **chosen)
+        if arguments.dry_run:
+            wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
+            print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
+            return 0
+        if arguments.multi_gpu:
+            from nb_accelerate.launch.machine import look
 
-        if not look(options.env).num_gpus:
-            raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
-    return run(job, options)
+            if not look(options.env).num_gpus:
+                raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
+        return run(job, options)
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -119,6 +124,8 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         ConfigError: flags contradict one another.
     """
     said = vars(arguments)
+
+    from nb_accelerate.topology.place import place_in_step
 
     def choose(flag: str, default: Any) -> Any:
         return said[flag] if said[flag] is not None else default if file is None else file.get(flag, default)
@@ -149,6 +156,9 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         devices = _TPU
     variables = _variables(arguments, file)
     check_mesh(variables, None if processes is None else processes * machines)
+    step = place_in_step(os.environ, machines)
+    if arguments.machine_rank is not None or arguments.main_process_ip is not None:
+        step = None
     rdzv_backend = choose("rdzv_backend", "c10d" if fewest < machines else "static")
     return {
         "num_processes": processes,
@@ -156,7 +166,7 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         "mixed_precision": arguments.mixed_precision or "no",
         "num_nodes": machines,
         **({"min_nodes": fewest} if fewest != machines else {}),
-        "node_rank": choose("machine_rank", 0),
+        "node_rank": choose("machine_rank", 0) if step is None else step[0],
         "rdzv_backend": rdzv_backend,
         "rdzv_conf": _pairs(arguments.rdzv_conf),
         "max_restarts": arguments.max_restarts or 0,
@@ -164,14 +174,14 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         "timeout": arguments.timeout,
         "progress": "off" if arguments.quiet else "auto",
         "env": variables,
-        **_where_machines_meet(arguments, choose, machines, rdzv_backend),
+        **_where_machines_meet(arguments, choose, machines, rdzv_backend, step[1] if step is not None else None),
     }
 
 
 def _where_machines_meet(
-    arguments: argparse.Namespace, choose: Any, machines: int, rdzv_backend: str
+    arguments: argparse.Namespace, choose: Any, machines: int, rdzv_backend: str, first_node: str | None
 ) -> dict[str, Any]:
-    address, port = choose("main_process_ip", None), choose("main_process_port", None)
+    address, port = first_node or choose("main_process_ip", None), choose("main_process_port", None)
     if machines == 1:
         return {"use_port": port}
     if not address:
@@ -254,11 +264,14 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     path = Path(arguments.target)
     if not path.is_file():
         raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
-    change = _change_of(arguments)
+    options = _function_options(arguments)
+    change = _change_of(arguments, options)
 
     from nb_accelerate.cli import notebook
 
     run = notebook.execute(path, progress=sys.stdout, change=change)
+    if options.get("num_nodes", 1) > 1:  # the machines may share the folder
+        run = replace(run, name=f"{run.name}.{socket.gethostname()}")
     folder = arguments.output_dir or Path()
     written = [notebook.write_notebook(run, folder)]
     if arguments.html:
@@ -272,39 +285,39 @@ def _run_notebook(arguments: argparse.Namespace) -> int:
     return 0 if run.failure is None else 1
 
 
-def _change_of(arguments: argparse.Namespace) -> Callable[[NotebookNode], None]:
-    """Return the changes that the flags make to the copy of the notebook that is executed."""
+def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options with which one function of a notebook is launched; none for a whole notebook."""
+    from nb_accelerate.config.file import read_config
+
+    if arguments.function is not None:
+        options = launch_options(arguments, read_config(arguments.config_file))
+        return {name: value for name, value in options.items() if value not in (None, {})}
+    given = next((flag for flag in vars(arguments) if flag in _LAUNCH_FLAGS and getattr(arguments, flag)), None)
+    if given is not None:
+        raise ConfigError(
+            f"--{given} says how to launch, and the cells of a notebook say that themselves. To launch one "
+            f"function of it: --function NAME. Or write in the cell: notebook_launcher(train, num_processes=2)"
+        )
+    return {}
+
+
+def _change_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Callable[[NotebookNode], None]:
+    """Return the changes that the flags make to the copy of the notebook that is executed.
+
+    Args:
+        arguments: the flags.
+        options: of `notebook_launcher`, for one function.
+    """
     from nb_accelerate.cli.parameters import keep_function, read_parameters, set_parameters
 
     values = read_parameters(arguments.parameter or (), arguments.parameters_file)
-    if arguments.function is None:
-        given = next((flag for flag in vars(arguments) if flag in _LAUNCH_FLAGS and getattr(arguments, flag)), None)
-        if given is not None:
-            raise ConfigError(
-                f"--{given} says how to launch, and the cells of a notebook say that themselves. To launch one "
-                f"function of it: --function NAME. Or write in the cell: notebook_launcher(train, num_processes=2)"
-            )
-        call = ""
-    else:
-        call = _call_of(arguments)
+    said = "".join(f", {name}={value!r}" for name, value in options.items())
+    call = f"from nb_accelerate import notebook_launcher\n\nnotebook_launcher({arguments.function}{said})"
 
     def change(notebook: NotebookNode) -> None:
         if values:
             set_parameters(notebook, values)
-        if call:
+        if arguments.function is not None:
             keep_function(notebook, arguments.function, call)
 
     return change
-
-
-def _call_of(arguments: argparse.Namespace) -> str:
-    """Return the source of a cell that launches one function with the options of flags and file."""
-    from nb_accelerate.config.file import read_config
-
-    options = {
-        name: value
-        for name, value in launch_options(arguments, read_config(arguments.config_file)).items()
-        if value not in (None, {})
-    }
-    said = "".join(f", {name}={value!r}" for name, value in options.items())
-    return f"from nb_accelerate import notebook_launcher\n\nnotebook_launcher({arguments.function}{said})"

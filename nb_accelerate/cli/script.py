@@ -17,7 +17,7 @@ from typing_extensions import override
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.devices import find_kind
 from nb_accelerate.display import choose_front_end
-from nb_accelerate.errors import LaunchError, RankDiedError
+from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import VisibleDevices, look
@@ -89,7 +89,7 @@ def run(job: Job, options: LaunchOptions) -> int:
     of a signal: 130 for an interrupt, 143 for SIGTERM.
 
     Raises:
-        ConfigError: the options cannot be on this machine.
+        ConfigError: the options cannot be on this machine, or with those of the other machines.
     """
     plan = planned(options, look(options.env))
     sink = _TerminalSink()
@@ -104,6 +104,8 @@ def run(job: Job, options: LaunchOptions) -> int:
         try:
             launch.run()
         except BaseException as error:
+            if isinstance(error, ConfigError) and not isinstance(error.__cause__, RankTraceback):
+                raise  # of this command line, such as a port that is taken; not of the script
             code = _exit_code(error)
             if not (received or sink.is_closed):
                 tell(error)

@@ -32,6 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.cli.checks import run_checks
     from nb_accelerate.cli.launch import launch_options
     from nb_accelerate.cli.script import planned, tell
+    from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.config.file import read_config
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.launch import Launch
@@ -43,8 +44,9 @@ def _run(arguments: argparse.Namespace) -> int:
     # A machine without several GPUs shows the most with two processes.
     if chosen["num_processes"] is None and not look(chosen["env"]).num_gpus:
         chosen["num_processes"] = 2
-    options = LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0})
-    plan = planned(options, look(chosen["env"]))
+    with errors_in_flags():
+        options = LaunchOptions(function=run_checks, **{**chosen, "timeout": 300.0})
+        plan = planned(options, look(chosen["env"]))
     print(plan.describe() + (f" (from {file.path})" if file is not None else ""), flush=True)
     began = time.monotonic()
     try:

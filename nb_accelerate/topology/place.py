@@ -45,6 +45,23 @@ def place_of(variables: Mapping[str, str], topology: Topology) -> tuple[str, int
     return None
 
 
+def place_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str] | None:
+    """Return the number of this node in a step of SLURM that has one task on each node, and the name of its first node.
+
+    Args:
+        variables: the environment.
+        num_nodes: machines that were asked for.
+
+    Returns:
+        None where there is no such step, or it has another number of nodes.
+    """
+    nodes, tasks = (_number(variables.get(name, "")) for name in ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
+    node, names = variables.get("SLURM_NODEID", ""), variables.get("SLURM_STEP_NODELIST", "")
+    if not (1 < nodes == tasks == num_nodes and node.isdecimal() and names):
+        return None
+    return int(node), first_node(names)
+
+
 def first_node(nodes: str) -> str:
     """Return the first name in a list of nodes as SLURM writes it: ``gpu07`` of ``gpu[07-09,12]``."""
     found = _FIRST_NODE.match(nodes)

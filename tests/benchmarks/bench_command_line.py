@@ -34,8 +34,12 @@ def _first_line(ranks: int, *command: str) -> float:
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
     ) as program:
         assert program.stdout is not None
-        printed = [(line, time.perf_counter() - began) for line in program.stdout if line.strip().isdigit()]
-    if program.returncode or sorted(line for line, _ in printed) != [f"{rank}\n" for rank in range(ranks)]:
+        printed = [
+            (line, time.perf_counter() - began) for line in program.stdout if not line.strip().strip("0123456789")
+        ]
+    # Ranks that share a pipe write into one another's lines.
+    numbers = sorted("".join(line.strip() for line, _ in printed))
+    if program.returncode or numbers != [str(rank) for rank in range(ranks)]:
         raise RuntimeError(f"{command} printed {printed} and ended with {program.returncode}")
     return printed[0][1]
 

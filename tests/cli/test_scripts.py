@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -202,10 +203,12 @@ def test_a_configuration_file_for_gpus_is_planned_where_there_are_none(
         (["--zero_stage", "3", "--use_fsdp"], "--zero_stage is for --use_deepspeed"),
         (["--use_deepspeed", "--deepspeed_config_file", "nothing.json"], "there is no such file"),
         (["--num_machines", "2:1"], "write the fewest first"),
-        (["--num_machines=1:2", "--main_process_ip=host", "--rdzv_backend=static"], "rdzv_backend='c10d'"),
+        (["--num_machines=1:2", "--main_process_ip=host", "--rdzv_backend=static"], "Write --rdzv_backend c10d"),
+        (["--num_machines=2", "--main_process_ip=127.0.0.1"], "--num_machines 2, but --main_process_ip 127.0.0.1 is"),
+        (["--num_machines=2", "--main_process_ip=host", "--machine_rank=2"], "--machine_rank 2, but of --num_machines"),
         (["--gpu_ids", "one"], "Write --gpu_ids 0,1 or all"),
         (["--config_file", "nothing.yaml"], "There is no configuration file"),
-        (["--num_processes", "-2"], "num_processes=-2 starts nothing"),
+        (["--num_processes", "-2"], "--num_processes -2 starts nothing"),
         (["--html"], "is for notebooks"),
         (["--rdzv_conf", "a"], "is not a list such as"),
     ],
@@ -218,6 +221,13 @@ def test_a_wrong_command_line_is_refused_in_one_sentence(
     assert words in shown.err
     assert shown.err.count("\n") == 1
     assert shown.out == ""
+
+
+def test_a_port_in_use_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["launch", "--cpu", "--quiet", "--main_process_port", port, str(write(tmp_path, ""))]) == 2
+    assert f"--main_process_port {port} is taken by" in capsys.readouterr().err
 
 
 def test_several_machines_share_out_the_processes(tmp_path: Path):

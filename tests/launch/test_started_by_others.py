@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nb_accelerate.topology import read_topology
-from nb_accelerate.topology.place import first_node, place_of
+from nb_accelerate.topology.place import first_node, place_in_step, place_of
 
 SAY_WHO = """
 import torch
@@ -49,6 +51,42 @@ def test_processes_of_a_cluster_find_one_another(starter: str, tmp_path: Path) -
     )
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.split("\n")) == ["", "rank 0 of 2: 3", "rank 1 of 2: 3"]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_processes_on_two_nodes_of_slurm_find_one_another(
+    on_two_nodes: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SAY_WHO)
+    expected = ["", *(f"rank {rank} of 4: 10" for rank in range(4))]
+    started = on_two_nodes("srun", "-N2", "-n4", "--immediate=10", sys.executable, str(script))
+    assert sorted(started.stdout.split("\n")) == expected, started.stderr
+    # One launch on each node: SLURM says which is which, and where the first one is.
+    launch = [sys.executable, "-m", "nb_accelerate", "launch", "--cpu", "--quiet"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    flags = ["--num_machines=2", "--num_processes=4", f"--main_process_port={port}", str(script)]
+    launched = on_two_nodes("srun", "-N2", "-n2", "--immediate=10", *launch, *flags)
+    assert sorted(launched.stdout.split("\n")) == expected, launched.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (1, "gpu07")),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, None),
+        ({"SLURM_STEP_NUM_NODES": "1"}, None),
+        ({"SLURM_NODEID": ""}, None),
+    ],
+)
+def test_a_step_with_a_task_on_each_node_numbers_the_machines(
+    variables: dict[str, str], place: tuple[int, str] | None
+) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+    assert place_in_step({**step, "SLURM_STEP_NODELIST": "gpu[07-08]", **variables}, 2) == place
+    assert place_in_step(step | {"SLURM_STEP_NODELIST": "gpu[07-08]"}, 3) is None
 
 
 @pytest.mark.parametrize(

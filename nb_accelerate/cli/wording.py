@@ -1,0 +1,55 @@
+"""Errors about the options of a launch, in the words of the command line: ``--num_machines 2`` for ``num_nodes=2``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING
+
+from nb_accelerate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_FLAGS = {
+    "num_processes": "num_processes",
+    "num_nodes": "num_machines",
+    "node_rank": "machine_rank",
+    "master_addr": "main_process_ip",
+    "use_port": "main_process_port",
+    "devices": "gpu_ids",
+    "rdzv_backend": "rdzv_backend",
+    "max_restarts": "max_restarts",
+}
+"""Flags by the name of the option of `notebook_launcher`."""
+
+_WHOLE = {"devices='cpu'": "--cpu", "rdzv_endpoint='HOST:29400'": "--main_process_ip HOST"}
+"""What cannot be said option by option."""
+
+_OPTION = re.compile(rf"\b({'|'.join(_FLAGS)})\b(?:=('[^']*'|\[[^\]]*\]|[^\s,;:]*[^\s,;:.]))?")
+
+
+def in_flags(text: str) -> str:
+    """Return a sentence with flags in place of options."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        said = "" if value is None else " " + value.strip("'[]").replace(", ", ",")
+        return f"--{_FLAGS[name]}{said}"
+
+    for option, whole in _WHOLE.items():
+        text = text.replace(option, whole)
+    return _OPTION.sub(flag, text)
+
+
+@contextlib.contextmanager
+def errors_in_flags() -> Iterator[None]:
+    """Raise errors about options, inside of the block, in the words of the command line.
+
+    Raises:
+        ConfigError: one was raised in the block.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(in_flags(str(error))) from None
