@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
-from nb_accelerate.checkpoint.sharded import ShardedFolder, named
 from nb_accelerate.checkpoint.sharing import RankIdentity
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.parts import OptimizerPart
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nb_accelerate.checkpoint.registry import Hook
+    from nb_accelerate.checkpoint.sharded import ShardedFolder
 
 
 class CheckpointPartsSlice(Slice):
@@ -118,6 +118,9 @@ class CheckpointPartsSlice(Slice):
                 "Save to a disk that machines share, or whole weights: "
                 "FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
             )
+        # Here, because it takes torch a second to import what writes shards.
+        from nb_accelerate.checkpoint.sharded import ShardedFolder, named
+
         folders = [
             ShardedFolder(f"{FSDP_MODEL_NAME}_{number}", "model", model.state_dict())
             for number, model in enumerate(models)

@@ -20,7 +20,6 @@ from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, OF_SHARDS, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, shards_of
 from nb_accelerate.checkpoint.opening import IF_TRUSTED
 from nb_accelerate.checkpoint.reading import read_in_memory
-from nb_accelerate.checkpoint.sharded import NamedOptimizer, numbered, read_model, read_optimizer
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
@@ -115,14 +114,18 @@ def read_states(
 
 def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
     """Return the state of an optimizer that is saved by the names of parameters; None for any other."""
-    if part.folder is None or not isinstance(part.thing, NamedOptimizer):
+    is_sharded = part.file not in checkpoint.there
+    if part.folder is None or not (is_sharded or checkpoint.manifest is None):
+        return None
+    # Here, because it takes torch a second to import what reads shards.
+    from nb_accelerate.checkpoint.sharded import NamedOptimizer, numbered, read_optimizer
+
+    if not isinstance(part.thing, NamedOptimizer):
         return None
     optimizer, names = part.thing, part.thing.names
-    if part.file not in checkpoint.there:
+    if is_sharded:
         parameters = [group["params"] for group in optimizer.param_groups]
         return read_optimizer(checkpoint.folder / part.folder, parameters, names)
-    if checkpoint.manifest is not None:
-        return None
     file = checkpoint.folder / part.file  # accelerate's, which may have collected it from shards
     state = read_in_memory(file, if_trusted=IF_TRUSTED)
     groups = state.get("param_groups") if isinstance(state, dict) else None
@@ -223,6 +226,8 @@ def read_weights(
         name = next((one for one in names if one in checkpoint.there), None)
         shards = shards_of(names[0])
         if name is None and checkpoint.has_shards(shards):
+            from nb_accelerate.checkpoint.sharded import read_model  # as above
+
             found.append(read_model(checkpoint.folder / shards, model, strict=strict))
             continue
         if name is None:

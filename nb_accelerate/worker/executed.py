@@ -51,9 +51,9 @@ class StartRank:
 _FORK_AFTER = 0.002
 """Seconds without a message or an ended child after which an idle process is forked."""
 
-LATER = ("torch._dynamo",)
-"""Modules that the first optimizer of a rank imports, which takes a second. The server imports them at once only if no
-launch waits for ranks then; those ranks import them by themselves."""
+LATER = ("torch._dynamo", "nb_accelerate.checkpoint.sharded")
+"""Modules that the first optimizer of a rank imports, and the first checkpoint of a sharded model; each takes a second.
+The server imports them at once only if no launch waits for ranks then; those ranks import them by themselves."""
 
 _IMPORT_AFTER = 0.5
 """Seconds without a message or an ended child, and without ranks, after which `LATER` is imported."""
