@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.losses import LossReport
 from nb_accelerate.accelerator.steering import Steering
+from nb_accelerate.accelerator.memory_report import MemoryReport
 from nb_accelerate.checkpoint.presence import report_presence
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
@@ -102,6 +103,7 @@ class Core:
         page: the progress page of this process.
         losses: reports losses to the progress page.
         steering: obeys commands of the notebook.
+        memory: reports what is held in memory to the progress page.
         prepared: objects that went through ``prepare``.
     """
 
@@ -125,6 +127,7 @@ class Core:
     page: ProgressPage
     losses: LossReport
     steering: Steering
+    memory: MemoryReport
     prepared: Prepared = field(default_factory=Prepared)
 
     @property
@@ -231,6 +234,14 @@ def build_core(
     )
     shared.scaler = precision.scaler or shared.scaler
     prepared = Prepared()
+    memory = MemoryReport(
+        here(),
+        process.kind,
+        strategy,
+        prepared.models,
+        prepared.optimizers,
+        ranks=process.topology.local_world_size,
+    )
     core = Core(
         process=process,
         collectives=strategy.collectives,
@@ -246,8 +257,9 @@ def build_core(
         scheduler_steps_per_process=scheduler_steps_per_process,
         recording=recording,
         page=here(),
-        losses=LossReport(here(), process.kind),
+        losses=LossReport(here(), process.kind, memory),
         steering=Steering(here().commands, shared, prepared.schedulers),
+        memory=memory,
         prepared=prepared,
         dynamo=dynamo,
         engines=engines,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from nb_accelerate.accelerator.memory_report import MemoryReport
     from nb_accelerate.devices import DeviceKind
     from nb_accelerate.progress_page import ProgressPage
 
@@ -34,10 +35,12 @@ class LossReport:
     Args:
         page: the progress page of this process.
         kind: the row of its device in the device table.
+        held: reports what is held in memory, at some of these steps.
     """
 
-    def __init__(self, page: ProgressPage, kind: DeviceKind) -> None:
+    def __init__(self, page: ProgressPage, kind: DeviceKind, held: MemoryReport) -> None:
         self._page = page
+        self._held = held
         self._kind = kind
         self._due = 0.0
         self._arrived: Tensor | None = None
@@ -65,6 +68,7 @@ class LossReport:
                 self._arrived.copy_(loss.detach().reshape(()), non_blocking=True)
             self._page.loss(self._arrived.item())
         self._page.memory(self._kind.memory_allocated())
+        self._held.report()
         if self._utilisation is not None and now >= self._ask_at:
             self._ask_at = now + _UTILISATION_SECONDS
             self._ask(self._utilisation)

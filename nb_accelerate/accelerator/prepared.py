@@ -81,6 +81,7 @@ class PreparedSlice(Slice):
         self.core.accumulation.step = 0
         gc.collect()
         self.core.process.kind.empty_cache()
+        self.core.memory.prepared()
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:

@@ -156,6 +156,7 @@ class PreparingSlice(PreparedSlice):
             made[key] = self._finish_model(model)
         for (key, (optimizer, place)), engine in zip(given.items(), engines, strict=True):
             made[key] = self._finish_optimizer(optimizer, engine, place)
+        core.memory.prepared()
         return (
             [made.get(id(one.model), one.model) for one in models],
             [made.get(id(optimizer), optimizer) for optimizer, _ in optimizers],

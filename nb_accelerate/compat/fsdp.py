@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.merging import merge_weights
@@ -279,7 +279,7 @@ def _save(
     run_on_all_ranks(collectives, lambda: _make_folder(folder))
     if shards and use_dcp:
         # A rank that cannot write says so to the others: torch exchanges results after writing.
-        dcp.save(dict(state), checkpoint_id=folder / names.folder, no_dist=not dist.is_initialized())
+        save(dict(state), checkpoint_id=folder / names.folder, no_dist=not dist.is_initialized())
         return
     [content] = state.values()
 

@@ -117,6 +117,13 @@ def _properties(index: int) -> Any:
     return by_name("torch.cuda:get_device_properties")(index)
 
 
+def _memory_left(_ranks: int) -> int:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return int(free) + int(torch.cuda.memory_reserved()) - int(torch.cuda.memory_allocated())
+
+
 CUDA = DeviceKind(
     name="cuda",
     distributed_type="MULTI_GPU",
@@ -140,6 +147,9 @@ CUDA = DeviceKind(
     empty_cache=by_name("torch.cuda:empty_cache"),
     memory_allocated=by_name("torch.cuda:memory_allocated"),
     memory_reserved=by_name("torch.cuda:memory_reserved"),
+    memory_used=by_name("torch.cuda:memory_allocated"),
+    memory_left=_memory_left,
+    memory_peak=by_name("torch.cuda:max_memory_allocated"),
     utilisation=by_name("torch.cuda:utilization"),
     supports_bf16=by_name("torch.cuda:is_bf16_supported"),
     pci_address=lambda index: pci_address(_properties(index)),

@@ -94,6 +94,11 @@ class DeviceKind:
         set_rng_state: set a random state; takes the state and, optionally, the number of the device.
         empty_cache: release cached memory of the device.
         memory_allocated: bytes that tensors use on it now.
+        memory_used: bytes that count against its limit: of the host, all that this process holds; else what tensors
+            use.
+        memory_left: takes the number of ranks of this machine; returns bytes that this process could have in addition
+            to what it uses; 0 if that is not known.
+        memory_peak: the most bytes that this process used of it at a time; 0 if that is not known.
         memory_reserved: bytes that this process holds of it now, caches included.
         utilisation: percent of the time in which it computed lately; None where torch cannot say. Raises whatever torch
             and the driver's library raise where that library is missing, or does not know this device.
@@ -140,6 +145,9 @@ class DeviceKind:
     empty_cache: Callable[[], None] = _nothing
     memory_allocated: Callable[[], int] = lambda: 0
     memory_reserved: Callable[[], int] = lambda: 0
+    memory_used: Callable[[], int] = lambda: 0
+    memory_left: Callable[[int], int] = lambda _: 0
+    memory_peak: Callable[[], int] = lambda: 0
     utilisation: Callable[[], int] | None = None
     reads_later: bool = False
     supports_bf16: Callable[[], bool] = lambda: True

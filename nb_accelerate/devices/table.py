@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from nb_accelerate.devices.cuda import CUDA
+from nb_accelerate.devices.host import memory_left, memory_peak, memory_used
 from nb_accelerate.devices.kind import DeviceKind
 from nb_accelerate.devices.mps import MPS
 from nb_accelerate.devices.xla import XLA
 from nb_accelerate.devices.xpu import XPU
 
-CPU = DeviceKind(name="cpu", distributed_type="MULTI_CPU", backend="gloo", is_host=True)
+CPU = DeviceKind(
+    name="cpu",
+    distributed_type="MULTI_CPU",
+    backend="gloo",
+    is_host=True,
+    memory_used=memory_used,
+    memory_left=memory_left,
+    memory_peak=memory_peak,
+)
 
 DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, CPU]
 """The last one is there on every machine."""

@@ -105,7 +105,8 @@ def _body(view: View) -> str:
         folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{rows}</details>"
         table = _table(view.bars) + folded if view.bars else folded
     warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
-    return table + warnings + _failure(view)
+    held = f'<p class="nba-dim">{escape(view.held)}</p>' if view.held else ""
+    return table + held + warnings + _failure(view)
 
 
 def _table(rows: Sequence[Row], standing: Sequence[str] = ()) -> str:
@@ -134,7 +135,11 @@ def _hint(name: str) -> str:
 
 
 def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
-    cells = "".join(f'<td class="nba-{name}">{escape(getattr(row, name))}</td>' for name in columns)
+    held = f' title="{escape(row.held)}"' if row.held else ""
+    cells = "".join(
+        f'<td class="nba-{name}"{held if name == "memory" else ""}>{escape(getattr(row, name))}</td>'
+        for name in columns
+    )
     kind = f' class="nba-{row.kind}"' if row.kind else ""
     return (
         f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'

@@ -11,6 +11,7 @@ from nb_accelerate.diagnostics.stacks import innermost
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
+from nb_accelerate.display.memory import parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.stragglers import slow_sentences, slowest_of_all, stragglers
@@ -128,6 +129,7 @@ class PanelState:
             if many
             else (),
             curve=self._losses.points,
+            held=sharded_line({rank: track.sample.held for rank, track in self._tracks.items()}),
             warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
             failure=self._failure,
         )
@@ -177,6 +179,7 @@ class PanelState:
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if loss is None else words.measured(loss),
             memory=words.size(memory) if memory else "",
+            held=parts_of(sample.held),
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
             now=self._now(rank, kind, now, slow),

@@ -53,7 +53,7 @@ def table(view: View, *, bars: bool = False) -> str:
             line.insert(1, _bar(row))
         used = [0, 1, *(index + 1 for index in used if index)]
     lines = [f"{head} · {time}", *_aligned([titles, *cells], used)]
-    return "\n".join([*lines, *view.warnings])
+    return "\n".join([*lines, *([view.held] if view.held else []), *view.warnings])
 
 
 def _bar(row: Row) -> str:

@@ -51,6 +51,7 @@ class Row:
         rate: steps per second.
         loss: the newest.
         memory: in use, with its unit.
+        held: what of it parameters, gradients and optimizer states are.
         gpu: percent of its time in which the device computed.
         cpu: percent of one core that the process used.
         now: what it does, in words.
@@ -65,6 +66,7 @@ class Row:
     rate: str = ""
     loss: str = ""
     memory: str = ""
+    held: str = ""
     gpu: str = ""
     cpu: str = ""
     now: str = ""
@@ -132,6 +134,7 @@ class View:
         dots: all ranks, if they are too many for a row each.
         curve: (step, loss), in order.
         charts: what was logged to be drawn here.
+        held: how the model is spread over ranks, and what they hold of it; empty if it is not spread.
         warnings: sentences about what is wrong.
         failure: why it ended, if it failed.
     """
@@ -148,6 +151,7 @@ class View:
     dots: tuple[Dot, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
     charts: tuple[Chart, ...] = ()
+    held: str = ""
     warnings: tuple[str, ...] = ()
     failure: FailureSummary | None = None
 

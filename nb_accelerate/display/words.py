@@ -49,9 +49,11 @@ def measured(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Format bytes as ``840 MB`` or ``11.2 GB``."""
+    """Format bytes as ``12.4 kB``, ``8.4 MB``, ``840 MB`` or ``11.2 GB``."""
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.1f} GB"
+    if 0 < num_bytes < 1e7:
+        return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.1f} kB"
     return f"{num_bytes / 1e6:.0f} MB"
 
 

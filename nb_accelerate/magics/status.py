@@ -11,30 +11,35 @@ if TYPE_CHECKING:
 
     from nb_accelerate.ranks.status import RankStatus
 
-_HEAD = ("rank", "pid", "device", "memory", "state", "now")
+_BEFORE = ("rank", "pid", "device", "memory")
+_HELD = ("peak", "parameters", "gradients", "optimizer")
+"""Columns that are there when ranks have prepared models."""
+_AFTER = ("state", "now")
 
 
 def status_table(ranks: Sequence[RankStatus], places: Mapping[int, str]) -> str:
-    """Return a table with a row for each rank.
+    """Return a table with a row for each rank, and a line about how models are spread over them.
 
     Args:
         ranks: what is known about them.
         places: where each rank is, in a few words, by rank.
     """
-    rows = [_HEAD]
+    has_models = any(one.held.states for one in ranks)
+    rows = [(*_BEFORE, *(_HELD if has_models else ()), *_AFTER)]
     for one in ranks:
         place = one.doing if one.state == "ended" else places.get(one.rank, "")
+        held = [one.held.peak, one.held.parameters, one.held.gradients, one.held.optimizer] if has_models else []
         rows.append(
             (
                 str(one.rank),
                 str(one.pid or ""),
                 one.device,
-                size(one.memory) if one.memory else "",
+                *(size(number) if number else "" for number in (one.memory, *held)),
                 one.state,
                 "" if place == "idle" else place,
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sharding = sorted({one.held.sharding for one in ranks if one.held.sharding})
+    return "\n".join((*lines, *(f"models: {one}" for one in sharding)))

@@ -12,21 +12,12 @@ import torch
 
 from nb_accelerate.config.checks import check_whole
 from nb_accelerate.devices import DEVICE_KINDS
+from nb_accelerate.errors.out_of_memory import says_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-
-# What torch and its libraries say when memory does not suffice, where they have no exception type for it.
-_TEXTS = (
-    "out of memory",  # CUDA, HIP, XPU and MPS: "CUDA out of memory. Tried to allocate ..."
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cudnn found no algorithm that fits into what is left
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # Windows
-)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -62,7 +53,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     """Return whether an exception says that memory did not suffice, on a device or on the CPU."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _TEXTS)
+    return isinstance(exception, RuntimeError) and says_out_of_memory("RuntimeError", str(exception))
 
 
 def find_executable_batch_size(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import struct
 
+from nb_accelerate.progress_page import held
+
 SIZE = 4096
 """Bytes: one page of memory."""
 
@@ -48,9 +50,13 @@ BARS_AT = 1024
 NUM_BARS = 8
 BAR = struct.Struct("=qqdddd56s")
 
+HELD_AT = 3584
+"""What the rank holds in memory, see `Held`: it stays from one call or cell to the next."""
+
 assert HEADER.size == NUM_WORDS * 8
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
-assert BARS_AT + NUM_BARS * BAR.size <= SIZE
+assert BARS_AT + NUM_BARS * BAR.size <= HELD_AT
+assert HELD_AT + held.SIZE <= SIZE
 
 
 class Phase(enum.IntEnum):

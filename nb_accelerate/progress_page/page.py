@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from nb_accelerate.progress_page.held import Held
     from nb_accelerate.progress_page.layout import Collective
 
 
@@ -36,6 +37,7 @@ class ProgressPage:
         step: takes the number of batches that the current loop has handed out.
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
         commands: of the notebook to the training loop.
+        measure: takes nothing; notes with `hold` what this process holds in memory now.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
     """
 
@@ -48,6 +50,7 @@ class ProgressPage:
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
         self.outlet: Callable[[bytes], object] = _nobody
         self.commands = CommandReader(self._memory)
+        self.measure: Callable[[], object] = _nothing
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._reals[layout.LOSS] = layout.NO_LOSS
@@ -72,7 +75,7 @@ class ProgressPage:
         request = words[layout.REQUEST] + 1
         for index in range(layout.PHASE, layout.SAVES):
             words[index] = 0
-        self._memory[layout.SCALARS_AT :] = bytes(layout.SIZE - layout.SCALARS_AT)
+        self._memory[layout.SCALARS_AT : layout.HELD_AT] = bytes(layout.HELD_AT - layout.SCALARS_AT)
         self._scalars.clear()
         self._loops.clear()
         self._reals[layout.LOSS] = layout.NO_LOSS
@@ -155,6 +158,10 @@ class ProgressPage:
         words[layout.MEMORY] = used
         words[layout.MEMORY_PEAK] = max(words[layout.MEMORY_PEAK], used)
 
+    def hold(self, held: Held) -> None:
+        """Note what this process holds in memory."""
+        held.write(self._memory, layout.HELD_AT)
+
     def utilisation(self, percent: int) -> None:
         """Note the utilisation of the device, in percent."""
         self._words[layout.UTILISATION] = percent
@@ -221,6 +228,10 @@ class ProgressPage:
 
 def _nobody(_: bytes) -> None:
     """Drop a record, in a process that no notebook started."""
+
+
+def _nothing() -> None:
+    """Measure nothing, in a process without an `Accelerator`."""
 
 
 class Loop:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.commands import is_paused
+from nb_accelerate.progress_page.held import Held
 from nb_accelerate.progress_page.layout import Collective, Phase
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Sample:
         bars: progress bars, outermost first.
         saves: a checkpoint is written in the background.
         paused: training waits until the notebook tells it to go on.
+        held: what it held in memory when that was measured last, maybe in an earlier call or cell.
     """
 
     request: int = 0
@@ -87,6 +89,7 @@ class Sample:
     bars: tuple[Bar, ...] = ()
     saves: bool = False
     paused: bool = False
+    held: Held = field(default_factory=Held)
 
     @property
     def steps(self) -> int:
@@ -135,6 +138,7 @@ def read(memory: Buffer) -> Sample:
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
         paused=is_paused(memory),
+        held=Held.read(memory, layout.HELD_AT),
     )
 
 

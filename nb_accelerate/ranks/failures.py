@@ -81,6 +81,7 @@ class Incident:
         how: with ``INTERRUPTED``, what the user did, as a participle.
         is_consequence: whether ranks had been signalled before.
         out_of_memory: whether the system's out-of-memory killer has killed a process since the request began.
+        memory: what ranks held when memory did not suffice, and what to turn on; "" for other incidents.
     """
 
     kind: IncidentKind
@@ -93,6 +94,7 @@ class Incident:
     how: str = ""
     is_consequence: bool = False
     out_of_memory: bool = False
+    memory: str = ""
 
     @property
     def peer_lost(self) -> bool:
@@ -182,11 +184,12 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
         request.take(cause.rank.rank)
         error = rebuild(cause.rank.rank, failure, fds, cause.tail)
         _add_stacks(error, stacks)
-        footer = "\n".join(filter(None, (*failed_otherwise(cause, request.incidents), footer)))
+        footer = "\n".join(filter(None, (cause.memory, *failed_otherwise(cause, request.incidents), footer)))
         show_traceback_of_rank(error, failure.report, failed_alike(cause, request.incidents), world_size, footer)
         return error
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
+    add_note(error, cause.memory)
     add_note(error, footer)
     return error
 

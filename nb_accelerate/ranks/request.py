@@ -22,6 +22,7 @@ import contextlib
 import enum
 import logging
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
 from nb_accelerate.ranks.input_requests import InputRequests
 from nb_accelerate.ranks.process_watch import look_whether_stopped
+from nb_accelerate.ranks.shortage import shortage_on
 from nb_accelerate.ranks.steps import StepKind, ask_for_stacks
 from nb_accelerate.ranks.timeouts import NEVER
 
@@ -230,6 +232,7 @@ class Request:
                 rank=rank,
                 failure=(message, fds),
                 tail=rank.output.tail,
+                memory=shortage_on(rank, self.ranks, message.report),
             )
             self._add(incident, goes_on=message.returned)  # if only its value cannot be sent, the others may finish
 
@@ -240,13 +243,16 @@ class Request:
             return
         if self.step is not None and self.step.kind >= StepKind.TERMINATE:
             return
+        out_of_memory = oom_kills() > self.oom_kills_before
+        was_killed_for_memory = out_of_memory and rank.handle.exitcode == -signal.SIGKILL
         incident = Incident(
             kind=IncidentKind.DIED,
             when=time.monotonic(),
             rank=rank,
             tail=rank.output.tail,
             is_consequence=self.is_being_ended,
-            out_of_memory=oom_kills() > self.oom_kills_before,
+            out_of_memory=out_of_memory,
+            memory=shortage_on(rank, self.ranks) if was_killed_for_memory else "",
         )
         self._add(incident)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
 
 from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.progress_page import Held
 from nb_accelerate.protocol.messages import Result
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class RankStatus:
         device: what it computes on; "" if that is not known.
         memory: bytes of main memory that it holds (RSS); 0 if that was not asked for.
         doing: how it has ended, in words; "" if it has not.
+        held: what it held for models and optimizers when that was measured last.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class RankStatus:
     device: str = ""
     memory: int = 0
     doing: str = ""
+    held: Held = field(default_factory=Held)
 
 
 def state_of(rank: RankProxy, request: Request) -> str:
@@ -69,7 +72,10 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
         memory = process.memory_info().rss
         if process.status() == psutil.STATUS_STOPPED:
             state = "stopped"
-    return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state)
+    held = Held()
+    with contextlib.suppress(ValueError):  # it has just ended, and its page was closed
+        held = rank.handle.page.read().held
+    return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state, held=held)
 
 
 def locate_ranks(

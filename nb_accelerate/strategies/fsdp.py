@@ -29,7 +29,8 @@ from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.ddp import is_alive
-from nb_accelerate.strategies.mesh import make_mesh
+from nb_accelerate.strategies.holdings import measure
+from nb_accelerate.strategies.mesh import axes, make_mesh
 from nb_accelerate.strategies.sharding import SHARDED_AS, is_shard, is_sharded, shard_model
 from nb_accelerate.strategies.shards import gather_whole, local_part, shard_like, shard_state
 from nb_accelerate.strategies.strategy import Strategy
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.precision import Precision
+    from nb_accelerate.strategies.holdings import Holdings
     from nb_accelerate.strategies.strategy import ModelRequest
 
 
@@ -116,6 +118,18 @@ class FSDPStrategy(Strategy):
         if not is_there:
             self._mesh = make_mesh(self.device.type, self._copies)
         return self._mesh
+
+    @property
+    @override
+    def sharding(self) -> str:
+        return f"FSDP, {axes(self._mesh)}"
+
+    @override
+    def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
+        models = list(models)
+        # While a block is gathered, its parameters are the whole ones, and the shards are held besides.
+        shards = [one.sharded_param for model in map(innermost, models) for one in _fsdp_parameters(model)]
+        return measure(models, optimizers, parameters=shards)
 
     # -- preparation
 

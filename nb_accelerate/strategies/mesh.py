@@ -44,3 +44,9 @@ def make_mesh(device_type: str, copies: int) -> DeviceMesh:
         return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("dp_shard",))
     shape = (copies, dist.get_world_size() // copies)
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def axes(mesh: DeviceMesh) -> str:
+    """Return the axes of a mesh in words: ``dp_replicate 2 x dp_shard 4``."""
+    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
+    return " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))

@@ -10,6 +10,7 @@ from torch import nn
 
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.strategies.holdings import measure
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
     from nb_accelerate.precision import Precision
+    from nb_accelerate.strategies.holdings import Holdings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,20 @@ class Strategy:
     def mesh(self) -> DeviceMesh | None:
         """How ranks are laid out, over which models are sharded; None if they are not. May be collective."""
         return None
+
+    @property
+    def sharding(self) -> str:
+        """How models are spread over ranks, in a few words; "" if every rank has all of them. Exchanges nothing."""
+        return ""
+
+    def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
+        """Return how many bytes this rank holds for models and optimizers. Exchanges nothing.
+
+        Args:
+            models: what `prepare` returned, perhaps compiled.
+            optimizers: what `prepare` returned.
+        """
+        return measure(models, optimizers)
 
     # -- preparation
 

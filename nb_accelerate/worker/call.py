@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.diagnostics.report import has_plain_text, readable, report_exception, text_of
+from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.progress_page import here
 from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.protocol.messages import Failure, Result
@@ -96,6 +98,9 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
     """
     when = time.monotonic()
     report = report_exception(error)
+    if says_out_of_memory(report.type_name, report.message):
+        with contextlib.suppress(Exception):  # what was measured before has to do then
+            here().measure()
     packed = _pack_exception(error)
     failure = Failure(
         report=report,

@@ -11,6 +11,7 @@ import torch
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.deepspeed.library import engines
+from nb_accelerate.strategies.holdings import tensors_in
 
 _AVERAGED = "_nb_accelerate_averaged"
 """An attribute of an engine: whether it has averaged gradients since its last step."""
@@ -52,6 +53,31 @@ def engine_with(parameters: Sequence[Tensor]) -> Any | None:
 def has_buffers(engine: Any) -> bool:
     """Return whether an engine keeps averaged gradients elsewhere than in ``parameter.grad``."""
     return hasattr(engine.optimizer, "clip_grad")
+
+
+def shards_of(engine: Any) -> list[Tensor]:
+    """Return what this rank holds of the parameters that stage 3 has sharded; none in other stages."""
+    return [one.ds_tensor for one in engine.module.parameters() if getattr(one, "ds_tensor", None) is not None]
+
+
+def held_by(engine: Any) -> list[Tensor]:
+    """Return the buffers in which the optimizer of an engine keeps gradients, and those it collects them in."""
+    return [
+        tensor
+        for name, value in vars(engine.optimizer).items()
+        if any(part in name for part in ("grad", "ipg"))
+        for tensor in tensors_in(value)
+    ]
+
+
+def precise_weights(engine: Any) -> list[Tensor]:
+    """Return the float32 weights that the optimizer of an engine keeps besides those of the model."""
+    return [
+        tensor
+        for name, value in vars(engine.optimizer).items()
+        if "fp32" in name and "grad" not in name
+        for tensor in tensors_in(value)
+    ]
 
 
 def note_backward(engine: Any) -> None:

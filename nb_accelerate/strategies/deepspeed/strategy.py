@@ -35,6 +35,7 @@ from nb_accelerate.strategies.deepspeed.library import (
 from nb_accelerate.strategies.deepspeed.pairing import optimizer_of, without_model
 from nb_accelerate.strategies.deepspeed.precision import DeepSpeedPrecision, mark_outputs
 from nb_accelerate.strategies.deepspeed.resolve import Run, engine_config
+from nb_accelerate.strategies.holdings import measure
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.precision import Precision
+    from nb_accelerate.strategies.holdings import Holdings
     from nb_accelerate.strategies.strategy import ModelRequest
 
 
@@ -113,6 +115,25 @@ class DeepSpeedStrategy(Strategy):
     def plugin(self) -> DeepSpeedPlugin:
         """The selected plugin."""
         return next(plugin for plugin in self._plugins.values() if plugin.selected)
+
+    @property
+    @override
+    def sharding(self) -> str:
+        stages = sorted({int(engine.zero_optimization_stage()) for engine in engines})
+        named = " and ".join(map(str, stages)) or str(self.plugin.zero_stage)
+        return f"ZeRO stage{'s' if len(stages) > 1 else ''} {named}, {self.collectives.world_size} ranks"
+
+    @override
+    def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
+        models = list(models)
+        own = [model for model in models if model in engines]
+        return measure(
+            models,
+            optimizers,
+            parameters=[one for model in own for one in gradients.shards_of(model)],
+            gradients=[one for model in own for one in gradients.held_by(model)],
+            states=[one for model in own for one in gradients.precise_weights(model)],
+        )
 
     # -- preparation
 

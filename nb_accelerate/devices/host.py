@@ -1,0 +1,64 @@
+"""Memory of the host, as far as this process may have it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+"""Where a container sees its own limits, with version 2 of control groups."""
+
+
+def memory_used() -> int:
+    """Return the bytes of main memory that this process holds (RSS)."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def memory_peak() -> int:
+    """Return the most bytes of main memory that this process held at a time; 0 if the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_left(ranks: int) -> int:
+    """Return the bytes that this process could have in addition.
+
+    Args:
+        ranks: of this machine. What is free is taken to be shared out among them.
+    """
+    import psutil
+
+    free = psutil.virtual_memory().available
+    in_container = _left_in_container(_CGROUP)
+    left = (free if in_container is None else min(free, in_container)) // max(1, ranks)
+    of_process = _left_of_process()
+    return int(left if of_process is None else min(left, of_process))
+
+
+def _left_in_container(folder: Path) -> int | None:
+    """Return what a container may still use; None if it has no limit."""
+    try:
+        most = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    # Pages of files are given up when memory is needed.
+    return None if most == "max" else max(0, int(most) - used + int(cached.get("inactive_file", 0)))
+
+
+def _left_of_process() -> int | None:
+    """Return what `ulimit -v` leaves; None if there is no such limit."""
+    import psutil
+
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else max(0, soft - int(psutil.Process().memory_info().vms))

@@ -1,0 +1,66 @@
+"""`Held`: what a rank holds in memory, and how it lies on a progress page."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_NUMBERS = 8
+_LAYOUT = struct.Struct(f"={_NUMBERS}q{96}s")
+SIZE = _LAYOUT.size
+"""Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank held in memory when it was measured last. All numbers are bytes; 0 also means not known.
+
+    Attributes:
+        parameters: of prepared models: its shards, where they are sharded.
+        gradients: of them.
+        optimizer: states of prepared optimizers, with weights that an engine keeps for them in float32.
+        pending: what gradients and states will take that come with the first backward and the first step.
+        base: what else it held when models had been prepared: libraries and data, on a device next to nothing.
+        used: all that it held.
+        limit: the most that it could hold.
+        peak: the most that it held.
+        sharding: how models are spread over ranks, in a few words; "" if they are not.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    pending: int = 0
+    base: int = 0
+    used: int = 0
+    limit: int = 0
+    peak: int = 0
+    sharding: str = ""
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and optimizer states together: what does not depend on the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def activations(self) -> int:
+        """What else was used, above all activations; 0 if the whole is not known."""
+        return max(0, self.used - self.base - self.states)
+
+    def write(self, memory: memoryview, at: int) -> None:
+        """Write it to a progress page, from byte ``at`` on."""
+        *numbers, sharding = dataclasses.astuple(self)
+        _LAYOUT.pack_into(memory, at, *numbers, sharding.encode(errors="replace")[:95])
+
+    @classmethod
+    def read(cls, memory: Buffer, at: int) -> Held:
+        """Read what `write` wrote; values that make no sense are 0."""
+        *numbers, sharding = _LAYOUT.unpack_from(memory, at)
+        names = [field.name for field in dataclasses.fields(cls)][:_NUMBERS]
+        known = {name: max(0, number) for name, number in zip(names, numbers, strict=True)}
+        return cls(**known, sharding=sharding.split(b"\0", 1)[0].decode(errors="ignore"))

@@ -1,0 +1,111 @@
+"""Measure what a process holds in memory for models and optimizers: bytes of storages, each counted once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nb_accelerate.strategies.shards import local_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+_WITH_STORAGES = ("cpu", "cuda", "xpu", "mps")
+"""Types of devices whose tensors say what memory they are in; of others the size counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """Bytes, as in `nb_accelerate.progress_page.Held`."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    pending: int = 0
+
+
+def measure(
+    models: Iterable[nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    parameters: Sequence[Tensor] = (),
+    gradients: Sequence[Tensor] = (),
+    states: Sequence[Tensor] = (),
+) -> Holdings:
+    """Return what is held for models and optimizers.
+
+    Args:
+        models: prepared ones.
+        optimizers: those inside of prepared ones. What they train and no model has, such as the float32 weights of an
+            engine, counts as their state.
+        parameters: tensors that an engine keeps instead of those of the models.
+        gradients: likewise.
+        states: what an engine keeps for its optimizer, besides the optimizer's own state.
+    """
+    seen: set[Any] = set()
+    trained: list[Tensor] = []
+    weights: list[Tensor] = [*parameters]
+    for model in models:
+        for parameter in model.parameters():
+            weights.append(parameter)
+            if parameter.requires_grad:
+                trained.append(parameter)
+    of_weights = _bytes(weights, seen)
+    found = [one.grad for one in trained if one.grad is not None]
+    optimizers = list(optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    stepped: list[Tensor] = [one for group in groups for one in group["params"]]
+    found += [one.grad for one in stepped if one.grad is not None]
+    of_gradients = _bytes([*gradients, *found], seen)
+    kept: list[Tensor] = [*states, *stepped]
+    pending = 0 if of_gradients else _bytes([one for one in stepped if one.requires_grad] or trained, set())
+    for optimizer in optimizers:
+        own = list(tensors_in(list(optimizer.state.values())))
+        kept += own
+        if not own:
+            pending += _expected(optimizer)
+    return Holdings(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(kept, seen), pending=pending)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
+    """Return the bytes of the memory that tensors are in, and add that memory to what was seen."""
+    total = 0
+    for tensor in tensors:
+        local = local_part(tensor.detach())
+        if local.is_meta:
+            continue
+        if local.device.type in _WITH_STORAGES:
+            storage = local.untyped_storage()
+            key: Any = (local.device, storage.data_ptr())
+            size = storage.nbytes()
+        else:
+            key, size = id(tensor), local.numel() * local.element_size()
+        if size and key not in seen:
+            seen.add(key)
+            total += size
+    return total
+
+
+def _expected(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the state that an optimizer will make at its first step, if it is of a well-known kind."""
+    total = 0
+    for group in optimizer.param_groups:
+        copies = 2 + bool(group.get("amsgrad")) if "betas" in group else 1 if group.get("momentum") else 0
+        total += copies * _bytes([one for one in group["params"] if one.requires_grad], set())
+    return total
