@@ -33,4 +33,4 @@ from nb_accelerate.version import __version__ as __version__
 
 __getattr__, __dir__ = attach(__name__)
 shorten_tracebacks(NbAccelerateError)
-del NbAccelerateError, shorten_tracebacks  # the public names are those of __init__.pyi
+del NbAccelerateError, attach, shorten_tracebacks  # the public names are those of __init__.pyi

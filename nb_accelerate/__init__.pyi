@@ -56,5 +56,6 @@ from nb_accelerate.magics import (
 from nb_accelerate.process.memory import find_executable_batch_size as find_executable_batch_size
 from nb_accelerate.process.progress import progress as progress
 from nb_accelerate.process.rng import set_seed as set_seed
+from nb_accelerate.ranks.attach import attach as attach
 from nb_accelerate.state import PartialState as PartialState
 from nb_accelerate.version import __version__ as __version__

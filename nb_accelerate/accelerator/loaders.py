@@ -1,4 +1,4 @@
-"""`LoadersSlice`: skip the first batches of an epoch, and train on uneven numbers of batches."""
+"""`LoadersSlice`: skip the first batches of one, and train on uneven numbers of batches."""
 
 from __future__ import annotations
 
@@ -75,3 +75,4 @@ class LoadersSlice(Slice):
         finally:
             for loader, even in before:
                 loader.even = even
+

@@ -20,6 +20,7 @@ from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_loader_lengths, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
+from nb_accelerate.progress_page import Phase, here
 from nb_accelerate.state import GradientState
 from nb_accelerate.strategies import ModelRequest
 from nb_accelerate.strategies.unwrapping import innermost
@@ -146,11 +147,14 @@ class PreparingSlice(PreparedSlice):
         given = {id(one[0]): one for one in optimizers if not _contains(core.prepared.optimizers, one[0])}
         for request in requests.values():
             core.precision.prepare_model(innermost(request.model))
+        page = here()
+        page.enter(Phase.PREPARING)  # which takes seconds where it imports more of torch, or waits for other ranks
         wrapped, engines = core.strategy.prepare(
             list(requests.values()),
             [_inside(optimizer) for optimizer, _ in given.values()],
             earlier=[known.optimizer for known in core.shared.optimizers],
         )
+        page.enter(Phase.RUNNING)
         made: dict[int, Any] = {}
         for key, model in zip(requests, wrapped, strict=True):
             made[key] = self._finish_model(model)

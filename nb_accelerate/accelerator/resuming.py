@@ -26,6 +26,7 @@ from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.project import SaveInterval
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,25 +46,37 @@ _MOST_STEPS = 1000
 class ResumingSlice(CheckpointSlice):
     """Loops over epochs, and checkpoints that are saved and found again by themselves."""
 
-    def epochs(self, epochs: int, *, start: int = 0) -> Iterator[int]:
-        """Yield numbers of epochs, and stop after one if the notebook says so: ``launch.stop_after_epoch()``.
+    def epochs(self, number: int, *, start: int = 0) -> Iterator[int]:
+        """Yield the numbers of epochs, as ``range(start, number)`` does, and have the panel say how long all will take.
+
+        It stops after an epoch if the notebook says so: ``launch.stop_after_epoch()``.
 
         Example::
 
-            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             for epoch in accelerator.epochs(3):
                 for inputs, targets in loader:
                     accelerator.backward(loss_function(model(inputs), targets))
                     optimizer.step()
                     optimizer.zero_grad()
 
+        For the panel, a plain ``for epoch in range(3)`` says the same where its numbers can be read in the code.
+        `resumable` does all of it too.
+
         Args:
-            epochs: how many in all.
-            start: the first one, from 0.
+            number: of epochs, those before ``start`` included.
+            start: the first one, counted from 0, of a run that goes on.
+
+        Raises:
+            ConfigError: ``number`` or ``start`` is not a whole number, or negative.
         """
-        check_whole("epochs", epochs, at_least=0)
+        check_whole("number", number, at_least=0)
         check_whole("start", start, at_least=0)
-        return self.core.steering.epochs(range(start, epochs))
+        return self._counted(start, number)
+
+    def _counted(self, start: int, number: int) -> Iterator[int]:
+        for epoch in self.core.steering.epochs(range(start, number)):
+            here().tell_epoch(epoch + 1, number)
+            yield epoch
 
     def _save_on_command(self, folder: str) -> Path:
         """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
@@ -151,7 +164,7 @@ class ResumingSlice(CheckpointSlice):
         schedule = _Schedule(self.core, interval, self.core.recording.project)
         with schedule:
             steering = self.core.steering
-            for epoch in steering.epochs(range(first, epochs)):
+            for epoch in self._counted(first, epochs):
                 yield epoch, self._batches(dataloader, schedule)
                 schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
                 self._save_if_due(schedule)

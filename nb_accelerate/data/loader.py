@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from nb_accelerate.data.adapter import DataLoaderAdapter
 from nb_accelerate.data.iterable import LastBatch
+from nb_accelerate.data.outer_loops import epoch_around
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.devices import find_kind
 from nb_accelerate.errors import CollectiveMismatchError, ConfigError
@@ -171,6 +172,9 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         page = here()
         enter, step = page.enter, page.step
         reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
+        around = None if evaluates or page.epochs_are_told else epoch_around()
+        if around is not None:
+            page.infer_epoch(*around)
         loop = page.begin_loop(
             total=self._total_steps(),
             rows=self._total_batch_size,

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 import signal
+from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import place
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.protocol.messages import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DUMP_SIGNAL = signal.SIGUSR2
 """Asks a rank for its stacks."""
@@ -22,8 +26,14 @@ STOPPED = "stopped (SIGSTOP)"
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\):)$", re.MULTILINE)
 _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<name>.*)$', re.MULTILINE)
-_SAID = {"_engine_run_backward": "backward"}
+_SAID = {"_engine_run_backward": "backward", "_wrapped_call_impl": "forward", "_call_impl": "forward"}
 """What people call a function of torch."""
+
+_COLLECTIVES = ("torch/distributed/", "nb_accelerate/comm/")
+"""Files with functions that users call by other names, of `Accelerator` or of torch."""
+
+_WRAPPERS = ("wrapper", "inner", "decorate_context")
+"""Functions of decorators around a collective."""
 
 _WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$|^<string>$")
 
@@ -65,18 +75,32 @@ def where(dump: str) -> str:
     user = next((frame for frame in frames if is_users(frame.filename)), first)
     if user is first:
         return f"in {place(first)}"
-    return f"in {_SAID.get(first.name, first.name)}, called from {place(user)}"
+    return f"in {_said(frames, user)}, called from {place(user)}"
 
 
 def innermost(dump: str) -> str:
     """Return the function a rank is in; "" if it did not answer."""
     frames = main_thread(dump)
-    return _SAID.get(frames[0].name, frames[0].name) if frames else ""
+    return _said(frames, next((one for one in frames if is_users(one.filename)), frames[-1])) if frames else ""
 
 
-def listed(dump: str) -> str:
-    """Return where the main thread of a rank is, innermost first, a line each; frames of our own are left out."""
+def _said(frames: Sequence[Frame], user: Frame) -> str:
+    """Return the name of the innermost function; of a collective the name that the user's line has for it."""
+    name = frames[0].name
+    if any(part in frames[0].filename for part in _COLLECTIVES):
+        called = [one.name for one in frames[: frames.index(user)] if one.name not in _WRAPPERS]
+        name = called[-1] if called else name
+    return _SAID.get(name, name)
+
+
+def listed(dump: str) -> tuple[list[str], list[str]]:
+    """Return where the main thread of a rank is, innermost frame first: users' frames, and those of libraries.
+
+    Frames of our own are left out. Without an answer the first list says so.
+    """
     if dump == STOPPED:
-        return dump
-    places = [place(frame) for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
-    return "\n".join(places) or "no answer"
+        return [dump], []
+    frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
+    users = [place(frame) for frame in frames if is_users(frame.filename)]
+    others = [place(frame) for frame in frames if not is_users(frame.filename)]
+    return users if users or others else ["no answer"], others

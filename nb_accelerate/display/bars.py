@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nb_accelerate.progress_page import Bar, Sample
+
+_NUMBER = re.compile(r"\d+")
 
 _ALIKE = 0.02
 """Largest difference of bars of several ranks that are one row, as a part of their total."""
@@ -38,7 +43,25 @@ def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
             rows.append(_row(list(bars), _middle(list(bars.values()))))
         else:
             rows += [_row([rank], bar) for rank, bar in bars.items()]
-    return tuple(rows)
+    return tuple(_folded(rows))
+
+
+def _folded(rows: Sequence[Row]) -> list[Row]:
+    """Leave out full bars where a later one counts the same: of ten epochs, say, with a bar each."""
+    kept: dict[tuple[str, str, str], Row] = {}
+    full: Counter[tuple[str, str, str]] = Counter()
+    for number, row in enumerate(rows):
+        what = (row.ranks, _NUMBER.sub("#", row.label), row.step.rpartition("/")[2])
+        before = kept.get(what)
+        if before is not None and before.kind != "done":
+            what = (*what[:2], f"{what[2]} {number}")  # both move
+        elif before is not None:
+            full[what] += 1
+        kept[what] = row
+    return [
+        replace(row, label=f"{row.label} (after {full[what]} more)".strip()) if full[what] else row
+        for what, row in kept.items()
+    ]
 
 
 def _are_alike(bars: Sequence[Bar]) -> bool:

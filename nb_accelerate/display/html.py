@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from nb_accelerate.display.view import Row, View
 
-MARKS = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "interrupted": "■"}
-
 _HINTS = {
     "gpu": "part of the time in which the GPU computed, a moment ago",
     "cpu": "of one core, a moment ago; several threads together make more than 100 %",
@@ -31,6 +29,8 @@ _CURVE = (150, 26)
 _FEW_POINTS = 8
 _WIDE = 10
 """Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
+
+_CAREFUL = ' class="nba-careful"'
 
 _ONLY_NOW = ' class="nba-only-now"'
 """A table without bars and figures: its last column begins beside the rank."""
@@ -66,7 +66,7 @@ def _header(view: View) -> str:
     rest = " · ".join(view.summary or view.outlook)
     rest = f' <span class="nba-dim">· {escape(rest)}</span>' if rest else ""
     return (
-        f'<header><span role="img" aria-label="{view.state}">{MARKS[view.state]}</span> '
+        f'<header><span role="img" aria-label="{view.state}"{_CAREFUL if view.mark == "!" else ""}>{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
         f'<span class="nba-time"><span>{view.elapsed}</span>{rest}</span>{_curve(view)}</header>'

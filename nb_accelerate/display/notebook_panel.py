@@ -4,6 +4,10 @@
 
     View --> HTML --display_data, then update_display_data--> the table: stays in the saved notebook, needs no kernel
     buttons, a log, stacks --comm of ipywidgets------------> below it, and gone when the run is over
+    HTML, once a page asks for all widgets ----------------> in a page that was loaded anew, in place of the table
+
+A page that is loaded anew knows no display ids, so the table in it stands still. It does ask for the state of the
+widgets that it was saved with (see `nb_accelerate.display.new_pages`): from then on one of them draws the panel too.
 
 The widgets are made in a thread of their own, in an empty context: buttons then belong to no cell, so that newer
 kernels answer them while the cell that shows them still runs. Older ones answer after it; the kernel's own
@@ -14,14 +18,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import uuid
 from html import escape
-from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.display import html
 from nb_accelerate.display.lines import bundle
+from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
 from nb_accelerate.display.panel import Drawing
 from nb_accelerate.display.words import named
 
@@ -35,8 +41,17 @@ if TYPE_CHECKING:
 _WAIT = 10.0
 """Seconds for the thread that makes the buttons to end."""
 
+_ASK_EVERY = 3.0
+"""Seconds between two questions for the stacks that are shown."""
+
 _CHARTS_EVERY = 4
 """Drawings of a panel for one that is sent when it has charts, which are larger and move less."""
+
+
+_TO_KEEP = (
+    '<div class="nba"><p class="nba-dim">This page was loaded while it ran. To keep the panel in the notebook: '
+    "nb_accelerate.attach() in a cell.</p></div>"
+)
 
 
 class NotebookPanel(Drawing):
@@ -47,7 +62,7 @@ class NotebookPanel(Drawing):
         kernel: it runs in.
         ranks: those whose log one can look at.
         watched: what the buttons are about.
-        where: says where a rank is, from a dump of its stacks.
+        where: returns the frames of a rank, users' and others, innermost first, from a dump of its stacks.
         place: id of a display that this takes the place of; "" for a new one.
     """
 
@@ -59,7 +74,7 @@ class NotebookPanel(Drawing):
         kernel: Any,
         ranks: Sequence[int],
         watched: Watched,
-        where: Callable[[str], str],
+        where: Callable[[str], tuple[list[str], list[str]]],
         *,
         place: str = "",
     ) -> None:
@@ -72,10 +87,13 @@ class NotebookPanel(Drawing):
         self._buttons_id = uuid.uuid4().hex
         self._box: Any = None
         self._aside: Any = None
+        self._controls: Any = None
+        self._again: Any = None
         self._shown: Callable[[], str] | None = None
+        self._ask_at = 0.0
         self._log_of = min(ranks)
         self._last: dict[str, Any] = {}
-        self._is_shown = bool(place)
+        self._is_shown = self.is_announced = bool(place)
         self._draws = 0
         self._has_buttons = False
         self._thread: threading.Thread | None = None
@@ -85,6 +103,7 @@ class NotebookPanel(Drawing):
         if self._thread is None:
             self._thread = threading.Thread(target=self._make, name="nb_accelerate-panel", daemon=True)
             self._thread.start()
+            answer_new_pages(self._kernel)
         self._draws += 1
         if not view.charts or self._draws % _CHARTS_EVERY == 1:
             content = bundle(view)
@@ -93,7 +112,11 @@ class NotebookPanel(Drawing):
                 self._show(content)
         if self._thread.is_alive() or self._box is None:
             return
+        if self._again.is_asked_for:
+            self._again.value = html.style() + html.render(view) + html.render_charts(view)
         if self._shown is not None:
+            if self._shown == self._stacks and time.monotonic() >= self._ask_at:
+                self._ask()
             said = self._shown()
             if said != self._aside.value:
                 self._aside.value = said
@@ -105,14 +128,22 @@ class NotebookPanel(Drawing):
     def finish(self, view: View, *, was_drawn: bool) -> None:
         if self._thread is not None:
             self._thread.join(_WAIT)
-        if view.is_worth_keeping:
+            stop_answering(self._kernel)
+        if view.is_worth_keeping and (was_drawn or view.bars or view.charts):
             self._show(bundle(view))
         elif self._is_shown:
-            self._show({"data": {"text/plain": view.facts.details}, "metadata": {}})
+            self._show({"data": {"text/plain": view.facts.brief if self.is_announced else ""}, "metadata": {}})
         if self._has_buttons:
             self._send("update_display_data", self._buttons_id, {"data": {}, "metadata": {}})
-        if self._box is not None:
-            self._close()
+        if self._box is None:
+            return
+        if self._again.is_asked_for:  # the page knows no display that could be left in the place of widgets
+            self._again.value = html.style() + html.render(view) + html.render_charts(view) + _TO_KEEP
+            self._box.children = (self._again,)
+            _close(self._controls)
+            _close(self._aside)
+        else:
+            _close(self._box)
 
     def _show(self, content: dict[str, Any]) -> None:
         kind = "update_display_data" if self._is_shown else "display_data"
@@ -133,12 +164,14 @@ class NotebookPanel(Drawing):
         import ipywidgets
 
         self._aside = ipywidgets.HTML()
+        self._again = _html_of_new_pages()
         buttons = [
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
             self._button("Stacks", "show where every rank is", self._show_stacks),
         ]
-        controls = ipywidgets.HBox([*buttons, *self._logs()], layout={"margin": "0 0 0 5px", "flex_flow": "row wrap"})
-        self._box = ipywidgets.VBox([controls, self._aside])
+        margin = {"margin": "0 0 0 5px", "flex_flow": "row wrap"}
+        self._controls = ipywidgets.HBox([*buttons, *self._logs()], layout=margin)
+        self._box = ipywidgets.VBox([self._again, self._controls, self._aside])
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
         import ipywidgets
@@ -157,12 +190,17 @@ class NotebookPanel(Drawing):
     def _show_stacks(self) -> None:
         self._toggle(self._stacks)
         if self._shown == self._stacks:
-            self._watched.ask()
+            self._ask()
+
+    def _ask(self) -> None:
+        self._ask_at = time.monotonic() + _ASK_EVERY
+        self._watched.ask()
 
     def _stacks(self) -> str:
-        found = self._watched.stacks()
-        lines = [f"{named([rank])}:\n{indent(self._where(dump), '  ')}" for rank, dump in sorted(found.items()) if dump]
-        return _pre("\n\n".join(lines) or "no answer yet")
+        found = {rank: self._where(dump) for rank, dump in sorted(self._watched.stacks().items()) if dump}
+        if not found:
+            return _pre("no answer yet")
+        return _aside("".join(_stack(rank, *frames) for rank, frames in found.items()))
 
     def _logs(self) -> list[Any]:
         """Make a button for the log of a rank, and a field that chooses the rank.
@@ -195,15 +233,47 @@ class NotebookPanel(Drawing):
             return _pre(f"rank {self._log_of} does not run this")
         return _pre("".join(self._watched.log(self._log_of).splitlines(keepends=True)[-40:]) or "nothing yet")
 
-    def _close(self) -> None:
-        def all_of(widget: Any) -> list[Any]:
-            looks = (getattr(widget, name) for name in ("layout", "style") if hasattr(widget, name))  # widgets as well
-            return [widget, *looks, *(one for child in getattr(widget, "children", ()) for one in all_of(child))]
 
-        for widget in all_of(self._box):
-            with contextlib.suppress(Exception):  # the front end may be gone
-                widget.close()
+def _html_of_new_pages() -> Any:
+    """Return an HTML widget with an attribute ``is_asked_for``: a page has asked for its state since it was made."""
+    import ipywidgets
+
+    class HTMLOfNewPages(ipywidgets.HTML):  # type: ignore[misc]
+        is_asked_for = False
+
+        def get_state(self, key: Any = None, drop_defaults: bool = False) -> Any:
+            # All of its state is sent when it is made, and when a page asks for all widgets.
+            self.is_asked_for |= key is None and self.comm is not None
+            return super().get_state(key, drop_defaults)
+
+    widget = HTMLOfNewPages()
+    widget.add_class("nba-again")
+    return widget
+
+
+def _close(widget: Any) -> None:
+    """Close a widget and all that belong to it: its children, and their looks, which are widgets as well."""
+    for child in getattr(widget, "children", ()):
+        _close(child)
+    looks = (getattr(widget, name) for name in ("layout", "style") if hasattr(widget, name))
+    for one in (widget, *looks):
+        with contextlib.suppress(Exception):  # the front end may be gone
+            one.close()
+
+
+def _stack(rank: int, users: list[str], others: list[str]) -> str:
+    """Return where a rank is: users' frames a line each, those of libraries in one line, whole when pointed at."""
+    lines = "".join(f"<div>  {escape(one)}</div>" for one in users)
+    whole = escape("\n".join(others))
+    inside = (
+        f'<div class="nba-frames nba-dim" title="{whole}">  in {escape(" ← ".join(others))}</div>' if others else ""
+    )
+    return f"<div><b>{named([rank])}</b></div>{inside}{lines}"
 
 
 def _pre(text: str) -> str:
-    return f'<div class="nba"><pre class="nba-aside">{escape(text)}</pre></div>'
+    return _aside(escape(text))
+
+
+def _aside(markup: str) -> str:
+    return f'<div class="nba"><pre class="nba-aside">{markup}</pre></div>'

@@ -4,12 +4,15 @@ It has no thread. Whoever waits for the ranks calls `refresh` when it is `due`::
 
     watched.look --> PanelState --> View --> a Drawing: notebook_panel.py, lines.py
     watched.ask  (some ranks do not move) --> watched.stacks --> where they are
+
+Another cell may draw it too, see `Panel.attach`; what that needs of a run that is over is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +39,9 @@ _DRAW_MANY_EVERY = 0.6
 _INSPECT_EVERY = 1.0
 _ANSWER = 0.3
 """Seconds until stacks have arrived."""
+
+_KEPT_LINES = 200
+"""Last lines of each rank that are kept of a run that is over."""
 
 _ASK_EVERY = 5.0
 DELAY = 1.0
@@ -80,9 +86,15 @@ class Watched(Protocol):
 
 
 class Drawing(Protocol):
-    """Where a panel is drawn. `every` is the least number of seconds between two drawings."""
+    """Where a panel is drawn.
+
+    Attributes:
+        every: the least number of seconds between two drawings.
+        is_announced: something stands there already, which says that the run starts.
+    """
 
     every: float
+    is_announced: bool = False
 
     def draw(self, view: View) -> None:
         """Draw a view of the run while it is on."""
@@ -102,13 +114,22 @@ class Panel:
 
     Attributes:
         due: `time.monotonic` at which `refresh` wants to be called.
+        name: of what runs.
+        ranks: that are seen.
+        ended: how it looked at the end; None while it is on.
+        logs: what each rank printed last, once it has ended.
     """
 
     def __init__(self, facts: Facts, ranks: Sequence[int], drawing: Drawing, watched: Watched) -> None:
         now = time.monotonic()
+        self.name = facts.name
+        self.ranks = tuple(ranks)
+        self.ended: View | None = None
+        self.logs: Mapping[int, str] = {}
+        self._lock = threading.Lock()
         self._state = PanelState(facts, ranks, now)
-        self._drawing = drawing
-        self._watched = watched
+        self._drawings = [drawing]  # the first is in the cell that runs it
+        self._watched: Watched | None = watched
         many = len(ranks) > _MANY
         self._look_every = _LOOK_EVERY * (2 if many else 1)
         self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
@@ -125,18 +146,35 @@ class Panel:
         self._has_failed = False
         self.due = now + self._look_every
 
+    def attach(self, make: Callable[[Watched], Drawing]) -> bool:
+        """Draw the panel in one more place from now on. Any thread.
+
+        Args:
+            make: makes the drawing, of what is watched.
+
+        Returns:
+            False if the run is over, so that nothing will be drawn; `ended` and `logs` tell the rest.
+        """
+        with self._lock:
+            if self._watched is not None:
+                self._drawings.append(make(self._watched))
+                self._draw_at = 0.0
+            return self._watched is not None
+
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""
-        with self._apart_from_the_run():
-            self._refresh(time.monotonic())
+        with self._lock, self._apart_from_the_run():
+            if self._watched is not None:
+                self._refresh(self._watched, time.monotonic())
 
     def finish(self, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Draw the end of the run, and stop watching it."""
         self.due = float("inf")
-        if self._has_failed:
-            return
-        with self._apart_from_the_run():
-            self._finish(time.monotonic(), state, failure)
+        with self._lock:
+            watched, self._watched = self._watched, None
+            if watched is not None and not self._has_failed:
+                with self._apart_from_the_run():
+                    self._finish(watched, time.monotonic(), state, failure)
 
     @contextlib.contextmanager
     def _apart_from_the_run(self) -> Iterator[None]:
@@ -149,34 +187,40 @@ class Panel:
             logger.warning("The panel cannot be drawn any more (%s: %s); the run goes on.", type(error).__name__, error)
             logger.info("Where it failed:", exc_info=True)
 
-    def _refresh(self, now: float) -> None:
+    def _refresh(self, watched: Watched, now: float) -> None:
         self.due = now + self._look_every
-        self._observe(now)
+        self._observe(watched, now)
         if self._state.stalled(now):
             if now >= self._ask_at:
                 self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER
-                self._watched.ask()
+                watched.ask()
             elif now >= self._answers_at:
                 self._answers_at = float("inf")
-                self._state.explain(self._watched.stacks())
+                self._state.explain(watched.stacks())
         if now >= self._draw_at:
             self._draw_at = now + self._draw_every
-            self._drawing.draw(self._view(now))
+            view = self._view(watched, now)
+            for drawing in self._drawings:
+                drawing.draw(view)
             self._was_drawn = True
 
-    def _finish(self, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
-        self._observe(now)
+    def _finish(self, watched: Watched, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
+        self._observe(watched, now)
         self._state.end(now, state, failure)
-        view = self._view(now)
+        self.ended = view = self._view(watched, now)
+        self.logs = {rank: "".join(watched.log(rank).splitlines(keepends=True)[-_KEPT_LINES:]) for rank in self.ranks}
+        (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
         # What was over before a panel appeared has none, but for bars: they were not printed.
-        if self._was_drawn or view.bars or view.charts:
-            self._drawing.finish(view, was_drawn=self._was_drawn)
+        if self._was_drawn or view.bars or view.charts or own.is_announced:
+            own.finish(view, was_drawn=self._was_drawn)
+        for drawing in others:
+            drawing.finish(view, was_drawn=True)
 
-    def _view(self, now: float) -> View:
-        return replace(self._state.view(now), charts=charts_of(self._watched.runs()))
+    def _view(self, watched: Watched, now: float) -> View:
+        return replace(self._state.view(now), charts=charts_of(watched.runs()))
 
-    def _observe(self, now: float) -> None:
-        seen = self._watched.look()
+    def _observe(self, watched: Watched, now: float) -> None:
+        seen = watched.look()
         if now >= self._inspect_at:
             self._inspect_at = now + self._inspect_every
             for one in seen:

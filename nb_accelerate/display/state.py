@@ -12,10 +12,11 @@ from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.memory import parts_of, sharded_line
+from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.not_finite import NotFiniteLosses
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.stragglers import slow_sentences, slowest_of_all, stragglers
-from nb_accelerate.display.track import WORDS, LossHistory, Track, loss_of
+from nb_accelerate.display.track import METHODS, WORDS, LossHistory, Track, loss_of
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
 
@@ -60,6 +61,7 @@ class PanelState:
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
         self._losses = LossHistory()
         self._not_finite = NotFiniteLosses()
+        self._jump = LossJump()
         self._columns = {*_STANDING}
         self._peak = 0
         self._rows = 0
@@ -88,11 +90,20 @@ class PanelState:
         self._forget_standstill(now)
         self._compare(now)
         self._note_steps(now)
-        self._losses.add(self._sampled())
+        sampled = self._sampled()
+        self._losses.add(sampled)
+        self._jump.add(sampled)
 
     def stalled(self, now: float) -> list[int]:
-        """Return the ranks that were making progress and have made none for `STALL` seconds."""
-        return [rank for rank, track in self._tracks.items() if self._is_stalled(rank, track, now)]
+        """Return the ranks that were making progress and have made none for `STALL` seconds.
+
+        Also those that have not begun to, while others wait for them.
+        """
+        stalled = [rank for rank, track in self._tracks.items() if self._is_stalled(rank, track, now)]
+        if any(self._tracks[rank].sample.phase is Phase.WAITING for rank in stalled):
+            awaited = (rank for rank, seen in self._seen.items() if seen.state == "running" and rank not in stalled)
+            stalled += [rank for rank in awaited if now - self._tracks[rank].moved_at > STALL]
+        return sorted(stalled)
 
     def explain(self, stacks: Mapping[int, str]) -> None:
         """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
@@ -108,7 +119,9 @@ class PanelState:
         stalled = set(self.stalled(now)) if self._ended is None else set()
         slow = self._slow if self._ended is None and not self._stood else {}
         kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
-        rows = {rank: self._row(rank, kinds[rank], now, slow.get(rank)) for rank in self._tracks}
+        rows = {
+            rank: self._row(rank, kinds[rank], now, slow.get(rank), is_stalled=rank in stalled) for rank in self._tracks
+        }
         bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
         if bars and not any(row.step or row.kind in ("late", "bad") for row in rows.values()):
             rows = {}  # the bars say it all
@@ -151,7 +164,7 @@ class PanelState:
             return "late"
         return "late" if stalled and not self._waits(rank) else ""
 
-    def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None) -> Row:
+    def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> Row:
         share: float | None
         track, seen = self._tracks[rank], self._seen[rank]
         sample = track.sample
@@ -160,13 +173,15 @@ class PanelState:
         if self._state == "done" and sample.steps:
             step = words.count(sample.steps)
             share = 1.0
+        elif track.whole is not None:
+            step, share = f"{words.count(track.whole[0])} / {words.count(track.whole[1])}", _part(*track.whole)
         elif sample.loop == 0:
             step, share = "", 1.0 if kind == "done" else None
         elif sample.total is None:
             step, share = words.count(sample.step), 1.0 if kind == "done" else None
         else:
             step = f"{words.count(sample.step)} / {words.count(sample.total)}"
-            share = min(1.0, sample.step / sample.total) if sample.total else 1.0
+            share = _part(sample.step, sample.total)
         if self._ended is not None and self._first_step is not None and self._last_step is not None:
             rate = self._mean_rate()
         memory = sample.memory or seen.memory
@@ -175,14 +190,14 @@ class PanelState:
             kind=kind,
             share=share,
             step=step,
-            epoch=str(sample.epoch) if sample.epoch else "",
+            epoch=f"{sample.epoch} / {sample.epochs}" if sample.epochs else str(sample.epoch or ""),
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if loss is None else words.measured(loss),
             memory=words.size(memory) if memory else "",
             held=parts_of(sample.held),
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
-            now=self._now(rank, kind, now, slow),
+            now=self._now(rank, kind, now, slow, is_stalled=is_stalled),
         )
 
     def _standing(self) -> tuple[str, ...]:
@@ -213,12 +228,14 @@ class PanelState:
         ]
         return words.percent(median(values)) if values and self._ended is None else ""
 
-    def _now(self, rank: int, kind: Kind, now: float, slow: Straggler | None) -> str:
+    def _now(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> str:
         track, seen = self._tracks[rank], self._seen[rank]
         if seen.state == "stopped":
             return f"stopped (SIGSTOP, pid {seen.pid})"
-        if seen.state in ("starting", "returned"):
-            return "starting" if seen.state == "starting" else "done"
+        if seen.state == "starting":
+            return "starting" if seen.pid is not None else "importing torch"
+        if seen.state == "returned":
+            return "done"
         if self._ended is not None and self._state == "done":
             return "done"
         if kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
@@ -227,13 +244,15 @@ class PanelState:
             return "interrupted" if self._state == "interrupted" else "stopped"
         doing = WORDS[track.phase]
         if track.sample.waits_in is not None:  # while it waits, and only then
-            doing = f"waits in {track.sample.waits_in.name}"
+            doing = f"waits in {METHODS[track.sample.waits_in]}"
         if track.sample.paused:
             return "paused"
-        if self._is_stalled(rank, track, now):
+        if is_stalled:
             return f"{self._where(rank, doing)}, for {words.brief(now - track.moved_at)}"
         if track.phase is Phase.RUNNING and track.sample.in_loop:
             doing = "between steps"
+        if track.phase is Phase.EVALUATING and track.sample.total:
+            doing = f"evaluating {words.count(track.sample.step)} / {words.count(track.sample.total)}"
         if track.sample.saves and track.phase is not Phase.SAVING:
             doing += ", saving"
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
@@ -323,14 +342,14 @@ class PanelState:
 
     def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
         on_now = (*self._stall_words(stalled, now), *slow) if self._ended is None else ()
-        return (*on_now, *self._not_finite.sentences(len(self._tracks)))
+        return (*on_now, *self._not_finite.sentences(len(self._tracks)), *self._jump.sentences())
 
     def _place(self, ranks: Sequence[int], before: str = " ") -> str:
         dumps = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
         if dumps:
             return before + who_waits(dumps).place
         inside = {self._tracks[rank].sample.waits_in for rank in ranks} - {None}
-        return f"{before}in {next(iter(inside)).name}" if len(inside) == 1 else ""  # type: ignore[union-attr]
+        return f"{before}in {METHODS[next(iter(inside))]}" if len(inside) == 1 else ""  # type: ignore[index]
 
     # The whole.
 
@@ -358,7 +377,8 @@ class PanelState:
         if in_loop and quiet > STALL:
             return (f"no step for {words.brief(quiet)}",)
         parts = []
-        left = min(self._tracks.values(), key=lambda track: track.sample.steps).time_left()
+        slowest = min(self._tracks.values(), key=lambda track: track.sample.steps)
+        left = self._left_of_all(slowest) or slowest.time_left()
         if left is not None:
             parts.append(left)
         rates = [track.rate for track in self._tracks.values() if track.rate is not None]
@@ -366,6 +386,17 @@ class PanelState:
         if rates and rows and median(rates) > 0 and in_loop:
             parts.append(f"{words.rate(median(rates) * rows)} samples/s")
         return tuple(parts)
+
+    def _left_of_all(self, track: Track) -> str | None:
+        """Estimate how long the whole run will take, evaluations included; None if its number of epochs is not known.
+
+        From the first step on: what came before it comes once.
+        """
+        rate = self._mean_rate()
+        if track.whole is None or not rate:
+            return None
+        done, total = track.whole
+        return f"about {words.duration((total - done) / rate)} left"
 
     def _summary(self) -> tuple[str, ...]:
         steps = int(median(track.sample.steps for track in self._tracks.values()))
@@ -384,11 +415,14 @@ class PanelState:
         parts = [words.plural(len(self._tracks), "rank")]
         slowest = slowest_of_all(self._tracks)
         if slowest is not None:
-            rank, more = slowest
-            parts.append(f"slowest rank {rank} (+{100 * more:.0f} %)")
+            parts.append(f"{'the other' if len(self._tracks) == 2 else 'others'} waited for rank {slowest[0]}")
         if self._peak:
             parts.append(f"peak {words.size(self._peak)}")
         return tuple(parts)
+
+
+def _part(done: int, total: int) -> float:
+    return min(1.0, done / total) if total else 1.0
 
 
 def _it(ranks: Sequence[int]) -> str:

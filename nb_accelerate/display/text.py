@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nb_accelerate.display.html import MARKS
 from nb_accelerate.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def table(view: View, *, bars: bool = False) -> str:
         view: what to show.
         bars: draw bars, for somebody who watches.
     """
-    head = f"{MARKS[view.state]} {view.facts.name} · {' · '.join(view.facts.setup)}"
+    head = f"{view.mark} {view.facts.name} · {' · '.join(view.facts.setup)}"
     time = " · ".join((view.elapsed, *(view.summary or view.outlook)))
     rows = (*view.bars, *view.rows)
     cells = [[getattr(row, name) for name, _ in _COLUMNS] for row in rows]

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display import words
-from nb_accelerate.progress_page import Phase, Sample
+from nb_accelerate.progress_page import Collective, Phase, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,19 @@ WORDS = {
     Phase.SAVING: "saving",
     Phase.WAITING: "waits",
     Phase.ENDED: "done",
+    Phase.PREPARING: "preparing",
 }
+
+METHODS = {
+    Collective.all_gather: "gather",
+    Collective.all_reduce: "reduce",
+    Collective.broadcast: "broadcast",
+    Collective.scatter: "scatter",
+    Collective.all_gather_object: "gather_object",
+    Collective.broadcast_object: "broadcast_object_list",
+    Collective.barrier: "wait_for_everyone",
+}
+"""What users call for a collective."""
 
 _ENOUGH = 20
 """Samples of a rank before something is said about its time."""
@@ -63,11 +75,13 @@ class Track:
     Attributes:
         sample: the newest.
         moved_at: when something last changed.
+        whole: batches of the whole run so far, and of how many; None if the number of epochs is not known.
     """
 
     def __init__(self, now: float) -> None:
         self.sample = Sample()
         self.moved_at = now
+        self.whole: tuple[int, int] | None = None
         self._moments: deque[_Moment] = deque()
         self._in_loops: Counter[Phase] = Counter()
 
@@ -76,6 +90,7 @@ class Track:
         if _progress(sample) != _progress(self.sample):
             self.moved_at = now
         self.sample = sample
+        self.whole = _whole(sample, self.whole)
         self._news()
         self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
         if sample.in_loop:
@@ -260,6 +275,16 @@ def loss_of(sample: Sample) -> float | None:
         if name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss"):
             return value
     return sample.loss
+
+
+def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return how far the run is; while it does something else than to train, as far as it was."""
+    if not sample.epochs:
+        return None
+    if not (sample.trains and sample.total):
+        return before
+    total = sample.epochs * sample.total
+    return min((sample.epoch - 1) * sample.total + sample.step, total), total
 
 
 def _own(shares: Mapping[Phase, float]) -> float | None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted"]
 Kind = Literal["", "late", "bad", "done"]
 
+_MARKS: dict[PanelStatus, str] = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "interrupted": "■"}
+
 FIGURES = (
     ("step", "step"),
     ("epoch", "epoch"),
@@ -30,11 +32,13 @@ class Facts:
     Attributes:
         name: of the function, or of the cell.
         setup: number of ranks, device, backend and precision in a few words each.
-        details: a sentence about the same; said instead of a panel where there is none.
+        brief: the same in one line; said in the place of a panel that was never drawn.
+        details: the same with everything there is to know; shown on request.
     """
 
     name: str
     setup: tuple[str, ...]
+    brief: str = ""
     details: str = ""
 
 
@@ -154,6 +158,11 @@ class View:
     held: str = ""
     warnings: tuple[str, ...] = ()
     failure: FailureSummary | None = None
+
+    @property
+    def mark(self) -> str:
+        """Return a sign for its state; "!" if it is done but something is wrong."""
+        return "!" if self.state == "done" and self.warnings else _MARKS[self.state]
 
     @property
     def has_steps(self) -> bool:

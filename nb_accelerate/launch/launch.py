@@ -358,7 +358,7 @@ class Launch(Steerable):
     def _panel(self, request: Request, machines: Machines | None, *, is_first: bool) -> Panel | None:
         if machines is not None and not machines.is_first:
             return None  # that of the first machine has all ranks
-        facts = facts_of(self._name, self._plan, details=self._plan.describe())
+        facts = facts_of(self._name, self._plan)
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
             Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, "stopped")),

@@ -14,29 +14,28 @@ if TYPE_CHECKING:
 
 
 def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
-    """Show one line about a plan.
+    """Show one line about a plan, at once: a launch takes seconds if PyTorch is to be imported first.
 
     Returns:
         The id of the display that a panel may replace; "" if the front end cannot replace it.
     """
     if front_end != "widget":
-        sink.write("stdout", plan.describe() + "\n")
+        sink.write("stdout", plan.brief + "\n")
         return ""
     place = uuid.uuid4().hex
-    data = {"text/plain": plan.describe()}
+    data = {"text/plain": f"{plan.brief}: starting"}
     sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": place}})
     return place
 
 
-def facts_of(name: str, plan: LaunchPlan, *, details: str = "") -> Facts:
+def facts_of(name: str, plan: LaunchPlan) -> Facts:
     """Return what a panel says about a launch or cell that does not change.
 
     Args:
         name: name of the function or cell.
         plan: how it runs.
-        details: a sentence about the plan; shown where there is no panel.
     """
-    return Facts(name=name, setup=_setup(plan), details=details)
+    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe())
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:

@@ -100,6 +100,16 @@ class LaunchPlan:
         """Return the environment variables that decide which devices a rank sees."""
         return {**self.visibility, **self.kind.pin(self.device_names, local_rank)}
 
+    @property
+    def brief(self) -> str:
+        """The plan in a few words: ``2 processes on CPU, bf16``; with the start method if there is a reason for it."""
+        number = f"{self.num_processes} process{'es' if self.num_processes > 1 else ''}"
+        machines = f"{self.min_nodes} to {self.num_nodes}" if self.min_nodes < self.num_nodes else self.num_nodes
+        parts = [f"{number} on {self.device.upper()}{f' on each of {machines} machines' if self.num_nodes > 1 else ''}"]
+        parts += [f"{self.start_method} ({self.reason})"] if self.reason else []
+        parts += [self.mixed_precision] if self.mixed_precision != "no" else []
+        return ", ".join(parts)
+
     def describe(self) -> str:
         """Return the plan in one line: ``2 ranks on CPU, forkserver, gloo on loopback, bf16``."""
         ranks = "1 rank" if self.num_processes == 1 else f"{self.num_processes} ranks"

@@ -24,8 +24,7 @@ from nb_accelerate.progress_page import layout
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-AT = 3072
-"""Byte of the page at which this part begins; it goes to the end."""
+_AT = layout.COMMANDS_AT
 
 # Words of 8 bytes, by number. Written by the notebook:
 _COMMAND = 0  # number of the newest command; 0 if there is none
@@ -40,7 +39,7 @@ _ANSWERED = 7  # the number of the command that was obeyed, and whether it could
 _PAUSED = 8  # training waits until it is told to go on
 _NUM_WORDS = 9
 
-_TEXT_AT, _ANSWER_AT = AT + 128, AT + 576
+_TEXT_AT, _ANSWER_AT = _AT + 128, _AT + 576
 _TEXT_SIZE = 448
 """Bytes of the text of a command, and of that of an answer, each with a zero at its end."""
 
@@ -50,7 +49,7 @@ _STEP_BITS = 40
 _WORD = struct.Struct("q")  # native: eight bytes in one piece
 _REAL = struct.Struct("d")
 
-assert AT + 8 * _NUM_WORDS <= _TEXT_AT
+assert _AT + 8 * _NUM_WORDS <= _TEXT_AT
 assert _TEXT_AT + _TEXT_SIZE <= _ANSWER_AT
 assert _ANSWER_AT + _TEXT_SIZE <= layout.SIZE
 
@@ -94,7 +93,7 @@ class CommandReader:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._words = memory[AT : AT + 8 * _NUM_WORDS].cast("q")
+        self._words = memory[_AT : _AT + 8 * _NUM_WORDS].cast("q")
         self._done = 0
 
     @property
@@ -140,7 +139,7 @@ class CommandReader:
 
     def read(self) -> Command:
         """Return the command."""
-        (value,) = _REAL.unpack_from(self._memory, AT + 8 * _VALUE)
+        (value,) = _REAL.unpack_from(self._memory, _AT + 8 * _VALUE)
         text = bytes(self._memory[_TEXT_AT : _TEXT_AT + _TEXT_SIZE]).split(b"\0", 1)[0].decode(errors="replace")
         return Command(kind=CommandKind(self._words[_KIND]), value=value, text=text)
 
@@ -195,7 +194,7 @@ class CommandWriter:
             after: optimizer step after which it is to be done.
         """
         self._set(_KIND, command.kind)
-        _REAL.pack_into(self._memory, AT + 8 * _VALUE, command.value)
+        _REAL.pack_into(self._memory, _AT + 8 * _VALUE, command.value)
         _write_text(self._memory, _TEXT_AT, command.text)
         self._set(_AFTER, (number << _STEP_BITS) + after)
         self._set(_COMMAND, number)  # the last, since it makes the rank look at the others
@@ -221,16 +220,16 @@ class CommandWriter:
         )
 
     def _get(self, index: int) -> int:
-        value: int = _WORD.unpack_from(self._memory, AT + 8 * index)[0]
+        value: int = _WORD.unpack_from(self._memory, _AT + 8 * index)[0]
         return value
 
     def _set(self, index: int, value: int) -> None:
-        _WORD.pack_into(self._memory, AT + 8 * index, value)
+        _WORD.pack_into(self._memory, _AT + 8 * index, value)
 
 
 def is_paused(memory: Buffer) -> bool:
     """Return whether the training loop of a page waits until it is told to go on."""
-    return bool(_WORD.unpack_from(memory, AT + 8 * _PAUSED)[0])
+    return bool(_WORD.unpack_from(memory, _AT + 8 * _PAUSED)[0])
 
 
 def check_text(text: str) -> None:

@@ -7,8 +7,8 @@ import struct
 
 from nb_accelerate.progress_page import held
 
-SIZE = 4096
-"""Bytes: one page of memory."""
+SIZE = 8192
+"""Bytes: two pages of memory."""
 
 # Words of 8 bytes, by number. Whole numbers, but for LOSS.
 REQUEST = 0  # calls or cells begun
@@ -32,7 +32,9 @@ TRAINS = 17  # there was a backward, or an optimizer's step, in the current loop
 TRAINED_EPOCH = 18  # of the last loop that trained and has ended, or has another in it
 UTILISATION = 19  # percent of the device's time; -1 if the device does not say
 SAVES = 20  # a checkpoint is written in the background, which may outlast the call or cell that began it
-NUM_WORDS = 21
+EPOCHS = 21  # of the loop over epochs; 0 if not known
+EPOCH_OF_RUN = 22  # the current one of that loop, from 1
+NUM_WORDS = 23
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
@@ -40,7 +42,7 @@ NO_LOSS = -1.7976931348623157e308
 HEADER = struct.Struct(f"={LOSS}qd{NUM_WORDS - LOSS - 1}q")
 
 # Logged values: a name of up to 24 bytes and a float, each.
-SCALARS_AT = 256
+SCALARS_AT = 512
 NUM_SCALARS = 16
 SCALAR = struct.Struct("=24sd")
 
@@ -53,10 +55,13 @@ BAR = struct.Struct("=qqdddd56s")
 HELD_AT = 3584
 """What the rank holds in memory, see `Held`: it stays from one call or cell to the next."""
 
+COMMANDS_AT = 4096
+"""Commands of the notebook and answers of the rank, see `nb_accelerate.progress_page.commands`."""
+
 assert HEADER.size == NUM_WORDS * 8
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
 assert BARS_AT + NUM_BARS * BAR.size <= HELD_AT
-assert HELD_AT + held.SIZE <= SIZE
+assert HELD_AT + held.SIZE <= COMMANDS_AT
 
 
 class Phase(enum.IntEnum):
@@ -72,6 +77,7 @@ class Phase(enum.IntEnum):
     SAVING = 7
     WAITING = 8
     ENDED = 9
+    PREPARING = 10
 
 
 class Collective(enum.IntEnum):

@@ -38,6 +38,7 @@ class ProgressPage:
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
         commands: of the notebook to the training loop.
         measure: takes nothing; notes with `hold` what this process holds in memory now.
+        epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
     """
 
@@ -51,6 +52,7 @@ class ProgressPage:
         self.outlet: Callable[[bytes], object] = _nobody
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = _nothing
+        self.epochs_are_told = False
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
         self._reals[layout.LOSS] = layout.NO_LOSS
@@ -76,11 +78,14 @@ class ProgressPage:
         for index in range(layout.PHASE, layout.SAVES):
             words[index] = 0
         self._memory[layout.SCALARS_AT : layout.HELD_AT] = bytes(layout.HELD_AT - layout.SCALARS_AT)
+        self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
         self._scalars.clear()
         self._loops.clear()
+        self.epochs_are_told = False
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
         words[layout.UTILISATION] = -1
+        words[layout.EPOCHS] = words[layout.EPOCH_OF_RUN] = 0
         words[layout.PHASE] = Phase.RUNNING
         words[layout.REQUEST] = request
 
@@ -145,6 +150,25 @@ class ProgressPage:
         if loop.trained:
             self._words[layout.STEPS_BEFORE] += loop.trained
             self._words[layout.TRAINED_EPOCH] = self._words[layout.EPOCH]
+
+    def tell_epoch(self, number: int, epochs: int) -> None:
+        """Note that an epoch of the whole run begins, as the program says.
+
+        Args:
+            number: which, from 1.
+            epochs: how many there are.
+        """
+        self.epochs_are_told = True
+        self._note_epoch(number, epochs)
+
+    def infer_epoch(self, number: int, epochs: int) -> None:
+        """Note the same, as far as it can be seen in the program; `tell_epoch` counts more."""
+        if not self.epochs_are_told:
+            self._note_epoch(number, epochs)
+
+    def _note_epoch(self, number: int, epochs: int) -> None:
+        self._words[layout.EPOCHS] = epochs
+        self._words[layout.EPOCH_OF_RUN] = number
 
     # Values.
 

@@ -52,6 +52,7 @@ class Sample:
         evaluates: the loop computes no gradients, or has gone on for a while without a backward.
         in_loop: the loop has not ended.
         epoch: of the loader that is trained with, from 1; 0 if there is none.
+        epochs: of the whole run; 0 if that is not known. If it is, `epoch` is that of the run.
         steps_before: batches of training loops that have ended.
         rows: rows of all ranks together in one batch; 0 if not known.
         waits_in: the collective it waits in; None if in none of ours.
@@ -77,6 +78,7 @@ class Sample:
     evaluates: bool = False
     in_loop: bool = False
     epoch: int = 0
+    epochs: int = 0
     steps_before: int = 0
     rows: int = 0
     waits_in: Collective | None = None
@@ -115,6 +117,8 @@ def read(memory: Buffer) -> Sample:
         return Sample()
     loss = words[layout.LOSS]
     trains = bool(words[layout.TRAINS])
+    epochs, epoch_of_run = words[layout.EPOCHS], words[layout.EPOCH_OF_RUN]
+    has_epochs = 0 < epoch_of_run <= epochs
     phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(
         request=words[layout.REQUEST],
@@ -125,7 +129,8 @@ def read(memory: Buffer) -> Sample:
         trains=trains,
         evaluates=not trains and (bool(words[layout.EVALUATES]) or words[layout.STEP] > _SURE),
         in_loop=bool(words[layout.IN_LOOP]),
-        epoch=words[layout.EPOCH if trains else layout.TRAINED_EPOCH],
+        epoch=epoch_of_run if has_epochs else words[layout.EPOCH if trains else layout.TRAINED_EPOCH],
+        epochs=epochs if has_epochs else 0,
         steps_before=max(0, words[layout.STEPS_BEFORE]),
         rows=max(0, words[layout.ROWS]),
         waits_in=_named(_NAMED_COLLECTIVES, words[layout.WAITS_IN]) if phase is Phase.WAITING else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import listed
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.sinks import Sink
+
+
+_MOST_RECENT = 8
+"""Panels that are kept, with what is left of their runs."""
+
+recent: deque[Panel] = deque(maxlen=_MOST_RECENT)
+"""The last panels, in the order in which their runs began; see `nb_accelerate.ranks.attach`."""
 
 
 class RequestView:
@@ -99,13 +107,20 @@ def make_panel(
     """
     if front_end == "off":
         return None
-    drawing: Drawing
+    panel = Panel(facts, ranks, make_drawing(ranks, sink, watched, front_end, place=place), watched)
+    recent.append(panel)
+    return panel
+
+
+def make_drawing(
+    ranks: Sequence[int], sink: Sink, watched: Watched, front_end: FrontEnd, *, place: str = ""
+) -> Drawing:
+    """Return what draws a panel, unless the front end is ``"off"``. The arguments are those of `make_panel`."""
     if front_end == "widget" and isinstance(sink, CellSink) and not sink.is_captured:
-        drawing = NotebookPanel(sink, sink.kernel, ranks, watched, listed, place=place)
-    elif front_end == "terminal" and isinstance(sink, CellSink):
-        drawing = Relay(sink)
-    elif isinstance(sink, StreamSink) and can_redraw(sys.stdout):
-        drawing = sink.block = Block(sys.stdout)
-    else:
-        drawing = Lines(sink, is_notebook=isinstance(sink, CellSink))
-    return Panel(facts, ranks, drawing, watched)
+        return NotebookPanel(sink, sink.kernel, ranks, watched, listed, place=place)
+    if front_end == "terminal" and isinstance(sink, CellSink):
+        return Relay(sink)
+    if isinstance(sink, StreamSink) and can_redraw(sys.stdout):
+        sink.block = Block(sys.stdout)
+        return sink.block
+    return Lines(sink, is_notebook=isinstance(sink, CellSink))

@@ -22,7 +22,7 @@ _OPEN = 90.0
 # JupyterLab scrolls inside its own panel, so a screenshot shows only what a window of this height shows.
 _WIDTH, _HEIGHT = 1200, 1700
 
-_IDLE = """() => {
+IDLE = """() => {
     const shown = window.jupyterapp && window.jupyterapp.shell.currentWidget;
     const kernel = shown && shown.sessionContext && shown.sessionContext.session
         && shown.sessionContext.session.kernel;
@@ -62,7 +62,7 @@ class Notebook:
         address = self._server.address(self.name, self._where)
         self._chromium.wait_for(self._page.goto(address, wait_until="domcontentloaded"), _OPEN)
         self.wait_until("() => document.querySelector('.jp-Notebook .jp-CodeCell') !== null", timeout=_OPEN)
-        self.wait_until(_IDLE, timeout=_OPEN)
+        self.wait_until(IDLE, timeout=_OPEN)
 
     @property
     def kernel(self) -> psutil.Process:

@@ -1,7 +1,7 @@
 """Pictures of the panel in JupyterLab for somebody who looks at them: `make screenshots` writes build/screenshots.
 
-Each state is pictured in windows of several widths, light and dark: running, done, stuck, failed, loaded anew while it
-runs, and left by a kernel that has ended.
+Each state is pictured in windows of several widths, light and dark. ``ARGS="nan killed"`` pictures these states only,
+``ARGS=nb7`` does it in Notebook 7.
 """
 
 from __future__ import annotations
@@ -15,67 +15,149 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from browser.chromium import Chromium
 from browser.conftest import notebook_of
-from browser.notebook import Notebook
-from browser.server import JupyterServer, Theme
-from browser.test_panel import SETUP, launch
+from browser.notebook import IDLE, Notebook
+from browser.server import JupyterServer, Theme, Where
 
 WIDTHS = (1280, 700, 420)
-THEMES: tuple[Theme, ...] = ("light", "dark")
+THEMES: tuple[Theme, ...] = ("dark", "light")
 _UNTIL_GONE = 17.0
 """Seconds after which a frame that is not drawn again says so."""
 
+SETUP = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from nb_accelerate import Accelerator, attach, notebook_launcher
 
-def picture(notebook: Notebook, cell: int, state: str, theme: Theme) -> None:
-    """Picture the output of a cell in windows of all widths."""
-    for width in WIDTHS:
-        notebook.resize(width)
-        notebook.scroll_to(cell)
-        print(notebook.screenshot(f"{state}-{width}-{theme}", cell=cell), flush=True)
+
+def train(state, steps=100, epochs=30, pause=0.05):
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    if state == "stuck-before" and rank == 1:
+        time.sleep(600)
+    accelerator.wait_for_everyone()
+    torch.manual_seed(0)
+    x = torch.randn(steps * 8 * accelerator.num_processes, 10)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(epochs):
+        for step, (x, y) in enumerate(loader):
+            if rank == 1 and step == 40:
+                if state == "stuck":
+                    time.sleep(600)
+                if state == "failed":
+                    raise ValueError("loss is not finite")
+                if state == "killed":
+                    os.kill(os.getpid(), 9)
+            if rank == 1 and state == "slow":
+                time.sleep(3 * pause)
+            loss = nn.functional.mse_loss(model(x), y)
+            if state == "nan" and step > 40:
+                loss = loss * float("nan")
+            accelerator.backward(loss)
+            if state != "nan":
+                optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(pause)
+        accelerator.print(f"epoch {epoch + 1} is over")
+"""
+
+# What a cell says when its state is reached; states with False go on until they are interrupted.
+STATES: dict[str, tuple[int, str, str, bool]] = {
+    "running": (2, "", "2 / 30", False),
+    "done": (2, "steps=40, epochs=2", "✓", True),
+    "slow": (8, "pause=0.1", "slower than the", False),
+    "stuck": (8, "", "for it in", False),
+    "stuck-before": (2, "", "for it in", False),
+    "nan": (2, "steps=60, epochs=1", "The loss is nan", True),
+    "failed": (2, "", "✗", True),
+    "killed": (2, "", "✗", True),
+}
+
+
+def picture(notebook: Notebook, cell: int, state: str) -> None:
+    """Picture the output of a cell in windows of all widths, in both themes."""
+    for theme in THEMES:
+        notebook.change_theme(theme)
+        for width in WIDTHS:
+            notebook.resize(width)
+            notebook.scroll_to(cell)
+            print(notebook.screenshot(f"{state}-{width}-{theme}", cell=cell), flush=True)
     notebook.resize(WIDTHS[0])  # a narrow panel has fewer columns
 
 
-def picture_all(server: JupyterServer, chromium: Chromium, theme: Theme) -> None:
-    """Picture all states in one theme."""
-    name = f"states-{theme}.ipynb"
-    cells = [
-        SETUP,
-        launch(2, steps=120, epochs=2, pause=0.1),
-        launch(8, steps=60, stuck=1),
-        launch(2, steps=60, wrong=1),
-        launch(2, steps=3000),
-    ]
+def end(notebook: Notebook) -> None:
+    """Interrupt the cell that runs."""
+    notebook.interrupt()
+    notebook.wait_until_done(60)
+
+
+def picture_states(notebook: Notebook, wanted: list[str]) -> None:
+    """Picture the states that a cell runs into, and those of `wanted` alone if there are any."""
+    for cell, (state, (_, _, said, ends)) in enumerate(STATES.items(), start=1):
+        if wanted and state not in wanted:
+            continue
+        notebook.run(cell)
+        if state == "running":
+            notebook.wait_until("() => document.querySelector('.nba') !== null", timeout=90)
+            print(notebook.screenshot("starting", cell=cell), flush=True)
+        notebook.wait_for_output(cell, said, timeout=120)
+        picture(notebook, cell, state)
+        if ends:
+            notebook.wait_until_done(120)
+        else:
+            end(notebook)
+        if state in ("running", "nan"):
+            picture(notebook, cell, "interrupted" if state == "running" else "nan-done")
+
+
+def picture_reload(notebook: Notebook, server: JupyterServer, cell: int) -> None:
+    """Picture a page that was loaded anew while a cell runs, the panel in another cell, and the end of the kernel."""
+    notebook.run(cell)
+    notebook.wait_until("() => document.querySelector('.nba [role=progressbar]') !== null", timeout=120)
+    notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")
+    notebook.save()
+    notebook.reload()
+    notebook.wait_until("() => document.querySelector('.nba-again .nba') !== null", timeout=60)
+    picture(notebook, cell, "reloaded")
+    notebook.interrupt()
+    notebook.wait_for_output(cell, "■", timeout=60)
+    notebook.wait_until(IDLE)
+    notebook.run(cell + 1)
+    notebook.wait_for_output(cell + 1, "■", timeout=60)
+    picture(notebook, cell + 1, "attached")
+    notebook.run(cell)
+    notebook.wait_until(f"() => document.querySelectorAll('.jp-Cell')[{cell}].innerText.includes('Interrupt')")
+    server.end_kernels()
+    time.sleep(_UNTIL_GONE)  # it is the picture of what appears by itself
+    picture(notebook, cell, "kernel-gone")
+
+
+def picture_all(server: JupyterServer, chromium: Chromium, where: Where, wanted: list[str]) -> None:
+    """Picture all states, or those of `wanted`."""
+    name = f"states-{where}.ipynb"
+    cells = [f"notebook_launcher(train, ({state!r},), {ranks}, kwargs=dict({more}))"
+             for state, (ranks, more, _, _) in STATES.items()]  # fmt: skip
+    cells = [SETUP, *cells, "notebook_launcher(train, ('',), 2)", "attach()"]
     (server.notebooks / name).write_text(notebook_of(cells), encoding="utf-8")
-    notebook = Notebook(server, chromium, name, "lab", theme)
+    notebook = Notebook(server, chromium, name, where, THEMES[0])
     notebook.hide_sidebar()
     notebook.run(0)
     notebook.wait_until_done(90)
-    notebook.run(1)
-    notebook.wait_for_output(1, "it/s", timeout=90)
-    notebook.wait_until("() => document.querySelector('.nba header path') !== null", timeout=60)
-    picture(notebook, 1, "running", theme)
-    notebook.wait_until_done(120)
-    picture(notebook, 1, "done", theme)
-    notebook.run(2)
-    notebook.wait_for_output(2, "has not moved", timeout=120)
-    picture(notebook, 2, "stuck", theme)
-    notebook.wait_until_done(120)
-    notebook.run(3)
-    notebook.wait_until_done(120)
-    picture(notebook, 3, "failed", theme)
-    notebook.run(4)
-    notebook.wait_for_output(4, "it/s", timeout=90)
-    notebook.save()
-    notebook.reload()
-    notebook.wait_for_output(4, "train", timeout=60)
-    picture(notebook, 4, "reloaded", theme)
-    server.end_kernels()
-    time.sleep(_UNTIL_GONE)  # it is the picture of what appears by itself
-    picture(notebook, 4, "kernel-gone", theme)
+    if wanted != ["reloaded"]:
+        picture_states(notebook, wanted)
+    if not wanted or "reloaded" in wanted:
+        picture_reload(notebook, server, len(STATES) + 1)
     notebook.close()
 
 
 def main() -> None:
-    """Picture all states in the themes that the command line names, by default in all."""
+    """Picture the states that the command line names, by default all; in Notebook 7 if it names that."""
+    words = sys.argv[1:]
+    where: Where = "nb7" if "nb7" in words else "lab"
     with tempfile.TemporaryDirectory() as folder:
         for name in ("jupyter", "chromium"):
             Path(folder, name).mkdir()
@@ -83,9 +165,7 @@ def main() -> None:
         try:
             chromium = Chromium(Path(folder, "chromium"))
             try:
-                for theme in THEMES:
-                    if theme in (sys.argv[1:] or THEMES):
-                        picture_all(server, chromium, theme)
+                picture_all(server, chromium, where, [word for word in words if word != "nb7"])
             finally:
                 chromium.close()
         finally:

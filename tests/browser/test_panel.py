@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from fixtures.leaks import name_of
 
+from browser.notebook import IDLE
+
 if TYPE_CHECKING:
     import psutil
 
@@ -199,7 +201,7 @@ def test_of_64_ranks_one_sees_how_all_are_and_who_is_slow(open_notebook: OpenNot
     notebook.change_theme("dark")
     notebook.screenshot("panel-64-dark-running", cell=1)
     notebook.wait_until_done(90)
-    assert "slowest rank 20 (+" in notebook.wait_for_output(1, "✓")
+    assert "others waited for rank 20" in notebook.wait_for_output(1, "✓")
     assert notebook.evaluate(TOO_WIDE) == []
     notebook.evaluate("() => { document.querySelector('.nba details').open = true; }")
     notebook.screenshot("panel-64-dark-done", cell=1)
@@ -263,3 +265,32 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
     notebook.wait_until("() => document.querySelector('.nba pre') === null")
     notebook.interrupt()
     notebook.wait_until_done()
+
+
+@pytest.mark.parametrize("where", ["lab", "nb7"])
+def test_after_a_reload_of_the_page_the_panel_of_the_cell_that_runs_moves_and_can_be_stopped(
+    open_notebook: OpenNotebook, where: Where
+) -> None:
+    notebook = open_notebook([SETUP, launch(2, steps=3000), "import nb_accelerate; nb_accelerate.attach()"], where)
+    notebook.run(0)
+    notebook.wait_until_done()
+    start(notebook, 1)
+    notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")
+    notebook.save()
+    notebook.reload()
+    notebook.wait_until("() => document.querySelector('.nba-again .nba') !== null", timeout=60)
+    wait_for_percent(notebook, 0, ranks=2)
+    steps = "() => document.querySelector('.nba-again td.nba-step').innerText"
+    seen = notebook.evaluate(steps)
+    notebook.wait_until(f"seen => ({steps})() !== seen", seen)
+    assert notebook.evaluate("() => document.querySelectorAll('.nba header').length") == 2
+    hidden = "() => document.querySelector('.jp-OutputArea-child:has(.nba-gone)').offsetHeight"
+    assert notebook.evaluate(hidden) == 0, "of two panels one sees the one that moves"
+    notebook.scroll_to(1)
+    notebook.screenshot(f"panel-reloaded-{where}", cell=1)
+    notebook.press_button(1, "Interrupt")
+    notebook.wait_for_output(1, "■")
+    assert "attach()" in notebook.output(1)
+    notebook.wait_until(IDLE)
+    notebook.run(2)
+    notebook.wait_for_output(2, "■")

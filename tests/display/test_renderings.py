@@ -203,7 +203,7 @@ def test_a_table_is_aligned_to_the_right_but_for_its_last_column():
 
 
 def test_columns_that_nobody_uses_are_left_out():
-    assert columns(text.table(starting().view)) == ["rank  now", "   0  starting", "   1  starting"]
+    assert columns(text.table(starting().view)) == ["rank  now", "   0  importing torch", "   1  importing torch"]
 
 
 @pytest.mark.parametrize(("name", "title"), [("on GPUs", "GPU"), ("on the CPU", "CPU")])

@@ -229,9 +229,9 @@ def test_a_rank_that_does_not_move_while_others_wait_for_it_is_named():
     run.wait(7.1)
     assert run.state.stalled(run.now) == [0, 1, 2, 3]
     (warning,) = run.view.warnings
-    assert warning == "Rank 1 has not moved for 12 s; ranks 0, 2 and 3 wait for it in all_reduce."
+    assert warning == "Rank 1 has not moved for 12 s; ranks 0, 2 and 3 wait for it in reduce."
     assert [row.kind for row in run.view.rows] == ["", "late", "", ""]
-    assert run.row(0).now == "waits in all_reduce, for 12 s"
+    assert run.row(0).now == "waits in reduce, for 12 s"
     assert run.row(1).now == "running, for 12 s"
     assert run.view.outlook == ("no step for 12 s",)
 
@@ -286,7 +286,7 @@ def test_ranks_that_wait_for_one_that_has_returned_are_told_so():
     run.put([2], state="returned", in_loop=False, phase=Phase.ENDED)
     run.put([0, 1], phase=Phase.WAITING, waits_in=Collective.all_gather)
     run.wait(6.0)
-    assert run.view.warnings == ("Ranks 0 and 1 wait in all_gather for rank 2, which has returned.",)
+    assert run.view.warnings == ("Ranks 0 and 1 wait in gather for rank 2, which has returned.",)
 
 
 def test_a_rank_that_never_had_a_loop_is_not_stalled():
@@ -308,7 +308,7 @@ def test_a_stopped_process_is_named_with_the_command_that_lets_it_go_on():
     run.wait(6.0)
     (warning,) = run.view.warnings
     assert warning == (
-        "Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT 101. Ranks 0 and 2 wait for it in all_reduce."
+        "Rank 1 is stopped (SIGSTOP). To let it go on: kill -CONT 101. Ranks 0 and 2 wait for it in reduce."
     )
     run.put([1], state="running")
     run.train(1.0)
@@ -450,7 +450,7 @@ def test_the_slowest_of_all_is_remembered():
     run.wait(10.0, each)
     remarks = run.end().remarks
     assert remarks[0] == "4 ranks"
-    assert remarks[1].startswith("slowest rank 3 (+")
+    assert remarks[1] == "others waited for rank 3"
 
 
 # Many ranks.
@@ -758,3 +758,73 @@ def test_a_loss_that_is_finite_again_is_told_no_longer():
     run.put(loss=1.0)
     run.look()
     assert run.view.warnings == ()
+
+
+# The whole run, before its first step, and a loss that is wrong.
+
+
+def test_with_the_number_of_epochs_known_the_bar_and_the_time_are_those_of_the_whole_run():
+    run = Run(2)
+    run.begin_loop(total=40, epoch=1, epochs=3)
+    run.train(4.0, rate=8.0)
+    assert (run.row(0).step, run.row(0).epoch) == ("32 / 120", "1 / 3")
+    assert run.row(0).share == pytest.approx(32 / 120)
+    assert run.view.outlook[0] == "about 0:11 left"
+    run.begin_loop(total=40, epoch=2, epochs=3, loop=2, steps_before=40)
+    run.train(1.0, rate=8.0)
+    assert run.row(0).step == "48 / 120"
+    run.begin_loop(total=10, epoch=2, epochs=3, loop=3, steps_before=80, evaluates=True)
+    run.put(step=3, phase=Phase.EVALUATING)
+    run.wait(2.0)
+    assert (run.row(0).step, run.row(0).now) == ("48 / 120", "evaluating 3 / 10")
+
+
+def test_a_rank_that_is_stuck_before_its_first_step_is_named():
+    run = Run(3)
+    run.put(phase=Phase.RUNNING, request=1)
+    run.look()
+    run.put([0, 2], phase=Phase.WAITING, waits_in=Collective.barrier)
+    run.wait(8.0)
+    (warning,) = run.view.warnings
+    assert warning == "Rank 1 has not moved for 8 s; ranks 0 and 2 wait for it in wait_for_everyone."
+    assert [row.kind for row in run.view.rows] == ["", "late", ""]
+    run.put([0, 2], phase=Phase.RUNNING, waits_in=None)
+    run.look()
+    assert run.view.warnings == ()
+
+
+def test_a_loss_that_jumps_is_told_until_it_is_back():
+    run = Run(2)
+    run.begin_loop()
+
+    def steps(number, loss):
+        for _ in range(number):
+            run.put(step=run.ranks[0].sample.step + 1, loss=loss)
+            run.now += LOOK
+            run.look()
+
+    steps(30, 0.5)
+    assert run.view.warnings == ()
+    steps(1, 50.0)
+    assert run.view.warnings == ("The loss jumped from 0.5000 to 50.00 at about step 31.",)
+    steps(80, 0.5)
+    assert run.view.warnings == ()
+
+
+def test_a_run_that_ended_with_a_loss_that_is_nan_is_marked():
+    run = Run(2)
+    run.begin_loop()
+    run.train(3.0)
+    run.put(loss=float("nan"))
+    run.look()
+    view = run.end()
+    assert (view.state, view.mark) == ("done", "!")
+    assert text.table(view).startswith("! train")
+
+
+def test_full_bars_of_epochs_that_are_over_are_one_row():
+    run = Run(2)
+    bars = [Bar(label=f"epoch {n}", count=50, total=50, seconds=2, ended=True) for n in (1, 2, 3)]
+    run.put(request=1, bars=(*bars, Bar(label="epoch 4", count=10, total=50, seconds=1)))
+    run.look()
+    assert [(row.label, row.step) for row in run.view.bars] == [("epoch 4 (after 3 more)", "10 / 50")]

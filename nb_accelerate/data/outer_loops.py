@@ -1,0 +1,111 @@
+"""Find out how many epochs a run has, from the ``for ... in range(...)`` around the loop over a loader.
+
+Only what can be read without running anything counts: ``range`` of whole numbers, of names that hold some where the
+loop runs, and of sums and products of those. Everything else (``while``, a list, a call) says nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import operator
+import re
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from nb_accelerate.errors.traceback_lines import is_users
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+_MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
+
+_MOST_FRAMES = 40
+"""Frames that are looked at, from the inside to the outside."""
+
+_MOST_USER_FRAMES = 4
+"""Functions of the user's, one calling the other, in which the loop over epochs is looked for."""
+
+
+def epoch_around() -> tuple[int, int] | None:
+    """Return the number of the current epoch, from 1, and how many there are; None if that cannot be told.
+
+    Loops inside each other, over folds and epochs say, count together.
+    """
+    frame: FrameType | None = inspect.currentframe()
+    users = 0
+    for _ in range(_MOST_FRAMES):
+        if frame is None or users == _MOST_USER_FRAMES:
+            return None
+        if is_users(frame.f_code.co_filename):
+            users += 1
+            found = _in_frame(frame)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return None
+
+
+def _in_frame(frame: FrameType) -> tuple[int, int] | None:
+    number, epochs = 0, 1
+    loops = [loop for loop in _loops(frame.f_code.co_filename) if loop.body[0].lineno <= frame.f_lineno <= _end(loop)]
+    for loop in loops:
+        if not _is_range(loop.iter):
+            continue
+        values, current = _range(loop.iter, frame), _value(loop.target, frame)
+        if values is None or type(current) is not int or current not in values:
+            return None
+        number = number * len(values) + values.index(current)
+        epochs *= len(values)
+    return (number + 1, epochs) if epochs > 1 else None
+
+
+def _loops(filename: str) -> list[ast.For]:
+    """Return the ``for`` loops of a file or cell, outer ones first."""
+    return _parsed("".join(linecache.getlines(filename)))
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(source: str) -> list[ast.For]:
+    try:
+        tree = ast.parse(_MAGIC.sub(r"\1pass", source))
+    except (SyntaxError, ValueError):  # it has been changed since, or is no file of Python's
+        return []
+    return sorted((node for node in ast.walk(tree) if isinstance(node, ast.For)), key=lambda node: node.lineno)
+
+
+def _end(loop: ast.For) -> int:
+    return loop.body[-1].end_lineno or loop.lineno
+
+
+def _is_range(node: ast.expr) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+
+
+def _range(node: ast.Call, frame: FrameType) -> range | None:
+    """Return the range that a call makes; None if that cannot be read, or it is empty."""
+    if node.keywords or not 1 <= len(node.args) <= 3:
+        return None
+    values = [_value(one, frame) for one in node.args]
+    if any(type(value) is not int for value in values) or values[2:] == [0]:
+        return None
+    return range(*values) or None
+
+
+def _value(node: ast.expr, frame: FrameType) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, frame), _value(node.right, frame)
+        return _OPERATORS[type(node.op)](left, right) if type(left) is type(right) is int else None
+    return None
