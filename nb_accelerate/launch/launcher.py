@@ -53,7 +53,7 @@ def notebook_launcher(
     progress: str = "auto",
     env: Mapping[str, str] | None = None,
     by_value: Sequence[ModuleType] = (),
-    fold_output: bool = False,
+    fold_output: bool | None = None,
     resume: bool = False,
     min_nodes: int | None = None,
 ) -> Values | Launch:
@@ -100,7 +100,9 @@ def notebook_launcher(
             started again after a failure (``max_restarts``) do so anyway.
         min_nodes: with ``"c10d"``, the fewest machines to run on; `num_nodes` is then the most. All ranks start again
             when a machine comes, which does not count as a restart, and when one is lost, which does.
-        fold_output: show a line that all ranks print once, and put the rank in front of others.
+        fold_output: show a line that all ranks print once, and put the rank in front of others, as ``%%distributed``
+            cells do. False shows every line at once, as it was printed. None is True, unless
+            `log_line_prefix_template` is given.
 
     Returns:
         The return values of this machine's ranks, in rank order. A cell that ends in the call shows nothing if all
@@ -120,7 +122,7 @@ def notebook_launcher(
         ...     accelerator = Accelerator()
         ...     return accelerator.process_index
         >>> notebook_launcher(train, args=(0.1,), num_processes=2)
-        2 ranks on CPU, forkserver, gloo on loopback
+        2 processes on CPU
         [0, 1]
     """
     of_file = _options_of_file() if num_processes is None and devices is None and num_nodes == 1 else {}
@@ -148,7 +150,7 @@ def notebook_launcher(
         progress=progress,
         env={RESUME: str(int(resume)), **(env or {})},
         by_value=tuple(by_value),
-        fold_output=fold_output,
+        fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
     )
     with enough_room():
         plan = make_plan(options, look(options.env))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.plain import plain_errors
@@ -117,8 +119,16 @@ class Cells:
         asked = parsed.only(_POOL)
         if not pool.is_running:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
-            pool.start(PoolOptions(**{**defaults, **asked}))
-            print(pool.describe())  # noqa: T201 - said to the user, in the cell
+            options = PoolOptions(**{**defaults, **asked})
+            if choose_front_end(parsed.get("progress", self._defaults.get("progress", "auto"))) == "widget":
+                place = {"display_id": uuid.uuid4().hex}
+                publish = self._shell.display_pub.publish
+                publish({"text/plain": "starting ranks"}, transient=place)
+                pool.start(options)
+                publish({"text/plain": pool.brief}, transient=place, update=True)
+            else:
+                pool.start(options)
+                _show(pool.brief)
             return
         for name, value in asked.items():
             running = pool.world_size if name == "num_processes" else getattr(pool.options, name)

@@ -123,7 +123,7 @@ class Commands:
         known = [option.name for option in POOL]
         defaults = {name: value for name, value in self._defaults.items() if name in known}
         pools.start(**{**defaults, **parsed.only(known)})
-        _say(pools.current().describe())
+        _say(pools.current().brief)
 
     def _status(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools
@@ -176,7 +176,7 @@ class Commands:
             _say(replace(pools.current(), _rank(parsed.words[0], "restart")))
             return
         pools.restart()
-        _say(pools.current().describe())
+        _say(pools.current().brief)
 
     def _debug(self, parsed: Parsed) -> None:
         from nb_accelerate import pool as pools
@@ -187,7 +187,7 @@ class Commands:
         if rank is None:
             raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
         # Not a cell of the user's: no text of it is kept, and auto mode does not see it.
-        pool.run(read_cell("get_ipython().debugger(force=True)"), pools.CellOptions(ranks=(rank,)))
+        pool.run(read_cell("get_ipython().debugger(force=True)"), pools.CellOptions(ranks=(rank,), progress="off"))
 
     def _reset(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools

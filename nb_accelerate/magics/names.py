@@ -1,9 +1,17 @@
-"""Completion and inspection of what only the ranks have: rank 0 is asked, briefly, while it is idle."""
+"""What only the ranks have: completion, inspection, and a hint where the notebook's own cells use its name.
+
+For completion and inspection rank 0 is asked, briefly, while it is idle.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from typing import TYPE_CHECKING, Any
+
+from nb_accelerate.magics.args import CELL, HELP, POOL, SHOW
+from nb_accelerate.magics.commands import COMMANDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -11,6 +19,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nb_accelerate.magics.auto import AutoMode
+
+_COMMAND = re.compile(r"\s*%distributed\s+(\w*)$")
+_OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(?:distributed|rank))\b.*\s(-[\w-]*)$")
 
 _ANSWER_WITHIN = 0.2
 """Seconds that rank 0 has for an answer, while somebody types."""
@@ -35,15 +46,19 @@ class RankNames:
         completer = getattr(self._shell, "Completer", None)
         if completer is not None:
             self._matcher = _make_matcher(self._shell, self._auto)
-            completer.custom_matchers.append(self._matcher)
+            completer.custom_matchers += [self._matcher, _magic_matcher]
+        self._shell.events.register("post_run_cell", _hint)
         self._inspect = self._shell.object_inspect_mime
         self._shell.object_inspect_mime = self._inspect_here_or_there  # type: ignore[method-assign]
 
     def unregister(self) -> None:
         """Take them out of the shell."""
         if self._matcher is not None:
-            with contextlib.suppress(ValueError):
-                self._shell.Completer.custom_matchers.remove(self._matcher)
+            for matcher in (self._matcher, _magic_matcher):
+                with contextlib.suppress(ValueError):
+                    self._shell.Completer.custom_matchers.remove(matcher)
+        with contextlib.suppress(ValueError):
+            self._shell.events.unregister("post_run_cell", _hint)
         if self._inspect is not None:
             del self._shell.object_inspect_mime  # the class' own shows again
 
@@ -59,6 +74,44 @@ class RankNames:
             if bundle is None:
                 raise
             return bundle
+
+
+def _hint(result: Any) -> None:
+    """Say of a name that a cell of the notebook lacks that the ranks have it."""
+    error = result.error_in_exec
+    pools = sys.modules.get("nb_accelerate.pool")
+    if not isinstance(error, NameError) or pools is None:
+        return
+    name = error.name
+    if name in pools.current().own_names:
+        print(f"{name} is on the ranks: %distributed pull {name}", file=sys.stderr)  # noqa: T201 - under the error
+
+
+def _magic_matcher(context: Any) -> dict[str, Any]:
+    """Complete the commands of ``%distributed``, and the options of our magics; nothing else fits there."""
+    from IPython.core.completer import SimpleCompletion
+
+    line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
+    found = words_for(line)
+    return {"completions": [SimpleCompletion(text=one, type="magic") for one in found], "suppress": bool(found)}
+
+
+_magic_matcher.matcher_api_version = 2  # type: ignore[attr-defined]
+_magic_matcher.matcher_priority = 100  # type: ignore[attr-defined]  # before those that it suppresses
+_magic_matcher.matcher_identifier = "nb_accelerate.magics"  # type: ignore[attr-defined]
+
+
+def words_for(line: str) -> list[str]:
+    """Return what may be written at the end of a line with a magic of ours; nothing for other lines. Pure."""
+    command = _COMMAND.match(line)
+    if command is not None:
+        return [name for name in COMMANDS if name.startswith(command[1])]
+    option = _OPTION.match(line)
+    if option is None:
+        return []
+    known = COMMANDS.get(option[1])
+    options = (*POOL, *CELL, *SHOW) if option[1] is None else known.options if known is not None else ()
+    return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[2]))
 
 
 def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:
@@ -89,8 +142,6 @@ def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:
 
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the answer of rank 0; None if there is none within the deadline."""
-    import sys
-
     pools = sys.modules.get("nb_accelerate.pool")
     if pools is None or not pools.current().is_idle:
         return None

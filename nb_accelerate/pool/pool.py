@@ -106,6 +106,16 @@ class Pool:
         return self._group.plan.describe() if self._group else "no ranks"
 
     @property
+    def brief(self) -> str:
+        """The same in a few words, for whom it is enough that they run."""
+        return self._group.plan.brief if self._group else "no ranks"
+
+    @property
+    def own_names(self) -> set[str]:
+        """Names that cells have bound on the ranks, as far as the cells before the one that runs have told."""
+        return {name for sync in self._syncs.values() for name in sync.own} if self._group else set()
+
+    @property
     def lost(self) -> dict[int, str]:
         """Ranks that have ended, each with a few words about how."""
         group = self._group

@@ -75,8 +75,8 @@ def test_values_of_classes_and_globals_from_cells_come_back_in_rank_order(notebo
 
 def test_one_line_says_what_was_chosen(notebook: Kernel) -> None:
     cell = notebook.run("notebook_launcher(lambda: None, (), 2, 'bf16')").ok()
-    assert cell.stdout == "2 ranks on CPU, forkserver, gloo on loopback, bf16\n"
-    assert notebook.run("notebook_launcher(lambda: None)").ok().stdout == "1 rank on CPU, forkserver\n"
+    assert cell.stdout == "2 processes on CPU, bf16\n"
+    assert notebook.run("notebook_launcher(lambda: None)").ok().stdout == "1 process on CPU\n"
 
 
 def test_a_cell_that_ends_in_a_launch_shows_nothing_when_every_value_is_none(notebook: Kernel) -> None:

@@ -16,7 +16,7 @@ from nb_accelerate.ranks.sinks import Sink
 SETUP = """
 import ctypes, functools, os, subprocess, sys, time
 from nb_accelerate import notebook_launcher
-launch = functools.partial(notebook_launcher, progress="off")
+launch = functools.partial(notebook_launcher, progress="off", fold_output=False)
 
 def rank():
     return int(os.environ["RANK"])

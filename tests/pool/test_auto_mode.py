@@ -84,7 +84,7 @@ def shown(cell: NotebookNode) -> list[dict[str, str]]:
 def test_the_first_plain_cell_starts_the_ranks_and_says_so(ran: dict[str, NotebookNode]):
     # No panel: where the machine is busy, a cell that takes five seconds would have one.
     assert streamed(ran["auto"]) == "--progress off\ncells run on the ranks; %%local keeps one here\n"
-    assert streamed(ran["imports"]) == "2 ranks on CPU, forkserver, gloo on loopback\n"
+    assert streamed(ran["imports"]) == "2 processes on CPU\n"
 
 
 def test_what_all_ranks_say_looks_as_in_an_ordinary_notebook(ran: dict[str, NotebookNode]):

@@ -66,7 +66,7 @@ def test_nothing_is_compiled_and_nothing_is_printed(run_ranks, capfd, monkeypatc
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
     run_ranks(lambda: train(plugin(3), epochs=1).losses, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")})
     printed = capfd.readouterr()
-    kept = [line for line in (printed.out + printed.err).splitlines() if "ranks on CPU" not in line]
+    kept = [line for line in (printed.out + printed.err).splitlines() if "processes on CPU" not in line]
     assert not [line for line in kept if "advances 2 times" not in line]
     assert not (tmp_path / "compiled").exists()
 
