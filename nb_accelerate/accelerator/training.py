@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
+from nb_accelerate.accelerator.exchange_time import time_exchange
 from nb_accelerate.accelerator.ownership import foreign_accelerator, forgotten_model
 from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.errors import NotPreparedError
@@ -184,6 +185,8 @@ class TrainingSlice(Slice):
         enter = core.page.enter
         enter(Phase.BACKWARD)
         core.page.trains()
+        if core.process.kind.is_host and core.collectives.world_size > 1 and core.accumulation.sync_gradients:
+            time_exchange(loss, core.page)
         core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
         enter(Phase.RUNNING)
         core.losses.report(loss)

@@ -181,6 +181,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             epoch=self.iteration + 1,
             evaluates=evaluates,
             step=self._first_position,
+            num_workers=self.num_workers,
         )
         enter(reads)
         try:

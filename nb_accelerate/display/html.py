@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.strips import legend, strip
 from nb_accelerate.display.view import FIGURES
 from nb_accelerate.records import draw
 
@@ -32,6 +33,8 @@ _WIDE = 10
 
 _CAREFUL = ' class="nba-careful"'
 
+_SHEETS = ("style.css", "times.css")
+
 _ONLY_NOW = ' class="nba-only-now"'
 """A table without bars and figures: its last column begins beside the rank."""
 
@@ -39,7 +42,8 @@ _ONLY_NOW = ' class="nba-only-now"'
 @functools.cache
 def style() -> str:
     """Return the style sheet, as an element."""
-    return f"<style>{files(__package__).joinpath('style.css').read_text(encoding='utf-8')}</style>"
+    sheets = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SHEETS)
+    return f"<style>{''.join(sheets)}</style>"
 
 
 def render(view: View, *, at: str = "") -> str:
@@ -104,6 +108,9 @@ def _body(view: View) -> str:
         rows = _table(view.rows, view.columns)
         folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{rows}</details>"
         table = _table(view.bars) + folded if view.bars else folded
+    table += legend(view.times)
+    if view.advice:
+        table += f'<p class="nba-advice">{escape(view.advice)}</p>'
     warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{escape(view.held)}</p>' if view.held else ""
     return table + held + warnings + _failure(view)
@@ -149,12 +156,12 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
 
 def _bar(row: Row) -> str:
     if row.share is None:
-        return f'<td class="nba-bar">{"" if row.step else _EMPTY_TRACK}</td>'
+        return f'<td class="nba-bar">{"" if row.step else _EMPTY_TRACK}{strip(row.times, f"rank {row.ranks}")}</td>'
     percent = f"{100 * row.share:.1f}"
     return (
         f'<td class="nba-bar"><div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" '
         f'aria-valuemax="100" aria-label="rank {row.ranks}">'
-        f'<div class="nba-fill" style="width:{percent}%"></div></div></td>'
+        f'<div class="nba-fill" style="width:{percent}%"></div></div>{strip(row.times, f"rank {row.ranks}")}</td>'
     )
 
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from nb_accelerate.diagnostics.stacks import innermost
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
+from nb_accelerate.display.advice import advice
 from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.memory import parts_of, sharded_line
 from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.not_finite import NotFiniteLosses
+from nb_accelerate.display.phase_times import PhaseTimes, parts, together
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.stragglers import slow_sentences, slowest_of_all, stragglers
 from nb_accelerate.display.track import METHODS, WORDS, LossHistory, Track, loss_of
@@ -58,6 +60,7 @@ class PanelState:
         self._state: PanelStatus = "starting"
         self._failure: FailureSummary | None = None
         self._tracks = {rank: Track(now) for rank in ranks}
+        self._times = {rank: PhaseTimes() for rank in ranks}
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
         self._losses = LossHistory()
         self._not_finite = NotFiniteLosses()
@@ -78,6 +81,7 @@ class PanelState:
             track = self._tracks[one.rank]
             before = track.moved_at
             track.add(now, one.sample)
+            self._times[one.rank].add(now, one.sample)
             if track.moved_at != before and one.rank in self._stacks:
                 self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
             self._seen[one.rank] = one
@@ -144,6 +148,8 @@ class PanelState:
             curve=self._losses.points,
             held=sharded_line({rank: track.sample.held for rank, track in self._tracks.items()}),
             warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
+            times=together(self._seconds(rank) for rank in self._times),
+            advice=self._advice(),
             failure=self._failure,
         )
 
@@ -198,7 +204,22 @@ class PanelState:
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
             now=self._now(rank, kind, now, slow, is_stalled=is_stalled),
+            times=parts(self._seconds(rank)),
         )
+
+    def _seconds(self, rank: int) -> Mapping[Phase, float]:
+        """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
+        if self._ended is None:
+            return self._times[rank].recent()
+        whole = self._times[rank].whole()
+        return whole.seconds if whole is not None else {}
+
+    def _advice(self) -> str:
+        """Return what to try in a run that has ended well, or was interrupted."""
+        if self._state not in ("done", "interrupted"):
+            return ""
+        times = {rank: whole for rank, one in self._times.items() if (whole := one.whole()) is not None}
+        return advice(times, cores=self._facts.cores) if len(times) == len(self._times) else ""
 
     def _standing(self) -> tuple[str, ...]:
         """Return the columns that there were, and that of the CPU before it is known where nothing else will be."""
@@ -283,6 +304,7 @@ class PanelState:
             gpu=self._gpu(others, now),
             cpu=self._cpu(others),
             now=f"{words.plural(len(others), 'rank')}: {doing[0]}" if apart else doing[0],
+            times=together(self._seconds(rank) for rank in others),
         )
         return (whole, *(rows[rank] for rank in apart[:_OUTLIERS]))
 

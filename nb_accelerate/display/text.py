@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.phase_times import in_words
 from nb_accelerate.display.view import FIGURES
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ _WIDTH = 12
 
 
 def line(view: View) -> str:
-    """Return a view as one line of a log."""
+    """Return a view as one line of a log; at the end with lines that say where the time went."""
     if view.state not in ("starting", "running"):
-        return ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
+        ends = ", ".join([f"{view.facts.name}: {view.state} in {view.elapsed}", *view.summary])
+        return "\n".join([ends, *_times(view)])
     parts = [f"{view.facts.name}: {view.elapsed}"]
     middle = _middle(view.rows)
     if middle is not None and middle.step:
@@ -52,7 +54,15 @@ def table(view: View, *, bars: bool = False) -> str:
             line.insert(1, _bar(row))
         used = [0, 1, *(index + 1 for index in used if index)]
     lines = [f"{head} · {time}", *_aligned([titles, *cells], used)]
-    return "\n".join([*lines, *([view.held] if view.held else []), *view.warnings])
+    return "\n".join([*lines, *([view.held] if view.held else []), *view.warnings, *_times(view)])
+
+
+def _times(view: View) -> list[str]:
+    """Return where the time of a run that has ended went, and advice."""
+    if view.state in ("starting", "running"):
+        return []
+    said = in_words(view.times)
+    return [*([f"time: {said}"] if said else []), *([view.advice] if view.advice else [])]
 
 
 def _bar(row: Row) -> str:

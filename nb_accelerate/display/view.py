@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from nb_accelerate.display.phase_times import TimePart
     from nb_accelerate.records import Curve
 
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted"]
@@ -34,12 +35,14 @@ class Facts:
         setup: number of ranks, device, backend and precision in a few words each.
         brief: the same in one line; said in the place of a panel that was never drawn.
         details: the same with everything there is to know; shown on request.
+        cores: of this machine.
     """
 
     name: str
     setup: tuple[str, ...]
     brief: str = ""
     details: str = ""
+    cores: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class Row:
         cpu: percent of one core that the process used.
         now: what it does, in words.
         label: of a bar.
+        times: where its time goes: lately, and in a run that has ended, from the first step to the last.
     """
 
     ranks: str
@@ -75,6 +79,7 @@ class Row:
     cpu: str = ""
     now: str = ""
     label: str = ""
+    times: tuple[TimePart, ...] = ()
 
     @property
     def said(self) -> str:
@@ -140,6 +145,8 @@ class View:
         charts: what was logged to be drawn here.
         held: how the model is spread over ranks, and what they hold of it; empty if it is not spread.
         warnings: sentences about what is wrong.
+        times: where the time of all ranks together goes, as in `Row`.
+        advice: a sentence about what slowed down a run that has ended, and what to try; "" if nothing is worth one.
         failure: why it ended, if it failed.
     """
 
@@ -157,6 +164,8 @@ class View:
     charts: tuple[Chart, ...] = ()
     held: str = ""
     warnings: tuple[str, ...] = ()
+    times: tuple[TimePart, ...] = ()
+    advice: str = ""
     failure: FailureSummary | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,11 @@ def facts_of(name: str, plan: LaunchPlan) -> Facts:
         name: name of the function or cell.
         plan: how it runs.
     """
-    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe())
+    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe(), cores=_cores())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:

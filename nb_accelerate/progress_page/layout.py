@@ -34,7 +34,14 @@ UTILISATION = 19  # percent of the device's time; -1 if the device does not say
 SAVES = 20  # a checkpoint is written in the background, which may outlast the call or cell that began it
 EPOCHS = 21  # of the loop over epochs; 0 if not known
 EPOCH_OF_RUN = 22  # the current one of that loop, from 1
-NUM_WORDS = 23
+COMPILED = 23  # programs that were compiled for the device
+COMPILING_MS = 24  # milliseconds that took
+NANOSECONDS = 25  # 16 words: time spent in each `Phase`, that which is on left out
+EXCHANGING = 41  # nanoseconds of WAITING, in the same way, that were spent in `Collective.backward`
+SINCE = 42  # `time.monotonic_ns` when the current phase began; 0 if nothing is to be added for it
+WORKERS = 43  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
+WAITS_TIMED = 44  # backward is over when the gradients of this rank are computed: what follows is WAITING
+NUM_WORDS = 45
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
@@ -78,6 +85,10 @@ class Phase(enum.IntEnum):
     WAITING = 8
     ENDED = 9
     PREPARING = 10
+    COMPILING = 11
+
+
+assert NANOSECONDS + len(Phase) <= EXCHANGING
 
 
 class Collective(enum.IntEnum):
@@ -90,3 +101,4 @@ class Collective(enum.IntEnum):
     all_gather_object = 4
     broadcast_object = 5
     barrier = 6
+    backward = 7  # the exchange of gradients at its end

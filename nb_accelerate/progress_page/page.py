@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.commands import CommandReader
 from nb_accelerate.progress_page.layout import Phase
+from nb_accelerate.progress_page.phase_times import clock_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,22 +34,26 @@ class ProgressPage:
         memory: `layout.SIZE` bytes; by default some that nobody reads.
 
     Attributes:
-        enter: takes the `Phase` that begins. A bound method of C code, since loops call it several times a step.
+        enter: takes the `Phase` that begins. A closure, since loops call it several times a step.
         step: takes the number of batches that the current loop has handed out.
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
         commands: of the notebook to the training loop.
         measure: takes nothing; notes with `hold` what this process holds in memory now.
         epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
+        times_waits: takes nothing; says that what follows the computation of gradients in backward is a phase of its
+            own, `Phase.WAITING`.
     """
 
     def __init__(self, memory: Buffer | None = None) -> None:
         self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
         self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")
-        self.enter: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.PHASE)
+        self._clock = clock_of(self._words)
+        self.enter: Callable[[int], None] = self._clock.enter
         self.step: Callable[[int], None] = functools.partial(operator.setitem, self._words, layout.STEP)
         self.trains: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.TRAINS, 1)
+        self.times_waits: Callable[[], None] = functools.partial(operator.setitem, self._words, layout.WAITS_TIMED, 1)
         self.outlet: Callable[[bytes], object] = _nobody
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = _nothing
@@ -75,8 +80,9 @@ class ProgressPage:
         """Begin a call or a cell, and clear what the page says about the one before."""
         words = self._words
         request = words[layout.REQUEST] + 1
-        for index in range(layout.PHASE, layout.SAVES):
-            words[index] = 0
+        for index in range(layout.PHASE, layout.NUM_WORDS):
+            if index != layout.SAVES:
+                words[index] = 0
         self._memory[layout.SCALARS_AT : layout.HELD_AT] = bytes(layout.HELD_AT - layout.SCALARS_AT)
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
         self._scalars.clear()
@@ -85,17 +91,26 @@ class ProgressPage:
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
         words[layout.UTILISATION] = -1
-        words[layout.EPOCHS] = words[layout.EPOCH_OF_RUN] = 0
-        words[layout.PHASE] = Phase.RUNNING
+        self._clock.forget()
+        self.enter(Phase.RUNNING)
         words[layout.REQUEST] = request
 
     def end_request(self) -> None:
         """End the call or cell."""
-        self._words[layout.PHASE] = Phase.ENDED
+        self.enter(Phase.ENDED)
 
     # Loops over loaders.
 
-    def begin_loop(self, *, total: int | None, rows: int | None, epoch: int, evaluates: bool, step: int = 0) -> Loop:
+    def begin_loop(
+        self,
+        *,
+        total: int | None,
+        rows: int | None,
+        epoch: int,
+        evaluates: bool,
+        step: int = 0,
+        num_workers: int | None = None,
+    ) -> Loop:
         """Begin a loop over a loader, perhaps inside another one. Give what this returns to `end_loop`.
 
         Args:
@@ -104,6 +119,7 @@ class ProgressPage:
             epoch: which of the loader, from 1.
             evaluates: no gradients are computed where it begins.
             step: batches that are left out at its beginning.
+            num_workers: of its loader.
         """
         words = self._words
         if self._loops:
@@ -117,6 +133,7 @@ class ProgressPage:
         words[layout.IN_LOOP] = 1
         words[layout.TRAINS] = 0
         words[layout.EPOCH] = epoch
+        words[layout.WORKERS] = 0 if num_workers is None else num_workers + 1
         words[layout.LOOP] += 1
         loop = Loop()
         self._loops.append(loop)
@@ -143,7 +160,7 @@ class ProgressPage:
             for index, value in zip(_LOOP_WORDS, outer.words, strict=True):
                 words[index] = value
             words[layout.LOOP] += 1
-        words[layout.PHASE] = Phase.RUNNING
+        self.enter(Phase.RUNNING)
 
     def _count(self, loop: Loop) -> None:
         """Add the steps of a loop that ends, or that waits for another one inside it, to those of all loops."""
@@ -212,8 +229,14 @@ class ProgressPage:
         before = words[layout.PHASE]
         words[layout.WAITS_IN] = collective
         words[layout.COLLECTIVES] += 1
-        words[layout.PHASE] = Phase.WAITING
+        self.enter(Phase.WAITING)
         return before
+
+    def wait_after_backward(self) -> None:
+        """Begin to wait for the exchange of gradients; not in another backward through the same loss, of the user."""
+        if self._words[layout.PHASE] == Phase.BACKWARD:
+            self._words[layout.COLLECTIVES] += 1
+            self._clock.exchange()
 
     # Bars.
 
@@ -283,6 +306,7 @@ _LOOP_WORDS = (
     layout.EPOCH,
     layout.IN_LOOP,
     layout.EVALUATES,
+    layout.WORKERS,
     layout.TRAINS,
 )
 

@@ -6,10 +6,12 @@ import mmap
 import os
 import sys
 import tempfile
+import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.commands import CommandWriter
+from nb_accelerate.progress_page.phase_times import settle
 from nb_accelerate.progress_page.sample import read
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ class PageReader:
 
     def copy(self) -> bytes:
         """Return the memory as it is now, for `nb_accelerate.progress_page.sample.read` on another machine."""
-        return self._memory[:]
+        memory = bytearray(self._memory[:])
+        settle(memoryview(memory)[: 8 * layout.NUM_WORDS].cast("q"), time.monotonic_ns())
+        return bytes(memory)
 
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars as rows, or as text; see `nb_accelerate.progress_page.ProgressPage.wants_rows`."""

@@ -10,6 +10,7 @@ from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.commands import is_paused
 from nb_accelerate.progress_page.held import Held
 from nb_accelerate.progress_page.layout import Collective, Phase
+from nb_accelerate.progress_page.phase_times import seconds_exchanging, seconds_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +68,11 @@ class Sample:
         saves: a checkpoint is written in the background.
         paused: training waits until the notebook tells it to go on.
         held: what it held in memory when that was measured last, maybe in an earlier call or cell.
+        seconds: spent in each phase so far, those that took no time left out.
+        exchanging: seconds of those in `Phase.WAITING` in which it waited for the exchange of gradients.
+        num_workers: of the current loop's loader; None if not known.
+        times_waits: backward is over when the gradients of this rank are computed. The exchange that follows is then
+            a part of the phase `WAITING`; else it is one of `BACKWARD`.
     """
 
     request: int = 0
@@ -92,6 +98,10 @@ class Sample:
     saves: bool = False
     paused: bool = False
     held: Held = field(default_factory=Held)
+    seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)  # changes from look to look
+    exchanging: float = field(default=0.0, compare=False)
+    num_workers: int | None = None
+    times_waits: bool = False
 
     @property
     def steps(self) -> int:
@@ -119,6 +129,7 @@ def read(memory: Buffer) -> Sample:
     trains = bool(words[layout.TRAINS])
     epochs, epoch_of_run = words[layout.EPOCHS], words[layout.EPOCH_OF_RUN]
     has_epochs = 0 < epoch_of_run <= epochs
+    now = time.monotonic_ns()
     phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(
         request=words[layout.REQUEST],
@@ -144,6 +155,10 @@ def read(memory: Buffer) -> Sample:
         saves=bool(words[layout.SAVES]),
         paused=is_paused(memory),
         held=Held.read(memory, layout.HELD_AT),
+        seconds=seconds_in(words, now),
+        exchanging=seconds_exchanging(words, now),
+        num_workers=words[layout.WORKERS] - 1 if words[layout.WORKERS] > 0 else None,
+        times_waits=bool(words[layout.WAITS_TIMED]),
     )
 
 

@@ -1,0 +1,30 @@
+"""Tell, within backward, the computation of gradients from the wait for their exchange with other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.variable import Variable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nb_accelerate.progress_page import ProgressPage
+
+_queue_callback: Any = Variable._execution_engine.queue_callback  # noqa: SLF001 - as FSDP of torch does
+
+
+def time_exchange(loss: Tensor, page: ProgressPage) -> None:
+    """Begin `Phase.WAITING` when the backward of a loss has computed all gradients.
+
+    Wrappers such as DistributedDataParallel wait for the exchange in a callback, which the autograd engine calls when
+    there is nothing left to compute. The engine calls them in the order in which they were queued, and this one is
+    queued by the first gradient.
+
+    Args:
+        loss: before its backward. On a device that computes later than it is told to, this says nothing.
+        page: of this process.
+    """
+    if loss.requires_grad:
+        page.times_waits()
+        loss.register_hook(lambda _: _queue_callback(page.wait_after_backward))  # type: ignore[no-untyped-call]
