@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.losses import LossReport
-from nb_accelerate.accelerator.steering import Steering
 from nb_accelerate.accelerator.memory_report import MemoryReport
+from nb_accelerate.accelerator.steering import Steering
 from nb_accelerate.checkpoint.presence import report_presence
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger

@@ -75,4 +75,3 @@ class LoadersSlice(Slice):
         finally:
             for loader, even in before:
                 loader.even = even
-

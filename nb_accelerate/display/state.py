@@ -12,8 +12,8 @@ from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.advice import advice
 from nb_accelerate.display.bars import bar_rows
-from nb_accelerate.display.memory import parts_of, sharded_line
 from nb_accelerate.display.loss_jump import LossJump
+from nb_accelerate.display.memory import parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
 from nb_accelerate.display.phase_times import PhaseTimes, parts, together
 from nb_accelerate.display.seen import Seen
