@@ -27,7 +27,7 @@ _ADAM_MOMENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that one process needs to train a model with Adam.
+    """Hold the bytes that one process needs to train a model with Adam.
 
     Attributes:
         precision: ``no``, ``fp16``, ``bf16``: weights in 32 bits, as with `Accelerator(mixed_precision=...)`;

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CustomDtype(str, Enum):
-    """Formats of weights that torch has no dtype for."""
+    """Name formats of weights that torch has no dtype for."""
 
     FP8 = "fp8"
     INT4 = "int4"

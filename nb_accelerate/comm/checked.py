@@ -31,7 +31,7 @@ _ANY_SIZE = -1
 
 
 class CheckedCollectives(TorchCollectives):
-    """Collectives of torch.distributed that raise an error naming the rank and tensor that differ, instead of hanging.
+    """Run collectives of torch.distributed; raise an error naming the rank and tensor that differ, instead of hanging.
 
     Args:
         device: the device of this rank.

@@ -15,7 +15,7 @@ ReduceOp = Literal["sum", "max"]
 
 
 class Collectives(ABC):
-    """Collectives of one backend. All ranks call the same methods in the same order.
+    """Run the collectives of one backend. All ranks call the same methods in the same order.
 
     `nb_accelerate.comm.operations` calls them, with contiguous tensors of the same shape and dtype on all ranks.
 

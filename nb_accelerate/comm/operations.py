@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Trigger:
-    """A flag that any rank can set and all ranks see, for early stopping for example.
+    """Hold a flag that any rank can set and all ranks see, for early stopping for example.
 
     Attributes:
         is_set: whether this rank has set it since the last check.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleCollectives(Collectives):
-    """Collectives of one process, without torch.distributed."""
+    """Run the collectives of one process, without torch.distributed."""
 
     rank = 0
     world_size = 1

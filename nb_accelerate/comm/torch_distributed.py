@@ -47,7 +47,7 @@ def shows(collective: Collective) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class TorchCollectives(Collectives):
-    """Collectives of torch.distributed.
+    """Run the collectives of torch.distributed.
 
     Args:
         device: the device of this rank. Tensors on another kind of device are copied to it, because a backend such

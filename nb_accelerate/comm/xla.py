@@ -28,7 +28,7 @@ _LEAST_BYTES = 64
 
 
 class XLACollectives(Collectives):
-    """Collectives of XLA.
+    """Run the collectives of XLA.
 
     Operations are recorded, and ranks meet when they are submitted. Ranks must submit the same program, so each
     collective is a program of its own: what a rank alone has recorded before is submitted before.
