@@ -66,8 +66,8 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
 
         Every process calls it, since each has random numbers of its own. Who comes late is waited for as long as it
         lives, and named. Where only the main process calls it, as in some scripts, it goes on alone when the others
-        wait in a collective that comes later, or have come to their end, and says so. Numbered folders, and runs on
-        several machines, need all processes.
+        wait in a collective that comes later, or have come to their end, and says so. Numbered folders need all
+        processes.
 
         Example::
 
@@ -310,14 +310,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         None if the main process has done so without this one.
         """
         core = self.core
-        topology = core.process.topology
-        # Of a rank that dies on another machine, nobody tells those that wait here; its connections break.
-        on_one_machine = topology.local_world_size == topology.world_size
-        known = (
-            arrivals_here()
-            if on_one_machine and core.collectives.world_size > 1 and core.strategy.is_replicated
-            else None
-        )
+        known = arrivals_here() if core.collectives.world_size > 1 and core.strategy.is_replicated else None
         if known is None:
             return core.collectives
         positions = [list(loader.epoch_and_batch) for loader in core.prepared.loaders]

@@ -265,7 +265,7 @@ def build_core(
         engines=engines,
     )
     remember(process, core.choices)
-    if 1 < process.topology.world_size == process.topology.local_world_size:
+    if process.topology.world_size > 1:
         report_presence()
     _note_uses(core, gradient_accumulation_plugin)
     given, counts = gradient_accumulation_steps, core.accumulation.num_steps

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from nb_accelerate.checkpoint.presence import Peers
+from nb_accelerate.checkpoint.presence import Peers, named
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.progress_page import Collective, here
 
@@ -102,7 +102,7 @@ class Arrivals:
             self._store.set(f"{_key(number, rank)}/answer", answer)
         self._someone_came |= bool(came)
         if answer == "late":
-            raise CheckpointError(_LATE.format(_named([rank for rank in others if rank not in came]), why))
+            raise CheckpointError(_LATE.format(named([rank for rank in others if rank not in came]), why))
         return complete
 
     def _wait_until_all_come_or_cannot(self, number: int, others: Iterable[int]) -> str:
@@ -116,14 +116,14 @@ class Arrivals:
                     self._peers.ask()
                     ask_at = now + _ASK_EVERY
                     if killed := self._peers.killed(missing):
-                        return f": the process of {_named(killed)} has ended"
+                        return f": {self._peers.how_they_ended(killed)}"
                     if len(self._peers.past(missing)) == len(missing):
                         return _ELSEWHERE
                     if now - began >= self.timeout and not self._peers.can_tell(missing):
                         return f" within {now - began:.0f} s"
                 if now >= tell_at:
                     tell_at = now + _TELL_EVERY
-                    logger.warning("save_state has waited %.0f s for %s.", now - began, _named(missing))
+                    logger.warning("save_state has waited %.0f s for %s.", now - began, named(missing))
                 time.sleep(_PAUSE)
         finally:
             self._peers.thank()
@@ -146,7 +146,7 @@ class Arrivals:
             if time.monotonic() >= look_at:
                 look_at += _ASK_AFTER
                 if self._peers.killed([0]):
-                    raise CheckpointError(_LATE.format("rank 0", ": its process has ended"))
+                    raise CheckpointError(_LATE.format("rank 0", f": {self._peers.how_they_ended([0])}"))
             time.sleep(_PAUSE)
         told = self._store.get(answer)
         for used in (key, answer):
@@ -164,10 +164,6 @@ _LATE = (
     "{} did not come to save_state{}, and nothing was saved: without all ranks a run cannot go on as it was. Every "
     "rank has to call it, at the same point of the program."
 )
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _key(number: int, rank: int) -> str:

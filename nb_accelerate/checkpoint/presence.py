@@ -3,7 +3,8 @@
 ::
 
     each rank                                         a rank that waits for others
-    tells the store its process                   ->  that process has ended, so the rank will not come
+    tells the store its process                   ->  that process has ended, so the rank will not come; of one on
+                                                      another machine, nothing has been heard for a while
     a thread, while somebody asks, tells how many ->  more than this rank has begun: it waits in one that comes later,
       collectives it has begun, and whether its       so it has left out what this rank waits in
       function has returned
@@ -40,6 +41,16 @@ logger = logging.getLogger("nb_accelerate")
 REPORT_INTERVAL = 0.1
 """Seconds between two looks of the thread whether somebody asks. A look takes some microseconds."""
 
+_MOST_LOOKS = 1000
+"""Looks a second of all ranks together: all of them ask one process."""
+
+_BEAT_EVERY = 1.0
+"""Seconds between two signs of life, while somebody asks, for ranks on other machines."""
+
+_SILENT = 60.0
+"""Seconds without a sign of life after which a rank on another machine is taken to have ended. A thread cannot give one
+while C code of another one holds the interpreter."""
+
 _ALIKE = 1.0
 """Seconds for which a report has to stay the same before it counts: a rank that computes moves on."""
 
@@ -61,6 +72,8 @@ class _Known:
 
     Attributes:
         process: of the rank; None if it has not told, or runs on another machine.
+        is_elsewhere: it runs on another machine.
+        beat: its newest sign of life, and `time.monotonic` when that was seen first, or when it was asked for one.
         has_ended: that process has.
         report: the newest: numbers of the question and of its call, whether that has returned, collectives begun, and
             the place in the program.
@@ -68,6 +81,8 @@ class _Known:
     """
 
     process: tuple[int, float] | None = None
+    is_elsewhere: bool = False
+    beat: tuple[bytes, float] = (b"", 0.0)
     has_ended: bool = False
     report: list[int] = field(default_factory=list)
     since: float = 0.0
@@ -90,6 +105,7 @@ class Peers:
         self._known = {rank: _Known() for rank in range(self.world_size)}
         self._question = 0
         self._num_asked = 0
+        self._beats_at = 0.0
 
     @property
     def is_current(self) -> bool:
@@ -116,6 +132,9 @@ class Peers:
         now = [question, *self._own_report()]
         if now != said:
             self._store.set(f"report {self.rank}", json.dumps(now))
+        if time.monotonic() >= self._beats_at:
+            self._beats_at = time.monotonic() + _BEAT_EVERY
+            self._store.set(f"beat {self.rank}", repr(self._beats_at))
         return now
 
     # Of the others, for this rank.
@@ -126,6 +145,8 @@ class Peers:
             self._num_asked += 1
             self._question = self._num_asked
             self._store.set(_ASKED, str(self._question))
+            for known in self._known.values():
+                known.beat = (b"", time.monotonic())
 
     def thank(self) -> None:
         """End what `ask` began."""
@@ -134,16 +155,27 @@ class Peers:
             self._store.set(_ASKED, "0")  # and not deleted: a rank that is about to read it would wait for another one
 
     def lives(self, rank: int) -> bool:
-        """Return whether a rank is known to live."""
-        return not self.has_ended(rank) and self._known[rank].process is not None
+        """Return whether a rank is known to live. Of one on another machine nobody knows, unless ranks were asked."""
+        known = self._known[rank]
+        return not self.has_ended(rank) and (known.process is not None or (known.is_elsewhere and bool(self._question)))
 
     def can_tell(self, ranks: Iterable[int]) -> bool:
         """Return whether some of these live that will be `past` if they do not come."""
         return _collectives_begun(self._group()) is not None and any(map(self.lives, ranks))
 
     def killed(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of some ranks whose processes have ended, and not in an orderly way."""
+        """Return those of some ranks whose processes have ended, and not in an orderly way.
+
+        Call `ask` before: only then it is known of those on other machines, after a minute.
+        """
         return [rank for rank in ranks if self.has_ended(rank) and not self._has_left(rank)]
+
+    def how_they_ended(self, ranks: Iterable[int]) -> str:
+        """Return what is known about ranks that were `killed`, in words."""
+        silent = [rank for rank in ranks if self._known[rank].is_elsewhere]
+        if silent:
+            return f"nothing was heard of {named(silent)}, on another machine, for {_SILENT:.0f} s"
+        return f"the process of {named(ranks)} has ended"
 
     def past(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks that will not come to where this one is, although nothing has happened to them.
@@ -173,16 +205,36 @@ class Peers:
     def has_ended(self, rank: int) -> bool:
         """Return whether the process of a rank has ended."""
         known = self._known[rank]
-        if known.process is None and self._store.check([f"process {rank}"]):
+        if known.process is None and not known.is_elsewhere and self._store.check([f"process {rank}"]):
             machine, pid, started = json.loads(self._store.get(f"process {rank}"))
             if machine == _machine():
                 known.process = (int(pid), float(started))
+            else:
+                known.is_elsewhere = True
+        if known.is_elsewhere:
+            return self._is_silent(rank)
         known.has_ended = known.has_ended or (known.process is not None and not _lives(*known.process))
         return known.has_ended
+
+    def _is_silent(self, rank: int) -> bool:
+        """Return whether a rank on another machine was asked, and has given no sign of life for too long."""
+        if not self._question:
+            return False
+        known, now, key = self._known[rank], time.monotonic(), f"beat {rank}"
+        beat = bytes(self._store.get(key)) if self._store.check([key]) else b""
+        if beat != known.beat[0]:
+            known.beat = (beat, now)
+        return now - known.beat[1] > _SILENT
 
     def _own_report(self) -> list[int]:
         page = here()
         return [page.request, int(page.has_returned), _collectives_begun(self._group()) or 0, _place()]
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return ``rank 1`` or ``ranks 0, 2``."""
+    numbers = [*map(str, ranks)]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout: float) -> list[int]:
@@ -212,7 +264,7 @@ def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout:
 
 
 class Reporter:
-    """Tells the other ranks of this machine what they ask for, in a thread, in whichever process group this rank is."""
+    """Tells the other ranks what they ask for, in a thread, in whichever process group this rank is."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -235,6 +287,11 @@ class Reporter:
             self._thread.join()
         self._leave()
 
+    @property
+    def _interval(self) -> float:
+        world_size = 1 if self._peers is None else self._peers.world_size
+        return max(REPORT_INTERVAL, world_size / _MOST_LOOKS)
+
     def _join_group(self) -> None:
         if self._peers is None or not self._peers.is_current:
             self._leave()  # others that wait in the group that was destroyed would, as long as this rank lives
@@ -249,7 +306,7 @@ class Reporter:
 
     def _run(self) -> None:
         said: list[int] = []
-        while not self._ends.wait(REPORT_INTERVAL):
+        while not self._ends.wait(self._interval):
             try:
                 self._join_group()
                 if self._peers is not None and self._peers is not self._failed:

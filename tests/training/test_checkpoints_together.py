@@ -48,19 +48,27 @@ def test_a_rank_that_is_late_for_the_first_save_of_a_run_is_waited_for(run_ranks
     assert (tmp_path / "state" / "random_states_1.pkl").exists()
 
 
-@pytest.mark.parametrize("where_others_are", ["returned", "in a collective", "in a backward", "out of the group"])
+@pytest.mark.parametrize(
+    "where_others_are",
+    ["returned", "in a collective", "in a backward", "out of the group", "in a collective of another machine"],
+)
 def test_a_save_of_the_main_process_only_ends_when_the_others_are_past_it(
     run_ranks: RunRanks, tmp_path: Path, where_others_are: str
 ):
     def save(where: str, where_others_are: str) -> float:
         from training.test_checkpoints_together import _accelerator
 
+        from nb_accelerate.checkpoint import presence
+
+        if where_others_are == "in a collective of another machine":
+            machine = f"machine {os.environ['RANK']}"
+            presence._machine = lambda: machine
         accelerator = _accelerator()
         began = time.monotonic()
         if accelerator.is_main_process:
             accelerator.save_state(where)
         took = time.monotonic() - began
-        if where_others_are == "in a collective":
+        if where_others_are.startswith("in a collective"):
             accelerator.gather(torch.ones(1))
         elif where_others_are == "in a backward":
             accelerator.core.prepared.models[0](torch.ones(1, 2)).sum().backward()
@@ -139,13 +147,17 @@ from nb_accelerate.checkpoint import presence, state
 from nb_accelerate.errors import CheckpointError
 
 where, what = sys.argv[1:]
+if what == "killed elsewhere":
+    machine = "machine " + os.environ["RANK"]
+    presence._machine = lambda: machine
+    presence._SILENT = 3
 accelerator = Accelerator(cpu=True)
 accelerator.prepare(torch.nn.Linear(2, 2))
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-if what == "killed before":
+if what in ("killed before", "killed elsewhere"):
     if accelerator.process_index == 1:
         presence.peers_here()._store.wait([presence._ASKED])
         die()
@@ -172,6 +184,10 @@ if what != "left":
     ("what", "told"),
     [
         ("killed before", "rank 1 did not come to save_state: the process of rank 1 has ended, and nothing was saved"),
+        (
+            "killed elsewhere",
+            "save_state: nothing was heard of rank 1, on another machine, for 3 s, and nothing",
+        ),
         ("killed meanwhile", "rank 1 did not finish its part of a checkpoint: its process has ended."),
         ("left", "is saved without the other processes"),
     ],
