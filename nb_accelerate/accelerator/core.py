@@ -258,7 +258,7 @@ def build_core(
         recording=recording,
         page=here(),
         losses=LossReport(here(), process.kind, memory),
-        steering=Steering(here().commands, shared, prepared.schedulers),
+        steering=Steering(here().commands, shared, prepared),
         memory=memory,
         prepared=prepared,
         dynamo=dynamo,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from nb_accelerate.accelerator.core import Prepared
     from nb_accelerate.data.tracker import TrackedLoader
     from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.progress_page.commands import Command, CommandReader
@@ -50,18 +51,17 @@ class Steering:
     Args:
         commands: those of the page.
         shared: has the optimizers, and the tracker of loaders, of this process.
-        schedulers: those that the `Accelerator` prepares.
+        prepared: has the schedulers of the `Accelerator`. It is not kept alive: loaders know this object as long as
+            the process lives.
 
     Attributes:
         stops: training is to end after this epoch.
     """
 
-    def __init__(
-        self, commands: CommandReader, shared: SharedTraining, schedulers: Sequence[AcceleratedScheduler]
-    ) -> None:
+    def __init__(self, commands: CommandReader, shared: SharedTraining, prepared: Prepared) -> None:
         self._commands = commands
         self._shared = shared
-        self._schedulers = schedulers
+        self._prepared = weakref.ref(prepared)
         self._tracker = shared.tracker
         self._save: Callable[[], Callable[[str], Path] | None] = lambda: None
         self._num_epoch_loops = 0
@@ -147,7 +147,9 @@ class Steering:
                 raise ConfigError("Nothing was saved: the Accelerator of this training is gone.")
             return str(save(command.text))
         if command.kind is CommandKind.LEARNING_RATE:
-            return change_learning_rate(command.value, self._shared.optimizers, self._schedulers)
+            prepared = self._prepared()
+            schedulers = prepared.schedulers if prepared is not None else []
+            return change_learning_rate(command.value, self._shared.optimizers, schedulers)
         if command.kind is CommandKind.STOP:
             if not self._num_epoch_loops:
                 raise ConfigError(

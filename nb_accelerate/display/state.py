@@ -326,9 +326,9 @@ class PanelState:
         self._stood = stands
 
     def _is_stalled(self, rank: int, track: Track, now: float) -> bool:
-        if self._seen[rank].state not in ("running", "stopped"):
-            return False
         sample = track.sample
+        if self._seen[rank].state not in ("running", "stopped") or sample.paused:
+            return False
         began = sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
         return began and now - track.moved_at > STALL
 

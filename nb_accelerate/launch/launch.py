@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import string
 import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from nb_accelerate.display import Action
-from nb_accelerate.errors import LaunchError, StartError
+from nb_accelerate.errors import StartError
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
-from nb_accelerate.launch.panel import facts_of
+from nb_accelerate.launch.panel import facts_of, line_prefix
 from nb_accelerate.launch.rendezvous import rendezvous_kind
 from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import notebook_sources
@@ -39,7 +38,7 @@ from nb_accelerate.ranks.waiting import interrupts_call
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.display import Panel
@@ -127,6 +126,7 @@ class Launch(Steerable):
                 return one.output.text
         raise LookupError(f"rank={rank!r}: this launch has ranks {[one.rank for one in ranks]} here")
 
+    @override
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the launch, at most `timeout` seconds, and return whether it has ended."""
         return self._done.wait(timeout)
@@ -163,10 +163,7 @@ class Launch(Steerable):
 
     @override
     def _steered(self) -> tuple[Request | None, int]:
-        with self._lock:
-            if not self._requests and self._done.is_set():
-                raise LaunchError("The launch has ended before its ranks were started.")
-            return next(iter(self._requests), None), self._plan.world_size
+        return next(iter(self._requests), None), self._plan.world_size
 
     def __await__(self) -> Generator[Any, None, Values]:
         """Wait for the values in a coroutine, and return them; see `result`."""
@@ -370,7 +367,7 @@ class Launch(Steerable):
 
     def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]
-        prefix = _line_prefix(options.log_line_prefix_template, {one.rank: one.local_rank for one in handles})
+        prefix = line_prefix(options.log_line_prefix_template, {one.rank: one.local_rank for one in handles})
         if options.fold_output:
             # What several ranks print alike has a prefix that names them all.
             own = prefix if len(numbers) == 1 else None
@@ -390,19 +387,3 @@ def _after_end(rank: RankProxy) -> str:
 
 
 _WORDING = Wording(what="the launch", limit="timeout={seconds:g} s", after_end=_after_end)
-
-
-def _line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:
-    """Return a function that returns the prefix for lines of a rank, from torchrun's template.
-
-    Args:
-        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None for no prefix.
-        local_ranks: local rank of each rank, by rank.
-    """
-    if template is None:
-        return None if len(local_ranks) == 1 else lambda _: ""
-    by_rank = {
-        rank: string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
-        for rank, local_rank in local_ranks.items()
-    }
-    return lambda ranks: by_rank[ranks[0]]

@@ -1,14 +1,17 @@
-"""Say how a launch or a pool runs: in one line when it begins, and then in its panel."""
+"""Say how a launch or a pool runs: in one line when it begins, then in its panel, and before lines of its ranks."""
 
 from __future__ import annotations
 
 import os
+import string
 import uuid
 from typing import TYPE_CHECKING
 
 from nb_accelerate.display import Facts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.ranks.sinks import Sink
@@ -51,3 +54,19 @@ def _setup(plan: LaunchPlan) -> tuple[str, ...]:
     parts += [plan.backend] if number > 1 else []
     parts += [plan.mixed_precision] if plan.mixed_precision != "no" else []
     return tuple(parts)
+
+
+def line_prefix(template: str | None, local_ranks: Mapping[int, int]) -> Callable[[Sequence[int]], str] | None:
+    """Return a function that returns the prefix for lines of a rank, from torchrun's template.
+
+    Args:
+        template: may use ``${rank}``, ``${local_rank}`` and ``${role_name}``; None for no prefix.
+        local_ranks: local rank of each rank, by rank.
+    """
+    if template is None:
+        return None if len(local_ranks) == 1 else lambda _: ""
+    by_rank = {
+        rank: string.Template(template).substitute(rank=rank, local_rank=local_rank, role_name="default")
+        for rank, local_rank in local_ranks.items()
+    }
+    return lambda ranks: by_rank[ranks[0]]

@@ -33,6 +33,7 @@ class CellHandle(Steerable):
         """Return whether it has ended."""
         return self.request.done.is_set()
 
+    @override
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end, at most `timeout` seconds, and return whether it has ended."""
         return self.request.done.wait(timeout)

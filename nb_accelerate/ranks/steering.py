@@ -61,11 +61,11 @@ class Steerable(ABC):
 
     @abstractmethod
     def _steered(self) -> tuple[Request | None, int]:
-        """Return the request whose ranks are steered, None before it began, and how many ranks train together.
+        """Return the request whose ranks are steered, None before it began, and how many ranks train together."""
 
-        Raises:
-            LaunchError: it has ended before it began.
-        """
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds, and return whether it has come."""
 
     def pause(self, *, timeout: float = 60.0) -> None:
         """Have training wait before its next batch, until `resume`. Other commands are obeyed meanwhile.
@@ -147,7 +147,8 @@ class Steerable(ABC):
         while (steered := self._steered())[0] is None:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"The ranks have not been started within {timeout:g} s.")
-            time.sleep(_START_LOOK)
+            if self.wait(_START_LOOK):
+                raise LaunchError("The launch has ended before its ranks were started.")
         request, world_size = steered
         assert request is not None
         if len(request.ranks) != world_size:
@@ -174,6 +175,10 @@ class RequestSteering(Steerable):
     @override
     def _steered(self) -> tuple[Request | None, int]:
         return self._request, self._world_size
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._request.done.wait(timeout)
 
 
 def steering_actions(request: Request, world_size: int, say: Callable[[str], object]) -> tuple[Action, ...]:

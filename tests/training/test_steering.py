@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.accelerator.steering import change_learning_rate
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.launch import Launch, notebook_launcher
+from nb_accelerate.process import context
 from nb_accelerate.ranks.steering import steering_actions
 
 
@@ -206,6 +210,20 @@ def test_a_learning_rate_of_nothing_is_not_changed() -> None:
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     with pytest.raises(ConfigError, match="it is 0 now"):
         change_learning_rate(0.1, [optimizer], [])
+
+
+def test_training_that_can_be_steered_is_not_kept_in_memory() -> None:
+    context.reset()
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    prepared = accelerator.prepare(model, optimizer, schedule)
+    kept = [weakref.ref(one) for one in (accelerator, model, *prepared)]
+    del accelerator, model, optimizer, schedule, prepared
+    gc.collect()
+    assert [one() for one in kept] == [None] * 5
+    context.reset()
 
 
 def test_what_is_no_learning_rate_is_refused_before_it_is_sent() -> None:
