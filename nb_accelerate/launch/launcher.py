@@ -91,7 +91,8 @@ def notebook_launcher(
         devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xla"``, ``"xpu"``, ``"mps"``), or numbers of the
             GPUs to use, one rank each. None is all that are visible, of the best type there is.
         timeout: seconds after which the launch is stopped. None is no limit.
-        block: False returns a `Launch` at once, and the cell ends; several launches may run.
+        block: False returns a `Launch` at once, and the cell ends; several launches may run. Training in it can be
+            paused, saved, given another learning rate, and stopped after its epoch.
         progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is
             the one that can be seen here. ``"off"`` shows nothing.
         env: environment variables of the ranks, on top of those of this process.

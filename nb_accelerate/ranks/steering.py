@@ -53,7 +53,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Steerable(ABC):
-    """Training that runs in the background and can be steered. All ranks obey after the same optimizer step.
+    """Steer training that runs in the background: all ranks obey after the same optimizer step.
 
     The training loop is one over a loader, or with an optimizer, that an `Accelerator` has prepared. Methods return
     when all ranks have obeyed. From the notebook's machine only; not with ranks on several.
