@@ -196,7 +196,7 @@ def own_page(reader: PageReader) -> Iterator[ProgressPage]:
     yield one
     pages.page._page = before
     memory = one._memory.obj
-    for view in (one._words, one._reals, one._memory):
+    for view in (one._words, one._reals, one.commands._words, one._memory):
         view.release()
     del one
     gc.collect()
