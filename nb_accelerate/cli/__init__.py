@@ -7,8 +7,9 @@ and returns the exit code. Importing it costs nothing: what a command needs is i
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.cli import (
     completion,
@@ -45,12 +46,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. What it parses has the parser itself as ``program``."""
-    parser = argparse.ArgumentParser(
-        prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook."
-    )
+    parser = _Parser(prog="nb-accelerate", description="Distributed PyTorch that is at home in a Jupyter notebook.")
     parser.add_argument("--version", action="version", version=f"nb-accelerate {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    parser.set_defaults(run=lambda _: parser.print_help(), program=parser)
+    parser.set_defaults(run=lambda _: parser.print_help(), program=parser, command=parser)
     for command in _COMMANDS:
         command.register(subparsers)
+    for one in subparsers.choices.values():
+        one.set_defaults(command=one)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests what a mistyped command or flag was meant to be."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and name a flag that the command does not know together with the nearest that it knows."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            from nb_accelerate.config.checks import suggest
+
+            command: _Parser = parsed.command
+            flag = unknown[0].partition("=")[0]
+            known = [name for action in command._actions for name in action.option_strings]
+            command.error(f"unknown: {' '.join(unknown)}.{suggest(flag, known)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, with a suggestion, and exit with 2."""
+        if found := re.fullmatch(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            from nb_accelerate.config.checks import suggest
+
+            what, given, choices = found[1], found[2], found[3].replace("'", "").split(", ")
+            what = "there is no command" if what == "COMMAND" else f"{what} cannot be"
+            message = f"{what} {given!r}.{suggest(given, choices)} Write one of: {', '.join(choices)}"
+        super().error(message.removesuffix(", ..."))

@@ -16,7 +16,7 @@ from nb_accelerate.config.file import CONFIG_FILE
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from nbformat import NotebookNode
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from nb_accelerate.config.file import ConfigFile
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
+
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
+"""Values of ``distributed_type`` that a launch can be for."""
 
 _TPU = "xla"
 """Torch's name for the type of device that a TPU is."""
@@ -90,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
         options = options_for(job, **chosen)
         if arguments.dry_run:
             wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
-            print("\n".join(describe(job, options, wants_gpus=wants_gpus)))
+            print("\n".join([*_sources(arguments, file), *describe(job, options, wants_gpus=wants_gpus)]))
             return 0
         if arguments.multi_gpu:
             from nb_accelerate.launch.machine import look
@@ -139,6 +142,12 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
         raise ConfigError(f"--num_machines {fewest}:{machines} is no range: write the fewest first, such as 1:4.")
     if arguments.tpu and (arguments.cpu or arguments.multi_gpu or arguments.gpu_ids):
         raise ConfigError("--tpu was given together with a flag for other devices. Leave one of them out.")
+    kind = file.get("distributed_type", "NO") if file is not None else "NO"
+    if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or chosen_engine(arguments, file)):
+        raise ConfigError(
+            f"distributed_type: {kind}, in {file.path if file is not None else ''}, is for hardware or an engine that "
+            f"this package does not know. Write one of {', '.join(_KINDS)}, or a flag such as --multi_gpu or --cpu"
+        )
     processes = choose("num_processes", None)
     if processes in (None, -1):
         processes = None
@@ -159,7 +168,8 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> di
     step = place_in_step(os.environ, machines)
     if arguments.machine_rank is not None or arguments.main_process_ip is not None:
         step = None
-    rdzv_backend = choose("rdzv_backend", "c10d" if fewest < machines else "static")
+    # Files of accelerate always say static, with which there are no ranges.
+    rdzv_backend = choose("rdzv_backend", "static") if fewest == machines else arguments.rdzv_backend or "c10d"
     return {
         "num_processes": processes,
         "devices": devices,
@@ -191,6 +201,23 @@ def _where_machines_meet(
     if rdzv_backend == "c10d":
         return {"rdzv_endpoint": f"{address}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
     return {"master_addr": address, "use_port": port}
+
+
+def _sources(arguments: argparse.Namespace, file: ConfigFile | None) -> Iterator[str]:
+    """Return what comes from elsewhere than flags, a line for each place, for ``--dry_run``."""
+    named = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NB_ACCELERATE_")
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(named) and value]
+    if variables:
+        yield f"# from the environment: {', '.join(variables)}"
+    if file is not None:
+        said = [
+            f"{key}={value}"
+            for key, value in sorted(file.values.items())
+            if value not in (None, [], {}, "")
+            and getattr(arguments, key, None) is None
+            and not os.environ.get(f"ACCELERATE_{key.upper()}")
+        ]
+        yield f"# from {file.path}: {', '.join(said)}"
 
 
 def _is_for_gpus(file: ConfigFile | None) -> bool:

@@ -23,7 +23,12 @@ _FLAGS = {
 }
 """Flags by the name of the option of `notebook_launcher`."""
 
-_WHOLE = {"devices='cpu'": "--cpu", "rdzv_endpoint='HOST:29400'": "--main_process_ip HOST"}
+_WHOLE = {
+    "devices='cpu' or None": "--cpu",
+    "devices='cpu'": "--cpu",
+    "devices='xla'": "--tpu",
+    "rdzv_endpoint='HOST:29400'": "--main_process_ip HOST",
+}
 """What cannot be said option by option."""
 
 _OPTION = re.compile(rf"\b({'|'.join(_FLAGS)})\b(?:=('[^']*'|\[[^\]]*\]|[^\s,;:]*[^\s,;:.]))?")

@@ -96,3 +96,22 @@ def test_launch_fails_with_the_traceback_of_the_failing_cell(tmp_path: Path, cap
     assert "cell 1 failed: def risky():" in shown.err
     assert "LookupError: nothing here" in shown.err
     assert "sample.executed.ipynb" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["lanch"], "there is no command 'lanch'. Did you mean 'launch'? Write one of: config, launch,"),
+        (["config", "defualt"], "there is no command 'defualt'. Did you mean 'default'?"),
+        (["launch", "--num_proceses", "2", "train.py"], "unknown: --num_proceses. Did you mean '--num_processes'?"),
+        (["launch", "--mixed_precision=bf17", "train.py"], "--mixed_precision cannot be 'bf17'. Did you mean 'bf16'?"),
+        (["launch"], "the following arguments are required: TARGET\n"),
+    ],
+)
+def test_what_is_mistyped_is_told_with_what_may_be_meant(
+    line: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
