@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from typing_extensions import override
 
-from nb_accelerate.display import console, text
+from nb_accelerate.display import console, terminal
 from nb_accelerate.display.panel import Drawing
 
 if TYPE_CHECKING:
@@ -44,13 +44,18 @@ class Block(Drawing):
 
     @override
     def draw(self, view: View) -> None:
-        self.draw_lines(text.table(view, bars=True).split("\n"))
+        size = shutil.get_terminal_size()
+        color = terminal.can_color(self._stream)
+        self._put(terminal.lines(view, size.columns - 1, color=color, bars=True), size.lines)
 
     def draw_lines(self, lines: Sequence[str]) -> None:
         """Draw these, as many of them as there is room for, in place of those that are there."""
         size = shutil.get_terminal_size()
         # A line that wraps would be two, and redrawing would leave one of them behind.
-        fitting = [line[: size.columns - 1] for line in lines[: min(_MOST_LINES, size.lines - 1)]]
+        self._put([line[: size.columns - 1] for line in lines], size.lines)
+
+    def _put(self, lines: Sequence[str], height: int) -> None:
+        fitting = list(lines[: min(_MOST_LINES, height - 1)])
         if fitting != self._lines:
             self._wipe()
             self._lines = fitting
@@ -62,7 +67,9 @@ class Block(Drawing):
         self._lines = []
         if view.is_worth_keeping:
             end_of_line = "\n" if self._is_hidden else ""
-            console.write(self._stream, f"{end_of_line}{text.table(view)}\n")
+            size = shutil.get_terminal_size()
+            lines = terminal.lines(view, size.columns - 1, color=terminal.can_color(self._stream))
+            console.write(self._stream, end_of_line + "\n".join(lines) + "\n")
         console.flush(self._stream)
 
     def hide(self) -> None:
