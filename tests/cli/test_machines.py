@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import nbformat
 import pytest
 from fixtures.screens import Terminal
 
@@ -187,6 +189,25 @@ def test_a_machine_that_is_killed_or_cut_off_is_named_on_the_other(
         assert said in error
         assert job.returncode == 1
     assert time.monotonic() - began < limit
+
+
+def test_one_function_of_a_notebook_runs_on_two_machines(tmp_path: Path, two_hosts: list[str]) -> None:
+    function = "def train():\n    from nb_accelerate import Accelerator\n    a = Accelerator()\n"
+    function += "    print('rank', a.process_index, 'of', a.num_processes)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(function)])  # type: ignore[no-untyped-call]
+    path = tmp_path / "train.ipynb"
+    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
+    flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", "--function=train"]
+    folders = [tmp_path / str(host) for host in range(2)]
+    jobs = [
+        launch(host, [*flags, f"--machine_rank={host}", "--output-dir", str(folders[host])], path) for host in range(2)
+    ]
+    for host, job in enumerate(jobs):
+        output, error = job.communicate(timeout=100)
+        assert job.returncode == 0, error
+        assert f"rank {host} of 2" in output
+        # Of several machines, each with a name, as they may share the folder.
+        assert [file.name for file in folders[host].iterdir()] == [f"train.{socket.gethostname()}.executed.ipynb"]
 
 
 def test_a_first_machine_that_never_answers_is_named(two_hosts: list[str], go_on: Path) -> None:
