@@ -14,7 +14,7 @@ import operator
 import re
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nb_accelerate.errors.traceback_lines import is_users
+from nb_accelerate.errors.traceback_lines import is_ours, is_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
+
+_IS_BAR = re.compile(r"[/\\]tqdm[/\\]")
 
 _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
 
@@ -38,18 +40,22 @@ _MOST_USER_FRAMES = 4
 def epoch_around() -> tuple[int, int] | None:
     """Return the number of the current epoch, from 1, and how many there are; None if that cannot be told.
 
-    Loops inside each other, over folds and epochs say, count together.
+    Loops inside each other, over folds and epochs say, count together. Where a library loops over epochs, as a trainer
+    does, what the user loops over is something else: nothing is said then.
     """
     frame: FrameType | None = inspect.currentframe()
     users = 0
     for _ in range(_MOST_FRAMES):
         if frame is None or users == _MOST_USER_FRAMES:
             return None
-        if is_users(frame.f_code.co_filename):
+        filename = frame.f_code.co_filename
+        if is_users(filename):
             users += 1
             found = _in_frame(frame)
             if found is not None:
                 return found
+        elif not is_ours(filename) and not _IS_BAR.search(filename):
+            return None
         frame = frame.f_back
     return None
 

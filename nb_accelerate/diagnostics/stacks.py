@@ -35,7 +35,7 @@ _COLLECTIVES = ("torch/distributed/", "nb_accelerate/comm/")
 _WRAPPERS = ("wrapper", "inner", "decorate_context")
 """Functions of decorators around a collective."""
 
-_WORKER = re.compile(r"nb_accelerate/(?:worker|launch)/\w+\.py$|^<string>$")
+_WORKER = re.compile(r"nb_accelerate/(?:worker|launch|diagnostics)/\w+\.py$|^<string>$")
 
 
 _LAST_LINE = b'  File "<string>", line 1 in <module>\n'
@@ -69,8 +69,8 @@ def where(dump: str) -> str:
     if dump == STOPPED:
         return dump
     frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
-    if not frames:
-        return "no answer"
+    if not frames:  # it is about to run users' code, or tells how that has ended
+        return "outside your code" if main_thread(dump) else "no answer"
     first = frames[0]
     user = next((frame for frame in frames if is_users(frame.filename)), first)
     if user is first:

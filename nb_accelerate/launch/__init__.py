@@ -23,5 +23,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'servers')}"), name)
+    if name == "notebook_launcher":
+        importlib.import_module(f"{__name__}.launcher").warm_up_in_kernel()
     globals()[name] = value  # found without this function from now on
     return value

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, cast
 
-from nb_accelerate.config.env import RESUME
+from nb_accelerate.config.env import RESUME, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display import choose_front_end
+from nb_accelerate.display.frontend import is_in_kernel
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
+from nb_accelerate.launch.servers import warm_server
 from nb_accelerate.ranks.guard import OutputGuard
 from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.worker.groups import named
@@ -26,6 +29,16 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.values import Values
     from nb_accelerate.ranks.sinks import Sink
+
+
+def warm_up_in_kernel() -> None:
+    """Start the process that ranks are forked from, in a kernel: it imports PyTorch while the user writes the call.
+
+    Called when `notebook_launcher` is imported. Another thread than the main one starts nothing, since the process
+    would end with it.
+    """
+    if is_in_kernel() and Environment().keep_warm and threading.current_thread() is threading.main_thread():
+        warm_server()
 
 
 def notebook_launcher(

@@ -52,10 +52,10 @@ def test_figures_of_launched_functions_are_shown_once_for_each_rank(kernel: Kern
     if start_method == "fork":  # a figure of the kernel's own is not a rank's
         kernel.run("import matplotlib.pyplot as plt").ok()
     launch = "plt.plot([3])\n" if start_method == "fork" else ""
-    launch += f"notebook_launcher(plots, num_processes=2, start_method={start_method!r})"
+    launch += f"notebook_launcher(plots, num_processes=2, start_method={start_method!r}, fold_output=False)"
     cell = kernel.run(launch).ok()
     figures = [one for one in cell.displays if "image/png" in one]
     assert len(figures) == 4 + (start_method == "fork")
     assert "Figure(" not in cell.stdout
-    cell = kernel.run("notebook_launcher(shows, num_processes=2)").ok()
+    cell = kernel.run("notebook_launcher(shows, num_processes=2, fold_output=False)").ok()
     assert sorted(html(cell)) == ["<b>first</b>"] * 2 + ["<b>second</b>"] * 2

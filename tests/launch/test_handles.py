@@ -130,7 +130,7 @@ def test_launching_from_a_thread_prints_into_its_cell(notebook: Kernel) -> None:
         "def work():\n    found.extend(launch(lambda: print('from', rank()) or rank(), (), 2))\n"
         "thread = threading.Thread(target=work); thread.start(); thread.join(); print(found)"
     ).ok()
-    assert sorted(cell.stdout.splitlines()) == ["[0, 1]", "from 0", "from 1"]
+    assert sorted(cell.stdout.splitlines()) == ["[0, 1]", "[rank 0] from 0", "[rank 1] from 1"]
 
 
 def test_launching_in_a_coroutine_works(notebook: Kernel) -> None:

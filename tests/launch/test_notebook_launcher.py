@@ -112,7 +112,7 @@ def test_what_ranks_print_is_in_the_cell_in_whole_lines(notebook: Kernel) -> Non
         "    os.system('echo from a subprocess')\n"
         "    os.write(2, b'from C\\n')\n"
     ).ok()
-    cell = notebook.run("launch(talk, (), 2)").ok()
+    cell = notebook.run("launch(talk, (), 2, fold_output=False)").ok()
     lines = cell.stdout.splitlines()
     for rank in (0, 1):
         own = [line for line in lines if line.startswith(f"rank {rank} ")]

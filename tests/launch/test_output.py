@@ -158,7 +158,7 @@ def test_one_rank_gets_its_prefix_also_if_equal_lines_are_folded(notebook: Kerne
 def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel) -> None:
     notebook.set_timeouts("nb_accelerate.launch.Launch", fold=600.0)  # a line may be this late and is still equal
     notebook.run("def mostly_equal():\n    print('same'); print('differs by', rank()); print('same again')").ok()
-    cell = notebook.run("launch(mostly_equal, (), 3, fold_output=True)").ok()
+    cell = notebook.run("notebook_launcher(mostly_equal, (), 3, progress='off')").ok()
     assert sorted(cell.stdout.splitlines()) == [
         "[rank 0] differs by 0",
         "[rank 1] differs by 1",

@@ -79,3 +79,24 @@ def test_epochs_tells_it_and_counts_more_than_what_is_read(loader):
 def test_epochs_takes_whole_numbers():
     with pytest.raises(ConfigError, match=r"number=1\.5"):
         Accelerator(cpu=True).epochs(1.5)  # type: ignore[arg-type]
+
+
+def test_a_loop_around_a_library_that_loops_over_epochs_says_nothing(loader, tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "some_trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def fit(loader):\n    for _ in range(5):\n        list(loader)\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    import some_trainer
+
+    for _seed in range(3):
+        some_trainer.fit(loader)
+        assert noted()[1] == 0
+
+
+def test_a_bar_around_the_loader_changes_nothing(loader, monkeypatch):
+    from tqdm import tqdm
+
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+
+    for _epoch in range(2):
+        assert one_epoch(tqdm(loader, disable=True))[1] == 2
