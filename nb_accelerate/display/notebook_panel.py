@@ -67,6 +67,7 @@ class NotebookPanel(Drawing):
     """
 
     every = 0.5
+    is_redrawn = True
 
     def __init__(
         self,

@@ -90,11 +90,13 @@ class Drawing(Protocol):
 
     Attributes:
         every: the least number of seconds between two drawings.
+        is_redrawn: a drawing takes the place of the one before, so that what was said can be taken back.
         is_announced: something stands there already, which says that the run starts.
     """
 
     every: float
     is_announced: bool = False
+    is_redrawn: bool = False
 
     def draw(self, view: View) -> None:
         """Draw a view of the run while it is on."""
@@ -160,6 +162,18 @@ class Panel:
                 self._drawings.append(make(self._watched))
                 self._draw_at = 0.0
             return self._watched is not None
+
+    def tell_hang(self, text: str) -> bool:
+        """Show a sentence about ranks that wait in vain, until one moves or the panel can say it by itself.
+
+        Returns:
+            False if it is not shown, because the panel is not redrawn in place.
+        """
+        with self._lock:
+            shows = self._drawings[:1] and self._drawings[0].is_redrawn and not self._has_failed
+            if shows:
+                self._state.tell_hang(text)
+            return bool(shows)
 
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""

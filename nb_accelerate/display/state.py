@@ -15,9 +15,10 @@ from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.memory import parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
+from nb_accelerate.display.pace import Pace, remarks, summary
 from nb_accelerate.display.phase_times import PhaseTimes, parts, together
 from nb_accelerate.display.seen import Seen
-from nb_accelerate.display.stragglers import slow_sentences, slowest_of_all, stragglers
+from nb_accelerate.display.stragglers import slow_sentences, stragglers
 from nb_accelerate.display.track import METHODS, WORDS, LossHistory, Track, loss_of
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
@@ -72,8 +73,8 @@ class PanelState:
         self._slow: Mapping[int, Straggler] = {}
         self._compare_at = now
         self._stacks: Mapping[int, str] = {}
-        self._first_step: tuple[float, int] | None = None
-        self._last_step: tuple[float, int] | None = None
+        self._hang = ""
+        self._pace = Pace()
 
     def observe(self, now: float, seen: Sequence[Seen]) -> None:
         """Take a sample of each rank, made at the time `now`."""
@@ -81,6 +82,8 @@ class PanelState:
             track = self._tracks[one.rank]
             before = track.moved_at
             track.add(now, one.sample)
+            if track.moved_at != before:
+                self._hang = ""
             self._times[one.rank].add(now, one.sample)
             if track.moved_at != before and one.rank in self._stacks:
                 self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
@@ -93,7 +96,7 @@ class PanelState:
             self._state = "running"
         self._forget_standstill(now)
         self._compare(now)
-        self._note_steps(now)
+        self._pace.add(now, int(median(track.sample.steps for track in self._tracks.values())))
         sampled = self._sampled()
         self._losses.add(sampled)
         self._jump.add(sampled)
@@ -112,6 +115,10 @@ class PanelState:
     def explain(self, stacks: Mapping[int, str]) -> None:
         """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
         self._stacks = {rank: dump for rank, dump in stacks.items() if dump}
+
+    def tell_hang(self, text: str) -> None:
+        """Take a sentence about ranks that wait in vain; it is shown until one of them moves."""
+        self._hang = words.capitalized(text)
 
     def end(self, now: float, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Note how the launch or cell ended, and why if it failed."""
@@ -137,8 +144,8 @@ class PanelState:
             facts=self._facts,
             elapsed=words.duration(now - self._began),
             outlook=self._outlook(now) if self._ended is None else (),
-            summary=self._summary() if self._ended is not None else (),
-            remarks=self._remarks() if self._ended is not None else (),
+            summary=summary(self._tracks, self._pace.rate, self._rows) if self._ended is not None else (),
+            remarks=remarks(self._tracks, self._peak) if self._ended is not None else (),
             bars=bars,
             rows=self._folded(rows, kinds, now) if many else tuple(rows.values()),
             columns=self._standing() if is_known else (),
@@ -188,8 +195,8 @@ class PanelState:
         else:
             step = f"{words.count(sample.step)} / {words.count(sample.total)}"
             share = _part(sample.step, sample.total)
-        if self._ended is not None and self._first_step is not None and self._last_step is not None:
-            rate = self._mean_rate()
+        if self._ended is not None and self._pace.has_steps:
+            rate = self._pace.rate
         memory = sample.memory or seen.memory
         return Row(
             ranks=str(rank),
@@ -360,7 +367,7 @@ class PanelState:
             sentences.append(f"{who}{waited_in} for {words.named(returned)}, which {have} returned.")
         elif waiting and stopped:
             sentences[-1] += f". {who} for {_it(stopped)}{waited_in}."
-        return tuple(sentences)
+        return tuple(sentences) or ((self._hang,) if self._hang else ())
 
     def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
         on_now = (*self._stall_words(stalled, now), *slow) if self._ended is None else ()
@@ -380,19 +387,6 @@ class PanelState:
         losses = [loss for sample in samples if (loss := loss_of(sample)) is not None and math.isfinite(loss)]
         return (max(sample.steps for sample in samples), losses) if losses else None
 
-    def _note_steps(self, now: float) -> None:
-        steps = int(median(track.sample.steps for track in self._tracks.values()))
-        if steps and self._first_step is None:
-            self._first_step = (now, steps)
-        if steps and (self._last_step is None or steps > self._last_step[1]):
-            self._last_step = (now, steps)
-
-    def _mean_rate(self) -> float | None:
-        if self._first_step is None or self._last_step is None:
-            return None
-        seconds = self._last_step[0] - self._first_step[0]
-        return (self._last_step[1] - self._first_step[1]) / seconds if seconds > 0.4 else None
-
     def _outlook(self, now: float) -> tuple[str, ...]:
         quiet = now - max(track.moved_at for track in self._tracks.values())
         in_loop = any(track.sample.in_loop for track in self._tracks.values())
@@ -400,46 +394,13 @@ class PanelState:
             return (f"no step for {words.brief(quiet)}",)
         parts = []
         slowest = min(self._tracks.values(), key=lambda track: track.sample.steps)
-        left = self._left_of_all(slowest) or slowest.time_left()
+        left = self._pace.left_of_run(slowest) or slowest.time_left()
         if left is not None:
             parts.append(left)
         rates = [track.rate for track in self._tracks.values() if track.rate is not None]
         rows = max(track.sample.rows for track in self._tracks.values())
         if rates and rows and median(rates) > 0 and in_loop:
             parts.append(f"{words.rate(median(rates) * rows)} samples/s")
-        return tuple(parts)
-
-    def _left_of_all(self, track: Track) -> str | None:
-        """Estimate how long the whole run will take, evaluations included; None if its number of epochs is not known.
-
-        From the first step on: what came before it comes once.
-        """
-        rate = self._mean_rate()
-        if track.whole is None or not rate:
-            return None
-        done, total = track.whole
-        return f"about {words.duration((total - done) / rate)} left"
-
-    def _summary(self) -> tuple[str, ...]:
-        steps = int(median(track.sample.steps for track in self._tracks.values()))
-        parts = []
-        if steps:
-            parts.append(words.plural(steps, "step"))
-        rate = self._mean_rate()
-        if rate and self._rows:
-            parts.append(f"{words.rate(rate * self._rows)} samples/s")
-        losses = [loss for track in self._tracks.values() if (loss := loss_of(track.sample)) is not None]
-        if losses:
-            parts.append(f"loss {words.measured(sum(losses) / len(losses))}")
-        return tuple(parts)
-
-    def _remarks(self) -> tuple[str, ...]:
-        parts = [words.plural(len(self._tracks), "rank")]
-        slowest = slowest_of_all(self._tracks)
-        if slowest is not None:
-            parts.append(f"{'the other' if len(self._tracks) == 2 else 'others'} waited for rank {slowest[0]}")
-        if self._peak:
-            parts.append(f"peak {words.size(self._peak)}")
         return tuple(parts)
 
 

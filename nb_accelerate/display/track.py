@@ -37,7 +37,7 @@ WORDS = {
     Phase.SAVING: "saving",
     Phase.WAITING: "waits",
     Phase.ENDED: "done",
-    Phase.PREPARING: "preparing",
+    Phase.PREPARING: "preparing the model",
 }
 
 METHODS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Cells:
         self._shell = shell
         self._auto = auto
         self._defaults = defaults
+        self._search_path: list[str] = []
 
     def distributed(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on every rank; replaced below by the whole help."""
@@ -80,6 +82,7 @@ class Cells:
         replaced = offer(pool, options.ranks)
         if replaced:
             _show(replaced)
+        self._send_search_path(pool)
         variables = self._shell.user_ns
         if parsed.get("background"):
             return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
@@ -87,6 +90,15 @@ class Cells:
         if "out" in parsed.values:
             self._shell.user_ns[parsed.values["out"]] = values
         return None
+
+    def _send_search_path(self, pool: Pool) -> None:
+        """Have ranks import from where the notebook does by now; ranks that are busy get it with a later cell."""
+        if self._search_path == sys.path or not pool.is_idle or pool.lost:
+            return
+        from nb_accelerate.worker.namespace import use_search_path
+
+        pool.call(use_search_path, list(sys.path))
+        self._search_path = list(sys.path)
 
     def _read(self, cell: str, head: str | None) -> CellSource:
         """Check the cell here, once, before any rank sees it."""
@@ -120,6 +132,7 @@ class Cells:
         if not pool.is_running:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
             options = PoolOptions(**{**defaults, **asked})
+            self._search_path = list(sys.path)
             if choose_front_end(parsed.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}
                 publish = self._shell.display_pub.publish

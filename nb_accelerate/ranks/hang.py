@@ -103,7 +103,9 @@ class HangWatch:
             text = verdict(dumps, finished)
             if text:
                 self._said = True
-                request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {text}. {request.wording.when_hung}")
+                said = f"nothing has moved for {round(self._quiet, 1):g} s: {text}. {request.wording.when_hung}"
+                if request.panel is None or not request.panel.tell_hang(said):
+                    request.say(said)
             elif places == self._seen:
                 self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
         self._seen = places

@@ -25,6 +25,11 @@ def push(values: dict[str, Any]) -> None:
     _variables().update(values)
 
 
+def use_search_path(entries: list[str]) -> None:
+    """Import from these folders from now on: what the notebook has in ``sys.path``."""
+    sys.path[:] = entries
+
+
 def pull(names: tuple[str, ...]) -> list[Any]:
     """Return the values of names.
 

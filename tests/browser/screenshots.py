@@ -114,7 +114,7 @@ def picture_states(notebook: Notebook, wanted: list[str]) -> None:
             picture(notebook, cell, "interrupted" if state == "running" else "nan-done")
 
 
-def picture_reload(notebook: Notebook, server: JupyterServer, cell: int) -> None:
+def picture_reload(notebook: Notebook, cell: int) -> None:
     """Picture a page that was loaded anew while a cell runs, the panel in another cell, and the end of the kernel."""
     notebook.run(cell)
     notebook.wait_until("() => document.querySelector('.nba [role=progressbar]') !== null", timeout=120)
@@ -131,7 +131,7 @@ def picture_reload(notebook: Notebook, server: JupyterServer, cell: int) -> None
     picture(notebook, cell + 1, "attached")
     notebook.run(cell)
     notebook.wait_until(f"() => document.querySelectorAll('.jp-Cell')[{cell}].innerText.includes('Interrupt')")
-    server.end_kernels()
+    notebook.kernel.kill()
     time.sleep(_UNTIL_GONE)  # it is the picture of what appears by itself
     picture(notebook, cell, "kernel-gone")
 
@@ -150,7 +150,7 @@ def picture_all(server: JupyterServer, chromium: Chromium, where: Where, wanted:
     if wanted != ["reloaded"]:
         picture_states(notebook, wanted)
     if not wanted or "reloaded" in wanted:
-        picture_reload(notebook, server, len(STATES) + 1)
+        picture_reload(notebook, len(STATES) + 1)
     notebook.close()
 
 

@@ -838,3 +838,18 @@ def test_full_bars_of_epochs_that_are_over_are_one_row():
     run.put(request=1, bars=(*bars, Bar(label="epoch 4", count=10, total=50, seconds=1)))
     run.look()
     assert [(row.label, row.step) for row in run.view.bars] == [("epoch 4 (after 3 more)", "10 / 50")]
+
+
+def test_a_hang_that_was_found_by_the_stacks_is_told_until_the_panel_can_or_a_rank_moves():
+    run = Run(2)
+    run.put(phase=Phase.RUNNING, request=1)
+    run.look()
+    run.state.tell_hang("nothing has moved for 3 s: rank 0 waits. Interrupt it to end it")
+    run.wait(1.0)
+    assert run.view.warnings == ("Nothing has moved for 3 s: rank 0 waits. Interrupt it to end it",)
+    run.put([0], phase=Phase.WAITING, waits_in=Collective.barrier)
+    run.look()
+    assert run.view.warnings == ()
+    run.state.tell_hang("nothing has moved for 3 s: rank 0 waits")
+    run.wait(8.0)
+    assert run.view.warnings == ("Rank 1 has not moved for 9 s; rank 0 waits for it in wait_for_everyone.",)

@@ -403,3 +403,20 @@ def kinds(notebook: Kernel, cell: str) -> list[str]:
         else f"display {content['data']['text/plain']}"
         for kind, content in raw(notebook, cell)
     ]
+
+
+def test_folders_that_the_notebook_adds_to_its_search_path_are_those_of_the_ranks_too(
+    notebook: Kernel, tmp_path: Path
+) -> None:
+    (tmp_path / "beside_the_notebook.py").write_text("answer = 42\n")
+    notebook.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})").ok()
+    assert notebook.run("%%distributed\nimport beside_the_notebook as b\nprint(b.answer)").ok().stdout == "42\n"
+    notebook.run("sys.path.pop(0)").ok()
+
+
+def test_a_name_that_only_ranks_have_is_told_to_be_there(notebook: Kernel) -> None:
+    notebook.run("%%distributed\nonly_there = 1").ok()
+    cell = notebook.run("only_there + 1")
+    assert cell.error == "NameError"
+    assert cell.stderr == "only_there is on the ranks: %distributed pull only_there\n"
+    assert notebook.run("nowhere_at_all").stderr == ""

@@ -13,6 +13,7 @@ from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
+from nb_accelerate.magics.names import words_for
 from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.group import breaks_group
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
@@ -352,3 +353,19 @@ class TestCellsThatBreakTheGroup:
 
     def test_one_rank_has_no_group_to_break(self):
         assert not self.breaks(self.members(3), ran=1, fails=True, cut=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%distributed pu", ["pull", "push"]),
+        ("%distributed sta", ["start", "status"]),
+        ("%%distributed -n 2 --pro", ["--progress"]),
+        ("%%rank 1 --back", ["--background"]),
+        ("%distributed push x --", ["--help", "--large", "--ranks"]),
+        ("%distributed push x", []),
+        ("x = --y", []),
+    ],
+)
+def test_magics_are_completed_with_their_commands_and_options(line, words):
+    assert sorted(words_for(line)) == words
