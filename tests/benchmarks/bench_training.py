@@ -160,5 +160,61 @@ def _on_two_ranks() -> list[str]:
     return lines
 
 
+def _times_of_phases(width: int, batch_size: int) -> tuple[float, float]:
+    """Seconds of a step on this rank, and those of them in which it is noted where the time goes."""
+    from nb_accelerate import Accelerator
+    from nb_accelerate.accelerator.exchange_time import time_exchange
+    from nb_accelerate.progress_page import Phase, here
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    data = TensorDataset(torch.ones(2 * STEPS * batch_size, width), torch.zeros(2 * STEPS * batch_size, 1))
+    model, optimizer, _ = _parts(width)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=batch_size))
+    steps, began = [], time.perf_counter()
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        steps.append(-began + (began := time.perf_counter()))
+
+    page, weight = here(), torch.ones(1, requires_grad=True)
+
+    def phases() -> None:
+        for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.RUNNING, Phase.STEP, Phase.RUNNING):
+            page.enter(phase)
+
+    def backward() -> None:
+        weight.sum().backward()
+
+    def timed_backward() -> None:
+        loss = weight.sum()
+        time_exchange(loss, page)
+        loss.backward()
+
+    page.enter(Phase.BACKWARD)
+    taken: dict[str, list[float]] = {"phases": [], "backward": [], "timed": []}
+    for _ in range(3000):
+        for name, action in zip(taken, (phases, backward, timed_backward), strict=True):
+            began = time.perf_counter()
+            action()
+            taken[name].append(time.perf_counter() - began)
+        page.enter(Phase.BACKWARD)
+    phase_seconds, plain, timed = (statistics.median(taken[name]) for name in taken)
+    return statistics.median(steps), phase_seconds + timed - plain
+
+
+def _where_the_time_goes() -> list[str]:
+    lines = []
+    for name, width, batch_size in (("a small MLP", 32, 16), ("a wider one", 1024, 64)):
+        ranks = notebook_launcher(_times_of_phases, (width, batch_size), num_processes=2, progress="off", timeout=300)
+        step, added = (statistics.mean(one) for one in zip(*ranks, strict=True))
+        lines.append(
+            f"noting where the time goes, {name:<12} {100 * added / step:5.2f} % of a step  "
+            f"({1e6 * added:.1f} µs of {1e6 * step:.0f})"
+        )
+    return lines
+
+
 def measure() -> list[str]:
-    return [*_alone(), *_on_two_ranks()]
+    return [*_alone(), *_on_two_ranks(), *_where_the_time_goes()]
