@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.loss_chart import with_chart
 from nb_accelerate.display.strips import legend, strip
 from nb_accelerate.display.view import FIGURES
 from nb_accelerate.records import draw
@@ -33,7 +34,7 @@ _WIDE = 10
 
 _CAREFUL = ' class="nba-careful"'
 
-_SHEETS = ("style.css", "times.css")
+_SHEETS = ("style.css", "times.css", "chart.css")
 
 _ONLY_NOW = ' class="nba-only-now"'
 """A table without bars and figures: its last column begins beside the rank."""
@@ -73,7 +74,7 @@ def _header(view: View) -> str:
         f'<header><span role="img" aria-label="{view.state}"{_CAREFUL if view.mark == "!" else ""}>{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
-        f'<span class="nba-time"><span>{view.elapsed}</span>{rest}</span>{_curve(view)}</header>'
+        f'<span class="nba-time"><span>{view.elapsed}</span>{rest}</span>{with_chart(view, _curve(view))}</header>'
     )
 
 

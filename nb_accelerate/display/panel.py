@@ -14,11 +14,13 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from nb_accelerate.display.logged_values import earlier_runs, remember
 from nb_accelerate.display.runs import charts_of
 from nb_accelerate.display.state import PanelState
 
@@ -129,6 +131,7 @@ class Panel:
         self.ended: View | None = None
         self.logs: Mapping[int, str] = {}
         self._lock = threading.Lock()
+        self._key = uuid.uuid4().hex[:12]
         self._state = PanelState(facts, ranks, now)
         self._drawings = [drawing]  # the first is in the cell that runs it
         self._watched: Watched | None = watched
@@ -222,6 +225,7 @@ class Panel:
         self._observe(watched, now)
         self._state.end(now, state, failure)
         self.ended = view = self._view(watched, now)
+        remember(view)
         self.logs = {rank: "".join(watched.log(rank).splitlines(keepends=True)[-_KEPT_LINES:]) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
         # What was over before a panel appeared has none, but for bars: they were not printed.
@@ -231,7 +235,8 @@ class Panel:
             drawing.finish(view, was_drawn=True)
 
     def _view(self, watched: Watched, now: float) -> View:
-        return replace(self._state.view(now), charts=charts_of(watched.runs()))
+        view = self._state.view(now)
+        return replace(view, charts=charts_of(watched.runs()), before=earlier_runs(view.facts.name), key=self._key)
 
     def _observe(self, watched: Watched, now: float) -> None:
         seen = watched.look()

@@ -12,6 +12,7 @@ from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.advice import advice
 from nb_accelerate.display.bars import bar_rows
+from nb_accelerate.display.logged_values import LoggedValues
 from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.memory import parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
@@ -64,6 +65,7 @@ class PanelState:
         self._times = {rank: PhaseTimes() for rank in ranks}
         self._seen = {rank: Seen(rank=rank, state="starting") for rank in ranks}
         self._losses = LossHistory()
+        self._logged = LoggedValues()
         self._not_finite = NotFiniteLosses()
         self._jump = LossJump()
         self._columns = {*_STANDING}
@@ -99,6 +101,7 @@ class PanelState:
         self._pace.add(now, int(median(track.sample.steps for track in self._tracks.values())))
         sampled = self._sampled()
         self._losses.add(sampled)
+        self._logged.add(self._tracks[min(self._tracks)].sample)
         self._jump.add(sampled)
 
     def stalled(self, now: float) -> list[int]:
@@ -154,6 +157,7 @@ class PanelState:
             else (),
             curve=self._losses.points,
             held=sharded_line({rank: track.sample.held for rank, track in self._tracks.items()}),
+            logged=self._logged.curves,
             warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
             times=together(self._seconds(rank) for rank in self._times),
             advice=self._advice(),

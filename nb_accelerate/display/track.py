@@ -269,10 +269,15 @@ class LossHistory:
             self._stride *= 2
 
 
+def is_training_loss(name: str) -> bool:
+    """Return whether a logged name is that of the loss that is trained with."""
+    return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")
+
+
 def loss_of(sample: Sample) -> float | None:
     """Return the newest loss of a rank: one that was logged by that name, else what `backward` was called on."""
     for name, value in sample.scalars.items():
-        if name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss"):
+        if is_training_loss(name):
             return value
     return sample.loss
 

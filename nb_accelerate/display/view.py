@@ -142,12 +142,15 @@ class View:
         columns: names of the figures that have a column in any case, so that none comes and goes while one watches.
         dots: all ranks, if they are too many for a row each.
         curve: (step, loss), in order.
+        logged: what else was logged, by step.
+        before: losses of earlier runs.
         charts: what was logged to be drawn here.
         held: how the model is spread over ranks, and what they hold of it; empty if it is not spread.
         warnings: sentences about what is wrong.
         times: where the time of all ranks together goes, as in `Row`.
         advice: a sentence about what slowed down a run that has ended, and what to try; "" if nothing is worth one.
         failure: why it ended, if it failed.
+        key: of this panel, other than those of all others in the notebook; "" if it is drawn once.
     """
 
     state: PanelStatus
@@ -161,12 +164,15 @@ class View:
     columns: tuple[str, ...] = ()
     dots: tuple[Dot, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
+    logged: tuple[Curve, ...] = ()
+    before: tuple[Curve, ...] = ()
     charts: tuple[Chart, ...] = ()
     held: str = ""
     warnings: tuple[str, ...] = ()
     times: tuple[TimePart, ...] = ()
     advice: str = ""
     failure: FailureSummary | None = None
+    key: str = ""
 
     @property
     def mark(self) -> str:

@@ -1,0 +1,134 @@
+"""A click on the small curve opens a chart: losses, also of validation and earlier runs, and what else was logged."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from fixtures.panels import Run
+
+from nb_accelerate.display import html, logged_values
+from nb_accelerate.display.logged_values import earlier_runs, remember
+from nb_accelerate.display.loss_chart import Points, draw_losses, is_loss_of_validation, smoothed
+from nb_accelerate.display.view import View
+from nb_accelerate.records import Curve
+
+NOISY: Points = tuple((10.0 * step, 2 * math.exp(-step / 40) + 0.05 * (-1) ** step + 0.1) for step in range(1, 101))
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logged_values, "_earlier", [])
+
+
+def texts(chart: str) -> list[str]:
+    return [(element.text or "") for element in ET.fromstring(chart).iter("text")]
+
+
+def legend(chart: str) -> list[str]:
+    paragraph = ET.fromstring(chart).find("p")
+    assert paragraph is not None
+    return ["".join(span.itertext()).strip() for span in paragraph.findall("span")]
+
+
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_scale_and_another_is_not() -> None:
+    far = tuple((float(step), 10.0 * 0.9**step) for step in range(60))
+    assert "loss, logarithmic" in texts(draw_losses(far))
+    near = tuple((float(step), 3.0 - step / 60) for step in range(60))
+    assert {"loss", "2.2", "2.4", "2.6", "2.8"} <= set(texts(draw_losses(near)))
+    below_zero = tuple((float(step), 5.0 - step) for step in range(60))
+    assert "loss" in texts(draw_losses(below_zero))
+
+
+def test_points_that_are_higher_are_drawn_higher_on_both_scales() -> None:
+    for values in ((1.0, 2.0, 1.5), (1.0, 200.0, 30.0)):
+        chart = draw_losses(tuple(enumerate(values)))
+        line = re.search(r'points="([^"]+)"', chart)
+        assert line is not None
+        low, high, middle = (float(point.split(",")[1]) for point in line[1].split())
+        assert high < middle < low
+
+
+def test_a_smoothed_loss_has_less_noise_comes_in_time_and_stands_beside_what_was_measured() -> None:
+    exact = [2 * math.exp(-step / 40) + 0.1 for step in range(1, 101)]
+    errors = [abs(value - true) for (_, value), true in zip(smoothed(NOISY), exact, strict=True)]
+    assert max(errors[5:-5]) < 0.02  # of 0.05; a mean of the past alone is 0.2 too high where it falls fast
+    assert legend(draw_losses(NOISY)) == ["loss, smoothed", "loss, as it was"]
+    assert legend(draw_losses(NOISY[:20])) == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("val_loss", True), ("eval/loss", True), ("valid-loss", True), ("loss", False), ("accuracy", False)],
+)
+def test_losses_of_validation_are_known_by_their_names(name: str, is_one: bool) -> None:
+    assert is_loss_of_validation(name) is is_one
+
+
+def test_other_values_have_low_charts_over_the_same_steps_and_tooltips_say_all() -> None:
+    logged = [Curve("val_loss", ((300.0, 1.5), (600.0, 0.9))), Curve("lr", ((1.0, 0.001), (500.0, 0.0005)))]
+    chart = draw_losses(NOISY, logged)
+    assert "val_loss" in legend(chart)
+    assert "lr" in texts(chart)
+    tips = [element.text or "" for element in ET.fromstring(chart).iter("title")]
+    assert len(tips) <= 33
+    assert re.fullmatch(r"step 9\d0\nloss, smoothed 0\.\d+\nval_loss 0\.9000\nlr 5\.00e-04", tips[-2])
+
+
+def test_strange_values_make_no_strange_chart() -> None:
+    flat: Points = ((1.0, 0.0), (2.0, 0.0))
+    huge: Points = ((1.0, 1e300), (2.0, 1e-300), (3.0, 5.0))
+    least: Points = ((1.0, 0.0), (2.0, 5e-324))
+    greatest: Points = ((1.0, -1.7e308), (2.0, 1.7e308))
+    for loss in (flat, huge, least, greatest, ((1.0, 3.0), (2.0, 3.0))):
+        chart = draw_losses(loss, [Curve("<script>", ((1.0, 2.0),))])
+        ET.fromstring(chart)
+        assert "nan" not in chart
+        assert "<script>" not in chart
+
+
+def trained(name: str = "train", **scalars: float) -> Run:
+    run = Run(2, name=name)
+    run.begin_loop()
+    for step in range(1, 41):
+        run.put(step=step, loss=2.0 / step, scalars={**scalars, "val_loss": 3.0 - step // 10})
+        run.wait(0.125)
+    return run
+
+
+def test_what_is_logged_is_collected_and_shown_when_the_small_curve_is_opened() -> None:
+    view = trained(lr=0.01).view
+    curves = {curve.name: curve.points for curve in view.logged}
+    assert curves["lr"] == ((1.0, 0.01),)
+    assert [value for _, value in curves["val_loss"]] == [3.0, 2.0, 1.0, 0.0, -1.0]
+    assert "<details" in html.render(view)
+    assert "val_loss" in html.render(view)
+    assert "<details" not in html.render(Run(2).view), "there is nothing to show yet"
+
+
+def test_the_training_loss_is_drawn_once() -> None:
+    assert "loss" not in {curve.name for curve in trained(loss=0.5).view.logged}
+
+
+def test_earlier_runs_of_the_name_are_shown_with_the_time_of_their_end() -> None:
+    for name in ("train", "other", "train", "cell 3", "cell 9"):
+        remember(trained(name).end())
+    assert [curve.name.partition(",")[0] for curve in earlier_runs("train")] == ["train", "train"]
+    assert [curve.name.partition(",")[0] for curve in earlier_runs("cell 12")] == ["cell 3", "cell 9"]
+    shown = legend(draw_losses(NOISY, (), earlier_runs("train")))
+    assert [bool(re.fullmatch(r"train, \d\d:\d\d:\d\d", one)) for one in shown] == [False, False, True, True]
+
+
+def test_a_run_of_a_few_steps_is_not_remembered() -> None:
+    remember(Run(2).end())
+    assert earlier_runs("train") == ()
+
+
+def test_a_chart_that_is_open_stays_open_when_the_panel_is_drawn_again() -> None:
+    view = trained().view
+    assert "<script>" not in html.render(view), "a panel that is drawn once needs none"
+    with_key = html.render(View(**{**vars(view), "key": "a1b2"}))
+    assert 'data-nba="a1b2"' in with_key
+    assert "nbaOpen||{})['a1b2']" in with_key
