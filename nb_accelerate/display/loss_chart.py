@@ -86,7 +86,7 @@ def with_chart(view: View, curve: str) -> str:
         else ""
     )
     return (
-        f'<details class="nba-chart"{keeps}><summary title="show the chart">{curve}<span>close the chart</span>'
+        f'<details class="nba-chart"{keeps}><summary title="chart of the loss" aria-label="chart of the loss">{curve}'
         f"</summary>{draw_losses(view.curve, view.logged, view.before)}</details>{script}"
     )
 
