@@ -153,7 +153,7 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
         manifest: of the checkpoint.
         number: of the loader, among all.
         loader: as prepared now.
-        world_size: how many ranks there are now.
+        world_size: how many ranks, or groups that share rows, there are now.
 
     Raises:
         CheckpointError: no number of batches is what was read: rows would be left out or come twice.
@@ -162,15 +162,15 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
     before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
     now = rows_per_step(loader)
     same_size = before is not None and before == now
-    if not position or same_size or (before is now is None and manifest.num_processes == world_size):
+    if not position or same_size or (before is now is None and manifest.readers == world_size):
         return position
     if before is not None and now is not None and position * before % now == 0:
         return position * before // now
     had = f"{position} batches" + ("" if before is None else f" of {before} rows, {position * before} in all,")
     reads = "in batches of no fixed size" if now is None else f"{now} rows at a time"
     raise CheckpointError(
-        f"It was saved by {manifest.num_processes} processes after {had} of an epoch, and this run of {world_size} "
-        f"reads {reads}: rows would be left out or come twice. Start {manifest.num_processes} processes with the same "
+        f"It was saved by {manifest.readers} processes after {had} of an epoch, and this run of {world_size} "
+        f"reads {reads}: rows would be left out or come twice. Start {manifest.readers} processes with the same "
         "batch_size, or load a checkpoint that was saved between epochs."
     )
 

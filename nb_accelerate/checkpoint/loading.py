@@ -84,13 +84,13 @@ def read_states(
             if name not in checkpoint.there:
                 continue
         path = checkpoint.folder / name
-        if part.on_every_rank and manifest is not None and manifest.num_processes != identity.world_size:
+        if part.on_every_rank and manifest is not None and not identity.is_laid_out_like(manifest):
             number = loader_number(part)
-            position = position_here(manifest, number, part.thing, identity.world_size)
+            position = position_here(manifest, number, part.thing, identity.readers)
             if isinstance(part.thing.dataset, IterableDataset) and position:
                 raise CheckpointError(
-                    f"{path} is the position of {manifest.num_processes} processes in a stream, in the middle of an "
-                    f"epoch, and this run has {identity.world_size}. Start {manifest.num_processes} processes, or load "
+                    f"{path} is the position of {manifest.readers} processes in a stream, in the middle of an "
+                    f"epoch, and this run has {identity.readers}. Start {manifest.readers} processes, or load "
                     "a checkpoint that was saved between epochs."
                 )
             states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))

@@ -33,6 +33,7 @@ class Manifest:
     Attributes:
         step: batches in the current accumulation window.
         num_processes: ranks of the run.
+        num_readers: processes, or groups that share rows, that read rows of their own; None: each process did.
         ranks: those that saved: all, or the main one if only that called ``save_state``, or those of one machine.
         epochs: that of each loader, from 0.
         seeds: with which it shuffles; None where it has no seed.
@@ -64,7 +65,13 @@ class Manifest:
             "python": ".".join(map(str, sys.version_info[:3])),
         }
     )
+    num_readers: int | None = None
     saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+    @property
+    def readers(self) -> int:
+        """Processes, or groups of them that share rows, that read rows of their own."""
+        return self.num_processes if self.num_readers is None else self.num_readers
 
     def write(self, folder: Path) -> None:
         """Write this into a folder, through to the disk."""
@@ -124,6 +131,7 @@ def _checked(content: dict[str, Any], *, of_sums: bool) -> Manifest:
     if odd:
         raise ValueError(f"{odd[0]!r} is not the name of a file in this folder")
     num_processes = _number(content["num_processes"])
+    num_readers = content.get("num_readers")
     positions, global_step = content.get("positions"), content.get("global_step")
     kinds = {_a(str, name): _a(str, kind) for name, kind in _a(dict, content.get("kinds", {})).items()}
     return Manifest(
@@ -139,6 +147,7 @@ def _checked(content: dict[str, Any], *, of_sums: bool) -> Manifest:
         kinds=kinds,
         files=files,
         versions={_a(str, name): _a(str, one) for name, one in _a(dict, content.get("versions", {})).items()},
+        num_readers=None if num_readers is None else _number(num_readers),
         saved_at=_a(str, content.get("saved_at", "")),
     )
 

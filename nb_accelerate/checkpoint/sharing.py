@@ -19,6 +19,7 @@ from nb_accelerate.checkpoint.publishing import Staging, folder_of
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from nb_accelerate.checkpoint.manifest import Manifest
     from nb_accelerate.comm import Collectives
     from nb_accelerate.devices import DeviceKind
 
@@ -34,6 +35,7 @@ class RankIdentity:
         local_rank: its number there.
         local_world_size: how many there are there.
         kind: its kind of device, which has random numbers of its own.
+        num_sharing: processes that read the same rows as this one, with itself.
     """
 
     rank: int
@@ -42,6 +44,16 @@ class RankIdentity:
     local_rank: int
     local_world_size: int
     kind: DeviceKind
+    num_sharing: int = 1
+
+    @property
+    def readers(self) -> int:
+        """Processes, or groups of them that share rows, that read rows of their own."""
+        return self.world_size // self.num_sharing
+
+    def is_laid_out_like(self, manifest: Manifest) -> bool:
+        """Return whether the run that saved had as many processes, with as many parts of the rows."""
+        return (self.world_size, self.readers) == (manifest.num_processes, manifest.readers)
 
 
 @dataclass(frozen=True, kw_only=True)

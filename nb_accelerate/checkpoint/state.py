@@ -172,6 +172,7 @@ class StateWriter:
         manifest = Manifest(
             step=self.step,
             num_processes=self.identity.world_size,
+            num_readers=None if self.identity.num_sharing == 1 else self.identity.readers,
             ranks=shared.ranks,
             epochs=[position_of(loader)[0] for loader in self.loaders],
             seeds=[_seed(loader) for loader in self.loaders],

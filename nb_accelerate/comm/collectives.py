@@ -25,13 +25,20 @@ class Collectives(ABC):
         device: the device that the backend communicates from. Tensors on another kind of device are copied to it
             first, and results are copied back.
         packs_bytes: many small tensors are cheaper as the bytes of one. False where memory cannot be read as bytes.
+        num_sharing: processes that count as one here, because they read the same rows; see `DataParallelCollectives`.
     """
 
     packs_bytes: bool = True
+    num_sharing: int = 1
 
     rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that sends where rank 0 does: the only one, if several count as rank 0."""
+        return self.rank == 0
 
     def verify(  # noqa: B027 - not abstract, since most backends check nothing
         self, operation: str, data: Any, tensors: Sequence[Tensor], *, shapes: bool = True, waits: bool = True

@@ -14,6 +14,7 @@ failed. So a batch takes one collective, and a rank that waits for data learns w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from nb_accelerate.data.reader import CollectiveReader, ReadState
 from nb_accelerate.data.rows import count_rows
 from nb_accelerate.data.samplers import innermost_sampler
 from nb_accelerate.errors import DispatchError
+from nb_accelerate.process import rng
+from nb_accelerate.process.devices import device_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
     from nb_accelerate.data.positions import SavedPosition
     from nb_accelerate.data.reader import Reader
     from nb_accelerate.data.source import TorchSource
+    from nb_accelerate.devices import DeviceKind
 
 SliceFunction = Callable[..., Any]
 
@@ -80,6 +84,30 @@ class _Message:
     def row_bytes(self) -> int:
         """Bytes that each rank receives."""
         return _CODE_BYTES + max(layout.size for layout in self.layouts)
+
+
+class OwnNumbers:
+    """A block with random numbers of its own: those of its first beginning, carried on from one time to the next.
+
+    What one rank draws in it, because it reads for all, leaves its numbers those of the ranks that do not.
+
+    Args:
+        kind: of its device.
+    """
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self._kind = kind
+        self._outside: dict[str, Any] = {}
+        self._inside: dict[str, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._outside = rng.capture(self._kind)
+        if self._inside is not None:
+            rng.restore(self._inside, self._kind)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = rng.capture(self._kind)
+        rng.restore(self._outside, self._kind)
 
 
 class DispatchingReader(CollectiveReader):
@@ -157,16 +185,21 @@ class DispatchingReader(CollectiveReader):
     @override
     def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         self._yielded_state = ReadState()
-        if self.collectives.rank == 0:
+        shares = self.collectives.num_sharing > 1
+        numbers = OwnNumbers(device_kind(self.collectives.device.type)) if shares else contextlib.nullcontext()
+        batches: Iterator[Any] | None = None
+        if self.collectives.is_first:
             try:
-                return self._send(self._opened(epoch, resumed=resumed))
+                with numbers:
+                    batches = self._opened(epoch, resumed=resumed)
             except Exception as error:
-                return self._send(raise_on_next(error))  # the others have to be told
+                batches = raise_on_next(error)  # the others have to be told
         loader = self.source.loader
-        if not (loader.persistent_workers and epoch):
+        reads_elsewhere = batches is None or (shares and loader.generator is None)
+        if reads_elsewhere and not (loader.persistent_workers and epoch):
             # Rank 0 draws a number when reading begins. With it here, ranks that began with the same numbers keep them.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return self._receive()
+        return self._receive() if batches is None else self._send(batches, numbers)
 
     def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         """Begin to read, and drop the batches that are left out at the beginning of the epoch."""
@@ -186,21 +219,28 @@ class DispatchingReader(CollectiveReader):
 
     @override
     def end_state(self) -> ReadState:
-        return super().end_state() if self.collectives.rank == 0 else ReadState()
+        return super().end_state() if self.collectives.is_first else ReadState()
 
     @override
     def restore(self, saved: SavedPosition) -> None:
-        if self.collectives.rank == 0:
+        if self.collectives.is_first:
             super().restore(saved)
 
-    def _send(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0."""
+    def _send(self, source: Iterator[Any], numbers: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+        """Read groups, send the other ranks their parts, and yield that of rank 0. Runs on rank 0.
+
+        Args:
+            source: yields batches.
+            numbers: the block in which random numbers are drawn that the others do not draw.
+        """
         collectives = self.collectives
         groups = self._groups(source)
-        message, failure = next_or_error(groups)
+        with numbers:
+            message, failure = next_or_error(groups)
         collectives.broadcast_objects([_header(message, failure)], 0)
         while message is not None:
-            following, failure = next_or_error(groups)
+            with numbers:
+                following, failure = next_or_error(groups)
             code = _code(message, following, failure)
             collectives.scatter(*self._filled(message, code), 0)
             if code in (_OTHER, _FAILED):
@@ -242,7 +282,7 @@ class DispatchingReader(CollectiveReader):
             self._buffer = torch.empty((self._ranks, size), dtype=torch.uint8, device=device)
         buffer = self._buffer
         buffer[:, 0] = code
-        for rank in range(1, self._ranks):  # our own part does not travel
+        for rank in range(self._ranks):  # our own part, which does not travel, has no tensors
             write(message.layouts[rank], message.tensors[rank], buffer[rank, _CODE_BYTES:])
         return buffer, torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -291,8 +331,9 @@ class DispatchingReader(CollectiveReader):
 
     def _message(self, parts: list[Any], end: LastGroup | None) -> _Message:
         layouts, tensors = [], []
+        stays = 0 if self.collectives.num_sharing == 1 else None  # the rank whose part does not travel
         for rank, part in enumerate(parts):
-            layout, inside = pack(part) if rank and part is not None else (BatchLayout(None), [])
+            layout, inside = pack(part) if rank != stays and part is not None else (BatchLayout(None), [])
             layouts.append(layout)
             tensors.append(inside)
         return _Message(parts, end, layouts, tensors, super().read_state())

@@ -31,7 +31,7 @@ from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.plan import rows_per_rank
 from nb_accelerate.data.reader import Reader
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
-from nb_accelerate.data.shuffling import RNGSync, sampler_sync
+from nb_accelerate.data.shuffling import RNGSync, SharedStart, sampler_sync
 from nb_accelerate.data.skipping import skipping, split_skip
 from nb_accelerate.data.source import settings_of
 from nb_accelerate.data.stateful import is_stateful
@@ -125,7 +125,7 @@ def _rebuilt(
     **settings: Any,
 ) -> DataLoaderShard:
     """Return a new loader with the user's settings, and with a reader and samplers for this rank."""
-    kind = _reader_class(loader.dataset, collectives.world_size, config)
+    kind = _reader_class(loader.dataset, collectives, config)
     chosen = _Arguments(loader, collectives, config, rng_types, kind)
     parts = chosen.iterable() if isinstance(loader.dataset, IterableDataset) else chosen.mapped()
     reader = chosen.reader
@@ -162,13 +162,14 @@ def _reader(kind: type[Reader], source: TorchSource, *, not_read: int, **options
     return reader.without_reads(not_read) if not_read else reader
 
 
-def _reader_class(dataset: Any, world_size: int, config: DataLoaderConfiguration) -> type[Reader]:
+def _reader_class(dataset: Any, collectives: Collectives, config: DataLoaderConfiguration) -> type[Reader]:
     """Choose who reads a dataset: every rank, rank 0 for all, or every rank its own part of a stream.
 
     Raises:
         ConfigError: all ranks are to read a stream, and it would be shuffled in another order on each.
     """
-    if world_size == 1:
+    world_size = collectives.world_size
+    if world_size == collectives.num_sharing == 1:
         return Reader
     if config.dispatch_batches:
         return DispatchingReader
@@ -231,6 +232,7 @@ class _Arguments:
         # Where rank 0 reads for all, it reads as if it were alone.
         self.ranks = 1 if kind is DispatchingReader else collectives.world_size
         self.rank = 0 if kind is DispatchingReader else collectives.rank
+        self.shares = collectives.num_sharing > 1
         self.collectives = collectives
         self.config = config
         self.rng_types = rng_types
@@ -264,7 +266,10 @@ class _Arguments:
             self.reads_later = skipped
         elif skipped:
             outer = skipping(outer, skipped)
-        parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._global_sync()}
+        # Where no sampler is cut into parts, ranks that share all rows still have to draw them in one order.
+        order = self._make_sync() if self.kind is Reader and self.ranks == 1 else None
+        in_step = order(outer, inner) if order is not None and self.shares else None
+        parts: dict[str, Any] = {"dataset": loader.dataset, "on_start": self._on_start(self._global_sync(), in_step)}
         if self.ranks > 1:
             if batches:
                 outer = BatchSamplerShard(
@@ -293,7 +298,7 @@ class _Arguments:
         parts: dict[str, Any] = {
             "dataset": loader.dataset,
             "batch_size": loader.batch_size,
-            "on_start": self._global_sync(getattr(loader.dataset, "generator", None)),
+            "on_start": self._on_start(self._global_sync(getattr(loader.dataset, "generator", None))),
             "total_batch_size": self._total(loader.batch_size),
         }
         if batched:
@@ -326,7 +331,7 @@ class _Arguments:
         return parts
 
     def _refuse_sharded(self, sampler: object) -> None:
-        if self.collectives.world_size > 1 and isinstance(sampler, DistributedSampler):
+        if (self.collectives.world_size > 1 or self.shares) and isinstance(sampler, DistributedSampler):
             raise ConfigError(
                 "The loader has a DistributedSampler, so each rank would get a part of a part of the data. Leave "
                 "the sampler out (write shuffle=True instead): prepare shares out the data."
@@ -338,7 +343,7 @@ class _Arguments:
         Samplers of other kinds stay the user's own objects, who may hold on to them and call their ``set_epoch``.
         """
         wanted = self._seedable(inner) if self.config.use_seedable_sampler else None
-        if self.ranks == 1 and wanted is None:
+        if self.ranks == 1 and wanted is None and not self.shares:
             return outer
         if not batches:
             return wanted if wanted is not None else _copied(outer)
@@ -373,6 +378,12 @@ class _Arguments:
         if RNGType.GENERATOR not in types:
             generator = None
         return RNGSync(types, partial(self.collectives.broadcast, source=0), generator)
+
+    def _on_start(self, *before: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Return what is called before each epoch."""
+        if self.shares:
+            return SharedStart(self.collectives, *before)
+        return next((one for one in before if one is not None), None)
 
     def _total(self, batch_size: int | None) -> int | None:
         if batch_size is None or self.config.split_batches:

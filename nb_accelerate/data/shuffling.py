@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from nb_accelerate.comm.data_parallel import share_random_numbers
 from nb_accelerate.process.rng import RNGType, synchronize
+
+if TYPE_CHECKING:
+    from nb_accelerate.comm import Collectives
 
 _FIRST_BLOCK_ROWS = 1 << 10
 """Row numbers that are converted to Python numbers before the first batch."""
@@ -115,6 +119,30 @@ class RNGSync:
     def __call__(self) -> None:
         """Send the states of rank 0 to all ranks. All ranks call it together."""
         synchronize(self.rng_types, self.broadcast, self.generator)
+
+
+class SharedStart:
+    """Give ranks that read the same rows the same random states at the start of each epoch.
+
+    Args:
+        collectives: between groups of such ranks.
+        others: what else is called before each epoch; None for nothing. Called first.
+    """
+
+    def __init__(self, collectives: Collectives, *others: Callable[[], None] | None) -> None:
+        self._collectives = collectives
+        self._others = [one for one in others if one is not None]
+
+    @property
+    def generator(self) -> Any:
+        """The generator that one of them sets; None if none does."""
+        return next((found for one in self._others if (found := getattr(one, "generator", None)) is not None), None)
+
+    def __call__(self) -> None:
+        """Set the states. All ranks call it together."""
+        for one in self._others:
+            one()
+        share_random_numbers(self._collectives)
 
 
 def sampler_sync(sampler: Any, broadcast: Broadcast) -> SamplerSync | None:
