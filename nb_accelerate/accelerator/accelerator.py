@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from nb_accelerate.config.options import Options
     from nb_accelerate.config.parallelism import ParallelismConfig
     from nb_accelerate.config.project import LoggerType
+    from nb_accelerate.config.tensor_parallel import TorchTensorParallelPlugin
     from nb_accelerate.process.rng import RNGType
     from nb_accelerate.tracking import GeneralTracker
 
 _NOT_YET = {
-    "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
 }
 _ARGUMENTS = (
@@ -60,6 +60,7 @@ _ARGUMENTS = (
     "dynamo_plugin",
     "fsdp_plugin",
     "parallelism_config",
+    "torch_tp_plugin",
     "deepspeed_plugin",
     "deepspeed_plugins",
     "scheduler_steps_per_process",
@@ -125,8 +126,10 @@ class Accelerator(
             ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: how models are compiled, in detail.
         fsdp_plugin: shard models over ranks; else ``ACCELERATE_USE_FSDP``. A single process is not sharded.
-        parallelism_config: how ranks are laid out: how many copies of a model there are, and over how many ranks each
-            is sharded; else ``PARALLELISM_CONFIG_*`` variables. A single process has no layout.
+        parallelism_config: how ranks are laid out: how many copies of a model there are, over how many ranks each is
+            sharded, and how many compute each layer together; else ``PARALLELISM_CONFIG_*`` variables. A single process
+            has no layout.
+        torch_tp_plugin: all ranks compute each layer together, as ``ParallelismConfig(tp_size=...)`` says too.
         deepspeed_plugin: train models with DeepSpeed, on a single process too; else ``ACCELERATE_USE_DEEPSPEED``. Needs
             ``pip install nb_accelerate[deepspeed]``.
         deepspeed_plugins: several of them by name, for models that are trained in different ways. The first is
@@ -160,6 +163,7 @@ class Accelerator(
         dynamo_plugin: TorchDynamoPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: dict[str, DeepSpeedPlugin] | None = None,
         scheduler_steps_per_process: bool = True,
@@ -186,6 +190,7 @@ class Accelerator(
             plugins={
                 "fsdp_plugin": fsdp_plugin,
                 "parallelism_config": parallelism_config,
+                "torch_tp_plugin": torch_tp_plugin,
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
             },

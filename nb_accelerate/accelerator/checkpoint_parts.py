@@ -77,6 +77,7 @@ class CheckpointPartsSlice(Slice):
             local_rank=topology.local_rank,
             local_world_size=topology.local_world_size,
             kind=self.core.process.kind,
+            num_sharing=self.core.data_collectives.num_sharing,
         )
 
     def _parts(self) -> list[state.Part]:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class CommunicationSlice(Slice):
-    """Exchange tensors and objects between processes."""
+    """Exchange tensors and objects between processes.
+
+    Processes of one tensor-parallel group, which read the same rows, count as one.
+    """
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all processes, one after the other along dimension 0.
@@ -30,7 +33,7 @@ class CommunicationSlice(Slice):
         Args:
             tensor: a tensor, or a structure of tensors, of the same shapes on all processes.
         """
-        return operations.gather(self.core.collectives, tensor)
+        return operations.gather(self.core.data_collectives, tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum, mean or largest of tensors over all processes.
@@ -45,7 +48,7 @@ class CommunicationSlice(Slice):
             reduction: ``"sum"``, ``"mean"``, ``"max"`` (of each element) or ``"none"``.
             scale: what the result is multiplied with.
         """
-        return operations.reduce(self.core.collectives, tensor, reduction, scale)
+        return operations.reduce(self.core.data_collectives, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Return tensors padded to their greatest size on any process, ready for `gather`.
@@ -62,7 +65,7 @@ class CommunicationSlice(Slice):
             pad_index: what to pad with.
             pad_first: pad at the beginning.
         """
-        return operations.pad_across_processes(self.core.collectives, tensor, dim, pad_index, pad_first)
+        return operations.pad_across_processes(self.core.data_collectives, tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return what all processes computed for a batch, in the order of the data and without copies of rows.
@@ -92,7 +95,7 @@ class CommunicationSlice(Slice):
             ValueError: at the end of the data, ``input_data`` does not have one entry for each row of the batch, or
                 processes have different numbers of rows.
         """
-        collectives = self.core.collectives
+        collectives = self.core.data_collectives
         loader = self.core.tracker.active
         if collectives.world_size == 1:
             return input_data if loader is None else _real_rows(input_data, loader)

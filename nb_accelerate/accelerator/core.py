@@ -143,9 +143,15 @@ class Core:
         )
 
     @property
+    def data_collectives(self) -> Collectives:
+        """How ranks that read rows of their own exchange data; those that share rows count as one."""
+        return self.strategy.data_collectives
+
+    @property
     def scheduler_steps(self) -> int:
         """How often a scheduler that is prepared now advances for one optimizer step."""
-        return self.collectives.world_size if self.scheduler_steps_per_process and not self.loader.split_batches else 1
+        is_repeated = self.scheduler_steps_per_process and not self.loader.split_batches
+        return self.data_collectives.world_size if is_repeated else 1
 
     @property
     def tracker(self) -> LoaderTracker:

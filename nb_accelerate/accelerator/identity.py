@@ -31,6 +31,10 @@ class IdentitySlice(Slice, Identity):
     def _collectives(self) -> Collectives:
         return self.core.collectives
 
+    @override
+    def _place_in_data(self) -> tuple[int, int]:
+        return self.core.data_collectives.rank, self.core.data_collectives.world_size
+
     @property
     @override
     def distributed_type(self) -> DistributedType:
@@ -53,8 +57,23 @@ class IdentitySlice(Slice, Identity):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The `torch.distributed.device_mesh.DeviceMesh` that models are sharded over; None if they are not."""
+        """The `torch.distributed.device_mesh.DeviceMesh` that models are sharded and cut over; None if they are not."""
         return self.core.strategy.mesh
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each layer this process computes, from 0; 0 if layers are not cut."""
+        return self._rank_in("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Which part of each sequence this process computes: 0, because sequences are not cut."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Which stage of a model this process computes: 0, because models are not cut into stages."""
+        return 0
 
     @property
     def data_parallel_rank(self) -> int:
@@ -75,6 +94,11 @@ class IdentitySlice(Slice, Identity):
     def is_fsdp2(self) -> bool:
         """See `AcceleratorState.is_fsdp2`."""
         return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """See `is_fsdp2`."""
+        return self.is_fsdp2
 
     @property
     def fp8_backend(self) -> None:

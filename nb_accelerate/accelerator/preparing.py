@@ -175,7 +175,7 @@ class PreparingSlice(PreparedSlice):
             together: all arguments of the call of ``prepare``.
         """
         core = self.core
-        world_size = core.collectives.world_size if core.loader.split_batches else 1
+        world_size = core.data_collectives.world_size if core.loader.split_batches else 1
         sizes = [item.batch_size for item in together if isinstance(item, DataLoader)]
         return ModelRequest(
             model=model,
@@ -267,7 +267,7 @@ class PreparingSlice(PreparedSlice):
         place = core.device_placement if device_placement is None else device_placement
         prepared = prepare_data_loader(
             data_loader,
-            collectives=core.collectives,
+            collectives=core.data_collectives,
             config=core.loader,
             device=core.device if place else None,
             gradient_state=GradientState.of(core.choices),

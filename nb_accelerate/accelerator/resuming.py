@@ -142,7 +142,7 @@ class ResumingSlice(CheckpointSlice):
         if manifest is None:
             raise ConfigError("The newest checkpoint was not saved by nb_accelerate: where it was made is not known.")
         number = core.prepared.loaders.index(dataloader)
-        world_size = core.process.topology.world_size
+        world_size = core.data_collectives.world_size
         position = run_on_all_ranks(core.collectives, lambda: position_here(manifest, number, dataloader, world_size))
         epoch = manifest.epochs[number]
         if position and not dataloader.use_stateful_dataloader:

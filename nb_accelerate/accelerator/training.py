@@ -14,7 +14,7 @@ from nb_accelerate.optim import AcceleratedOptimizer, clip_grad_norm, clip_grad_
 from nb_accelerate.progress_page import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from torch import Tensor, nn
@@ -265,6 +265,25 @@ class TrainingSlice(Slice):
             precision=core.precision,
             strategy=core.strategy,
         )
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which sequences would be cut over ranks: one that does nothing.
+
+        `ParallelismConfig` refuses ``cp_size`` above 1, so there is nothing to cut. It is here for scripts that are
+        written for both.
+
+        Args:
+            buffers: tensors with a dimension for positions in the sequence.
+            buffer_seq_dims: which dimension that is, of each.
+            no_restore_buffers: which of them may stay cut.
+        """
+        del buffers, buffer_seq_dims, no_restore_buffers
+        return contextlib.nullcontext()
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a block that computes in the mixed precision, for a loss outside of the model, say.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.comm import operations
 from nb_accelerate.process import rng
-from nb_accelerate.state.choices import current_collectives
+from nb_accelerate.state.choices import current_collectives, current_data_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def gather(tensor: Any) -> Any:
     """Return the tensors of all processes, concatenated along dimension 0. See `Accelerator.gather`."""
-    return operations.gather(current_collectives(), tensor)
+    return operations.gather(current_data_collectives(), tensor)
 
 
 def gather_object(object: Sequence[Any]) -> list[Any]:  # noqa: A002 - accelerate's name
@@ -26,12 +26,12 @@ def gather_object(object: Sequence[Any]) -> list[Any]:  # noqa: A002 - accelerat
     Raises:
         TypeError: what was given is not a list.
     """
-    return operations.gather_object(current_collectives(), object)
+    return operations.gather_object(current_data_collectives(), object)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the mean of tensors over all processes; or ``"sum"``, or ``"max"``, the largest of each element."""
-    return operations.reduce(current_collectives(), tensor, reduction, scale)
+    return operations.reduce(current_data_collectives(), tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -55,7 +55,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Return tensors padded to their greatest size on any process; see `Accelerator.pad_across_processes`."""
-    return operations.pad_across_processes(current_collectives(), tensor, dim, pad_index, pad_first)
+    return operations.pad_across_processes(current_data_collectives(), tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nb_accelerate.comm.data_parallel import between_groups
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
@@ -84,6 +85,15 @@ def current_process() -> ProcessContext:
 def current_collectives() -> Collectives:
     """Return the collectives of this process; sets it up like `current_process`."""
     return select_collectives(current_process())
+
+
+def current_data_collectives() -> Collectives:
+    """Return collectives between processes that read rows of their own; those that share rows count as one."""
+    collectives, known = current_collectives(), newest_choices()
+    layout = None if known is None or known.engines is None else known.engines.parallelism
+    if layout is None or collectives.world_size == 1:
+        return collectives
+    return between_groups(collectives, layout.non_data_parallel_size)
 
 
 def newest_choices() -> Choices | None:

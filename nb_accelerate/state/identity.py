@@ -34,6 +34,10 @@ class Identity(ABC):
     def _collectives(self) -> Collectives:
         """Return its collectives."""
 
+    def _place_in_data(self) -> tuple[int, int]:
+        """Return which part of data this process gets, and how many parts there are."""
+        return self.process_index, self.num_processes
+
     @property
     def device(self) -> torch.device:
         """The device of this process."""
@@ -193,4 +197,5 @@ class Identity(ABC):
             TypeError: ``inputs`` has no length.
             ValueError: the values of a dict are of different lengths.
         """
-        yield split_between(inputs, self.process_index, self.num_processes, pad=apply_padding)
+        rank, ranks = self._place_in_data()
+        yield split_between(inputs, rank, ranks, pad=apply_padding)

@@ -136,6 +136,13 @@ class DDPStrategy(Strategy):
         model = model if wrapped is None else wrapped.module  # wrapped for a process group that has ended
         if not any(p.requires_grad for p in model.parameters()):
             return model  # torch refuses to wrap a model without anything to train
+        mesh: Any = next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
+        if mesh is not None:
+            raise ConfigError(
+                f"Layers of this {type(model).__name__} are cut over ranks (tensor parallelism), and each rank would "
+                "read other rows. Say how ranks are laid out: "
+                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}))."
+            )
         wrapped = DistributedDataParallel(
             model,
             device_ids=self._device_ids,

@@ -1,7 +1,8 @@
-"""Lay the ranks of a run out as a `DeviceMesh`, over which models are sharded."""
+"""Lay the ranks of a run out as a `DeviceMesh`, over which models are sharded and cut."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -14,36 +15,59 @@ if TYPE_CHECKING:
     from nb_accelerate.topology import Topology
 
 
-def num_copies(
-    options: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig | None, topology: Topology
-) -> int:
-    """Return how many copies of a model the ranks of a run hold together.
+@dataclass(frozen=True, kw_only=True)
+class MeshLayout:
+    """How many ranks each dimension of a mesh has, outermost first. Their product is the number of ranks.
+
+    Attributes:
+        copies: of the model.
+        shards: ranks, or groups of ranks that compute layers together, that hold a copy together.
+        parts: ranks that compute each layer together.
+    """
+
+    copies: int = 1
+    shards: int = 1
+    parts: int = 1
+
+    def make(self, device_type: str) -> DeviceMesh:
+        """Lay all ranks out, those with parts of one layer beside each other. Collective if there are dimensions.
+
+        Args:
+            device_type: torch's name for the type of device.
+
+        Returns:
+            A mesh of the dimensions that are longer than 1, and of ``dp_shard`` too where there are copies: torch's
+            ``fully_shard`` takes copies of shards.
+        """
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        sizes = {"dp_replicate": self.copies, "dp_shard": self.shards, "tp": self.parts}
+        kept = {name: size for name, size in sizes.items() if size > 1}
+        if self.copies > 1 or not kept:
+            kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        if len(kept) == 1:
+            assert dist.group.WORLD is not None  # there are several ranks
+            return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=tuple(kept))
+        return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def layout_for_fsdp(options: FullyShardedDataParallelPlugin, topology: Topology) -> MeshLayout:
+    """Return how ranks are laid out for FSDP if nobody has said."""
+    is_hybrid = (options.sharding_strategy or "").startswith("HYBRID")
+    copies = topology.world_size // topology.local_world_size if is_hybrid else 1  # one on each machine
+    return MeshLayout(copies=copies, shards=topology.world_size // copies)
+
+
+def layout_of(parallelism: ParallelismConfig, topology: Topology) -> MeshLayout:
+    """Return the layout that was asked for.
 
     Raises:
-        ConfigError: the layout is one of another number of ranks.
+        ConfigError: it is one of another number of ranks.
     """
-    if parallelism is not None:
-        parallelism.check_ranks(topology.world_size)
-        return parallelism.dp_replicate_size or 1
-    if (options.sharding_strategy or "").startswith("HYBRID"):
-        return topology.world_size // topology.local_world_size  # one on each machine
-    return 1
-
-
-def make_mesh(device_type: str, copies: int) -> DeviceMesh:
-    """Lay all ranks out, those of one copy beside each other. Collective if there are several copies.
-
-    Args:
-        device_type: torch's name for the type of device.
-        copies: of a model.
-    """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    if copies == 1:
-        assert dist.group.WORLD is not None  # there are several ranks
-        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("dp_shard",))
-    shape = (copies, dist.get_world_size() // copies)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    parallelism.check_ranks(topology.world_size)
+    return MeshLayout(
+        copies=parallelism.sizes["dp_replicate"], shards=parallelism.sizes["dp_shard"], parts=parallelism.sizes["tp"]
+    )
 
 
 def axes(mesh: DeviceMesh) -> str:

@@ -21,8 +21,9 @@ from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.ddp import DDPStrategy
 from nb_accelerate.strategies.fsdp import FSDPStrategy
-from nb_accelerate.strategies.mesh import num_copies
+from nb_accelerate.strategies.mesh import layout_for_fsdp, layout_of
 from nb_accelerate.strategies.single import SingleStrategy
+from nb_accelerate.strategies.tensor_parallel import TensorParallelStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,8 +124,7 @@ def resolve_engines(
         layout = before.parallelism if layout is None and deepspeed is None else layout
         if fsdp is None and deepspeed is None:
             fsdp, deepspeed = before.fsdp, followed
-    parallelism = resolve_parallelism(layout, environment)
-    shards = parallelism is not None and parallelism.dp_shard_enabled
+    parallelism = resolve_parallelism(layout, plugins.get("torch_tp_plugin"), environment)
     chosen = None if fsdp is not None else resolve_deepspeed(deepspeed, environment)
     if chosen is not None:
         if deepspeed is None and environment.flag("ACCELERATE_USE_FSDP"):
@@ -139,8 +139,11 @@ def resolve_engines(
             )
         return EngineOptions(ddp=ddp, deepspeed=chosen)
     fsdp = resolve_fsdp(fsdp, environment)
-    if fsdp is None and shards:
-        fsdp = FullyShardedDataParallelPlugin()
+    if fsdp is None and parallelism is not None:
+        if parallelism.dp_shard_enabled:
+            fsdp = FullyShardedDataParallelPlugin()
+        elif parallelism.tp_enabled and parallelism.dp_replicate_enabled:
+            fsdp = FullyShardedDataParallelPlugin(reshard_after_forward=False)  # there is one shard, which stays
     return EngineOptions(ddp=ddp, fsdp=fsdp, parallelism=parallelism)
 
 
@@ -194,6 +197,11 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
                 "Leave it out, and ACCELERATE_USE_FSDP or ACCELERATE_USE_PARALLELISM_CONFIG too."
             )
         if engines.parallelism is not None and process.topology.world_size > 1:
+            if engines.parallelism.tp_enabled:
+                raise ConfigError(
+                    f"tp_size={engines.parallelism.tp_size} was given, but layers are not cut over "
+                    f"{process.kind.label}s. Leave it out, and PARALLELISM_CONFIG_TP_SIZE too."
+                )
             engines.parallelism.check_ranks(process.topology.world_size)
         strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)
         return strategy
@@ -205,11 +213,20 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
         )
     if process.topology.world_size == 1:
         return SingleStrategy(process.device, collectives, process.distributed_type)
+    asked = engines.parallelism
+    layout = None if asked is None else layout_of(asked, process.topology)
+    plan = None if asked is None or asked.tp_handler is None else asked.tp_handler.plan
+    if layout is not None and layout.parts == process.topology.world_size:
+        if engines.fsdp is not None:
+            raise ConfigError(
+                f"fsdp_plugin (or ACCELERATE_USE_FSDP) and tp_size={layout.parts} were given, and all ranks compute "
+                "layers together, so that none are left to shard over. Leave FSDP out, or lower tp_size and write "
+                "dp_shard_size too."
+            )
+        return TensorParallelStrategy(process.device, collectives, process.distributed_type, layout=layout, plan=plan)
     if engines.fsdp is not None:
-        copies = num_copies(engines.fsdp, engines.parallelism, process.topology)
-        return FSDPStrategy(process.device, collectives, options=engines.fsdp, copies=copies)
-    if engines.parallelism is not None:
-        engines.parallelism.check_ranks(process.topology.world_size)
+        layout = layout or layout_for_fsdp(engines.fsdp, process.topology)
+        return FSDPStrategy(process.device, collectives, options=engines.fsdp, layout=layout, plan=plan)
     return DDPStrategy(
         process.device,
         collectives,

@@ -3,10 +3,13 @@
 A block is whole on the device only until it has been sharded, so a model needs not fit there::
 
     for each block, then for the rest:  on meta? -> memory on the device -> weights of rank 0 -> fully_shard
+
+Layers that tensor parallelism cuts are filled and cut before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from typing import TYPE_CHECKING, Any
@@ -18,9 +21,10 @@ from nb_accelerate.comm import operations
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.activation_checkpointing import CheckpointedForward
 from nb_accelerate.strategies.blocks import find_blocks
+from nb_accelerate.strategies.shards import is_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +51,7 @@ def shard_model(
     dtype: torch.dtype | None,
     collectives: Collectives,
     device: torch.device,
+    cut: Callable[[nn.Module, Filler], object] | None = None,
 ) -> None:
     """Shard a model in place. Collective.
 
@@ -57,42 +62,41 @@ def shard_model(
         dtype: numbers that blocks compute in; None for those that the parameters have.
         collectives: of all ranks.
         device: where it is trained.
+        cut: cuts layers for tensor parallelism before they are sharded; None where they are not cut.
 
     Raises:
         ConfigError: rank 0 has no weights, blocks cannot be found, or parameters of a block are of several dtypes.
     """
     from torch.distributed.fsdp import fully_shard
 
-    _check_weights(model, collectives)
+    check_weights(model, collectives)
     blocks = find_blocks(model, options)
-    ignored = ignored_parameters(model, options)
-    before = {name: one for name, one in model.named_parameters(remove_duplicate=False) if one not in ignored}
-    arguments = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
-    policies = _Policies(options, dtype)
-    reshard = options.reshard_after_forward
-    resharded: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
-    new: dict[Tensor, Tensor] = {}
-    filled: set[Tensor] = set()
-    for block in (*blocks, model):
-        for part in _kept_precise(block, policies.converts):
-            _fill(part, collectives=collectives, device=device, new=new, filled=filled)
-            fully_shard(part, mp_policy=policies.precise, **arguments, **resharded)
-        _fill(block, collectives=collectives, device=device, new=new, filled=filled)
-        _check_dtypes(model, block, ignored)
-        if block is model:
-            fully_shard(block, mp_policy=policies.of_root, **arguments)
-        else:
-            if options.activation_checkpointing:
-                offload = bool(options.activation_checkpointing_offload)
-                block.forward = CheckpointedForward(block.forward, offload=offload)
-            fully_shard(block, mp_policy=policies.of_blocks, **arguments, **resharded)
+    fill = Filler(collectives, device)
+    with note_replaced(model):
+        if cut is not None:
+            cut(model, fill)
+        ignored = ignored_parameters(model, options)
+        arguments = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
+        policies = _Policies(options, dtype)
+        reshard = options.reshard_after_forward
+        resharded: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
+        for block in (*blocks, model):
+            for part in _kept_precise(block, policies.converts):
+                fill(part)
+                fully_shard(part, mp_policy=policies.precise, **arguments, **resharded)
+            fill(block)
+            _check_dtypes(model, block, ignored)
+            if block is model:
+                fully_shard(block, mp_policy=policies.of_root, **arguments)
+            else:
+                if options.activation_checkpointing:
+                    offload = bool(options.activation_checkpointing_offload)
+                    block.forward = CheckpointedForward(block.forward, offload=offload)
+                fully_shard(block, mp_policy=policies.of_blocks, **arguments, **resharded)
     if options.forward_prefetch:
         order = [part for part in model.modules() if part is not model and is_sharded(part)]
         for block, following in itertools.pairwise(order):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # FSDPModule's
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in before:
-            setattr(before[name], SHARDED_AS, parameter)
 
 
 class _Policies:
@@ -156,7 +160,7 @@ def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin
     return {parameter for module in modules for parameter in module.parameters() if parameter in own}
 
 
-def _check_weights(model: nn.Module, collectives: Collectives) -> None:
+def check_weights(model: nn.Module, collectives: Collectives) -> None:
     """Refuse a model without weights on rank 0, on all ranks alike.
 
     Raises:
@@ -172,52 +176,56 @@ def _check_weights(model: nn.Module, collectives: Collectives) -> None:
         )
 
 
-@torch.no_grad()
-def _fill(
-    block: nn.Module,
-    *,
-    collectives: Collectives,
-    device: torch.device,
-    new: dict[Tensor, Tensor],
-    filled: set[Tensor],
-) -> None:
-    """Give a block the parameters and buffers of rank 0, in memory of the device. What is sharded has them already.
+class Filler:
+    """Gives parts of a model the parameters and buffers of rank 0, in memory of the device, each once.
 
     Args:
-        block: a part of the model, or the model.
         collectives: of all ranks.
         device: where.
-        new: tensors in place of those on ``meta``.
-        filled: tensors that have the values of rank 0.
     """
-    for module in block.modules():
-        tensors = []
-        for table in (module._parameters, module._buffers):  # noqa: SLF001 - torch replaces tensors there too
-            for name, old in table.items():
-                if old is None or old in filled or is_shard(old):
-                    continue
-                if old.is_meta:
-                    if old not in new:
-                        empty = torch.empty_like(old, device=device)
-                        new[old] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
-                    table[name] = new[old]  # type: ignore[assignment]
-                elif old.device != device:
-                    old.data = old.data.to(device)
-                tensor = table[name]
-                assert tensor is not None
-                if tensor not in filled:
-                    filled.add(tensor)
-                    tensors.append(tensor.detach())
-        if tensors:
-            for tensor, value in zip(tensors, operations.broadcast(collectives, tensors), strict=True):
-                tensor.copy_(value)
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives = collectives
+        self._device = device
+        self._new: dict[Tensor, Tensor] = {}  # in place of those on meta
+        self._filled: set[Tensor] = set()
+
+    @torch.no_grad()
+    def __call__(self, part: nn.Module) -> None:
+        """Fill a part, or the model. What is sharded has its values already. Collective."""
+        for module in part.modules():
+            tensors = []
+            for table in (module._parameters, module._buffers):  # noqa: SLF001 - torch replaces tensors there too
+                for name, old in table.items():
+                    if old is None or old in self._filled or is_shard(old):
+                        continue
+                    tensor = table[name] = self._on_device(old)  # type: ignore[assignment]
+                    if tensor not in self._filled:
+                        self._filled.add(tensor)
+                        tensors.append(tensor.detach())
+            if tensors:
+                for tensor, value in zip(tensors, operations.broadcast(self._collectives, tensors), strict=True):
+                    tensor.copy_(value)
+
+    def _on_device(self, old: Tensor) -> Tensor:
+        if old.is_meta:
+            if old not in self._new:
+                empty = torch.empty_like(old, device=self._device)
+                self._new[old] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+            return self._new[old]
+        if old.device != self._device:
+            old.data = old.data.to(self._device)
+        return old
 
 
-def is_shard(tensor: Tensor) -> bool:
-    """Return whether a tensor is this rank's part of a larger one."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+@contextlib.contextmanager
+def note_replaced(model: nn.Module) -> Iterator[None]:
+    """Run a block that replaces parameters of a model, and note on the old ones what is trained in their place."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    yield
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if before[name] is not parameter:
+            setattr(before[name], SHARDED_AS, parameter)
 
 
 def _check_dtypes(model: nn.Module, block: nn.Module, ignored: set[nn.Parameter]) -> None:

@@ -41,12 +41,34 @@ def gather_whole(value: Any, *, keep: bool) -> Any:
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
-        gathered: Any = value.detach()
-        gathered = gathered.full_tensor()
+        gathered = _gathered(value.detach())
         return gathered.cpu() if keep else None
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone() if keep else None
     return value
+
+
+def _gathered(value: Any) -> Any:
+    """Return a DTensor whole, gathered along one dimension of its mesh after the other.
+
+    ``full_tensor`` does the same, and logs a warning for each mesh of several dimensions. Dimensions that were cut last
+    are gathered first: strided ones, which FSDP makes of what tensor parallelism has cut, and then from the right.
+    """
+    from torch.distributed.tensor import Replicate
+
+    placements = list(value.placements)
+    cut = [dim for dim in reversed(range(len(placements))) if not placements[dim].is_replicate()]
+    for dim in sorted(cut, key=lambda dim: not hasattr(placements[dim], "split_factor")):
+        placements[dim] = Replicate()
+        value = value.redistribute(placements=placements)
+    return value.to_local()
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is this rank's part of a larger one."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -54,3 +76,17 @@ def local_part(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_cut(placement: Any) -> bool:
+    """Return whether ranks along a dimension of a mesh hold different parts. ``is_shard`` leaves out strided ones."""
+    return not placement.is_replicate() and not placement.is_partial()
+
+
+def settled(gradient: Any) -> Any:
+    """Return a gradient without sums that are still to be taken over ranks. Collective if there are some."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(gradient, DTensor) or not any(one.is_partial() for one in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if one.is_partial() else one for one in gradient.placements])

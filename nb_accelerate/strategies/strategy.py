@@ -62,6 +62,7 @@ class Strategy:
         distributed_type: the name of the setup, as accelerate's scripts ask for it.
 
     Attributes:
+        data_collectives: between ranks, or groups of ranks, that read rows of their own.
         refusals: what cannot be done with this strategy: the name of a method or class of the API, and a sentence
             that says why and what to write instead.
         saves_shards: whether each rank saves the part that it holds; else one saves all of it.
@@ -84,6 +85,7 @@ class Strategy:
     ) -> None:
         self.device = device
         self.collectives = collectives
+        self.data_collectives = collectives
         self.distributed_type = distributed_type
 
     def check_supports(self, feature: str) -> None:

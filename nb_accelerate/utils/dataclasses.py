@@ -26,5 +26,9 @@ from nb_accelerate.config.project import (
     LoggerType as LoggerType,
     ProjectConfiguration as ProjectConfiguration,
 )
+from nb_accelerate.config.tensor_parallel import (
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
 from nb_accelerate.process.rng import RNGType as RNGType
 from nb_accelerate.pytree.structures import TensorInformation as TensorInformation

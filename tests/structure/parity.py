@@ -49,9 +49,8 @@ REASONS = (
     (r"deepspeed|GatheredParameters|ulysses", "Comes with DeepSpeed"),
     (r"fsdp|FullySharded|get_module_children_bottom_up|ensure_weights_retied", "Comes with FSDP"),
     (
-        r"ParallelismConfig|parallelism|TensorParallel|ContextParallel|context_parallel|tensor_parallel"
-        r"|data_parallel|pipeline_parallel|device_mesh|get_model_tp_size|tp_plugin",
-        "Comes with device meshes (tensor, context and pipeline parallelism)",
+        r"ContextParallel|context_parallel|SequenceParallel|device_mesh|get_model_tp_size|parallelism|tp_plugin",
+        "Sequences are not cut over ranks (context and sequence parallelism); a mesh is made by the `Accelerator`",
     ),
     (
         r"fp8|FP8|AORecipe|TERecipe|torchao|convert_model$|has_ao|has_transformer_engine|filter_first_and_last|opt_level",
@@ -124,6 +123,10 @@ DIFFERENCES = {
     "test_an_optimizer_that_trains_nothing_is_refused": (
         "An optimizer that would train nothing, since all its parameters are those of a model that was not "
         "prepared and is not used, is refused; accelerate steps it."
+    ),
+    "test_ranks_that_share_rows_count_as_one": (
+        "With tensor parallelism, `gather`, `reduce`, `gather_for_metrics`, `split_between_processes` and schedulers "
+        "count the processes of one group, which read the same rows, as one; in accelerate each of them counts."
     ),
     "test_backward_on_several_processes_needs_a_prepared_model": (
         "With several processes `backward` is refused until a model was prepared: each would train a copy of its own."

@@ -312,6 +312,18 @@ def test_backward_on_several_processes_needs_a_prepared_model(on_two_ranks):
     assert [found["backward"] for found in on_two_ranks] == [[None, NotPreparedError.__name__]] * 2
 
 
+@pytest.mark.slow
+def test_ranks_that_share_rows_count_as_one(run_ranks):
+    def gathered() -> list[int]:
+        found = []
+        for package in (accelerate, nb_accelerate):
+            accelerator = package.Accelerator(cpu=True, parallelism_config=package.ParallelismConfig(tp_size=2))
+            found.append(len(accelerator.gather(torch.ones(3))))
+        return found
+
+    assert run_ranks(gathered) == [[6, 3], [6, 3]]
+
+
 def test_attributes_of_an_accelerator_that_count_for_nothing_later_cannot_be_set():
     theirs, ours = both(cpu=True)
     for name in ("scaler", "init_handler", "scaler_handler", "state"):

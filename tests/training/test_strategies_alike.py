@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from nb_accelerate.config.parallelism import ParallelismConfig
+from nb_accelerate.config.tensor_parallel import TorchTensorParallelConfig
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context
 
@@ -24,29 +25,41 @@ if TYPE_CHECKING:
 STEPS = 50
 ROWS = 8  # of all ranks together, in a batch
 NUM_ROWS = STEPS * ROWS - 3  # the last batch is not full: its first rows are given twice
+WIDTH = 5  # does not divide evenly
 MAX_NORM = 0.5
 ACCUMULATE = 4  # the last window is of two batches
+
+TENSOR = TorchTensorParallelConfig(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+
+def layout(**sizes: int) -> dict[str, Any]:
+    return {"parallelism_config": ParallelismConfig(tp_handler=TENSOR, **sizes)}
+
 
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {},
     "ddp": {},
     "fsdp": {"fsdp_plugin": Plugin()},
     "fsdp, whole checkpoints": {"fsdp_plugin": Plugin(state_dict_type="FULL_STATE_DICT", min_num_params=50)},
+    "tensor parallel": layout(tp_size=2),
+    "fsdp x tensor parallel": layout(dp_shard_size=2, tp_size=2),
     "hsdp 2 x 2": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+    "ddp x tensor parallel": layout(dp_replicate_size=2, tp_size=2),
 }
-WORLD_SIZES = {"one process": 1, "hsdp 2 x 2": 4}
+WORLD_SIZES = {"one process": 1, "hsdp 2 x 2": 4, "fsdp x tensor parallel": 4, "ddp x tensor parallel": 4}
 """Ranks of a strategy; 2 where nothing is said."""
 
 slow = pytest.mark.slow
-EVERY = [pytest.param(name, marks=[slow] if name not in {"one process", "fsdp"} else []) for name in PLANS]
+FAST = {"one process", "fsdp", "tensor parallel"}
+EVERY = [pytest.param(name, marks=[] if name in FAST else [slow]) for name in PLANS]
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 11)  # does not divide evenly
-        self.down = nn.Linear(11, 6)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).tanh())
@@ -57,14 +70,14 @@ class Model(nn.Module):
         torch.manual_seed(seed)
         super().__init__()
         self.blocks = nn.Sequential(Block(), Block())
-        self.last = nn.Linear(6, 1)
+        self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.blocks(x))
 
 
 def make_data() -> TensorDataset:
-    inputs = torch.randn(NUM_ROWS, 6, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(NUM_ROWS))
 
 
@@ -78,7 +91,7 @@ def train_by_hand(name: str, begin: int = 0) -> tuple[list[float], list[float], 
     model = Model()
     optimizer, scheduler = make_optimizer(model)
     inputs, targets, _ = make_data().tensors
-    if name != "one process":  # which has a shorter batch at the end
+    if name not in {"one process", "tensor parallel"}:  # which have a shorter batch at the end
         inputs, targets = (torch.cat([whole, whole[:3]]) for whole in (inputs, targets))
     losses, norms = [], []
     for step in range(STEPS):
@@ -94,13 +107,19 @@ def train_by_hand(name: str, begin: int = 0) -> tuple[list[float], list[float], 
     return losses[begin:], norms[begin // ACCUMULATE :], [weight.detach() for weight in model.parameters()]
 
 
+def readers(accelerator: Accelerator) -> int:
+    """The number of ranks, or groups of ranks, with rows of their own."""
+    layout = accelerator.parallelism_config
+    return accelerator.num_processes if layout is None else layout.data_parallel_size
+
+
 def make(name: str, seed: int) -> tuple[Any, ...]:
     context.reset()
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=ACCUMULATE, scheduler_steps_per_process=False, **PLANS[name]
     )
     model = Model(seed=seed + accelerator.process_index)  # all ranks train that of rank 0
-    loader = DataLoader(make_data(), batch_size=ROWS // accelerator.num_processes)
+    loader = DataLoader(make_data(), batch_size=ROWS // readers(accelerator))
     return (accelerator, *accelerator.prepare(model, *make_optimizer(model), loader))
 
 
@@ -154,14 +173,12 @@ def test_it_trains_as_one_process_and_goes_on_exactly_where_it_was_saved(run_ran
 
 
 @slow
-def test_what_any_strategy_has_saved_any_other_goes_on_with(run_ranks, tmp_path: Path):
-    for name in PLANS:
-        on_ranks(run_ranks, name, tmp_path / name, save_at=24)
-    names = list(PLANS)
-    for number, saved in enumerate(names):
-        for name in (names[number - 1], names[number - 2]):
-            went_on = on_ranks(run_ranks, name, tmp_path / saved, seed=100, begin=24)
-            assert_alike(went_on, train_by_hand(name, begin=24))
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_what_any_strategy_has_saved_another_goes_on_with(run_ranks, tmp_path: Path, number):
+    saved, name = list(PLANS)[number], list(PLANS)[number - 1]
+    on_ranks(run_ranks, saved, tmp_path, save_at=24)
+    went_on = on_ranks(run_ranks, name, tmp_path, seed=100, begin=24)
+    assert_alike(went_on, train_by_hand(name, begin=24))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow) for name in PLANS if name != "one process"])
@@ -170,7 +187,7 @@ def test_an_error_on_one_rank_reaches_the_caller(run_ranks, name):
         accelerator, model, *_ = make(name, 0)
         if accelerator.is_last_process:
             raise KeyError("mine")
-        model(torch.ones(2, 6)).sum().backward()
+        model(torch.ones(2, WIDTH)).sum().backward()
         accelerator.wait_for_everyone()
 
     with pytest.raises(KeyError, match="mine"):
@@ -178,7 +195,7 @@ def test_an_error_on_one_rank_reaches_the_caller(run_ranks, name):
 
 
 def test_layouts_that_do_not_fit_or_are_not_supported_are_refused(run_ranks):
-    for size in ("tp_size", "cp_size", "sp_size"):
+    for size in ("cp_size", "sp_size"):
         with pytest.raises(ConfigError, match=f"{size}=2 asks for .* parallelism, which is not supported"):
             ParallelismConfig(**{size: 2})
     with pytest.raises(

@@ -1,0 +1,89 @@
+"""Train one model on all ranks together, each of which computes a part of every layer of a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from nb_accelerate.comm.data_parallel import share_random_numbers
+from nb_accelerate.strategies.averaging import GradientAverage
+from nb_accelerate.strategies.dtensors import DTensorStrategy
+from nb_accelerate.strategies.layer_plan import LayerCutter
+from nb_accelerate.strategies.mesh import axes
+from nb_accelerate.strategies.sharding import Filler, check_weights, note_replaced
+from nb_accelerate.strategies.unwrapping import innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+    from torch import Tensor, nn
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.config.distributed import DistributedType
+    from nb_accelerate.strategies.mesh import MeshLayout
+
+
+class CutModel:
+    """The `AveragesGradients` of a model whose ranks all read the same rows: there is nothing to average."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def averaged(self) -> Iterable[Tensor]:
+        """See `AveragesGradients.averaged`."""
+        return self._model.parameters()
+
+    def left_out(self) -> Iterable[Tensor]:
+        """See `AveragesGradients.left_out`."""
+        return ()
+
+    def check_averaged(self) -> None:
+        """See `AveragesGradients.check_averaged`; a parameter without a gradient is no fault here."""
+
+
+class TensorParallelStrategy(DTensorStrategy):
+    """Train one model on all ranks together, each of which computes a part of every layer of a plan.
+
+    Args:
+        device: where models are trained.
+        collectives: how ranks exchange data.
+        distributed_type: see `Strategy`.
+        layout: of the ranks.
+        plan: see `LayerCutter`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        collectives: Collectives,
+        distributed_type: DistributedType,
+        *,
+        layout: MeshLayout,
+        plan: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__(device, collectives, distributed_type, layout=layout)
+        self._plan = plan
+
+    @property
+    @override
+    def sharding(self) -> str:
+        return f"tensor parallel, {axes(self._mesh)}"
+
+    @override
+    def wrap(self, model: nn.Module) -> nn.Module:
+        inner = innermost(model)
+        check_weights(inner, self.collectives)
+        fill = Filler(self.collectives, self.device)
+        with note_replaced(inner):
+            LayerCutter(self.mesh, self._plan).cut(inner, fill)
+            fill(inner)
+        share_random_numbers(self.data_collectives)
+        return model
+
+    @override
+    def complete_gradients(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
+    ) -> Callable[[], None] | None:
+        return GradientAverage(optimizer, self.collectives, lambda: [CutModel(model) for model in models])
