@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.modules.module import _IncompatibleKeys
 
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.merging import merge_weights
@@ -119,7 +120,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> None:
+) -> _IncompatibleKeys:
     """Load what `save_fsdp_model` saved, here or in accelerate. All processes call it together.
 
     Args:
@@ -130,6 +131,10 @@ def load_fsdp_model(
         model_index: as it was saved with.
         adapter_only: as it was saved with.
         use_dcp: as it was saved with.
+
+    Returns:
+        The names of weights that were not in the file, and of those that the model has not, as
+        `torch.nn.Module.load_state_dict` does.
 
     Raises:
         CheckpointError: something is missing or damaged, or does not fit, on this process or another.
@@ -149,6 +154,10 @@ def load_fsdp_model(
     state = run_on_all_ranks(core.collectives, read)
     core.strategy.load_model_state(inner, state, strict=strict)
     accelerator.wait_for_everyone()
+    known = inner.state_dict()
+    return _IncompatibleKeys(
+        [name for name in known if name not in state], [name for name in state if name not in known]
+    )
 
 
 def save_fsdp_optimizer(
