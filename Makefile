@@ -22,7 +22,8 @@ DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-deepspeed test-xla docs notebooks screenshots soak lint format bench clean
+.PHONY: help setup demo test test-slow test-deepspeed test-xla docs notebooks screenshots soak lint format bench
+.PHONY: bench-deepspeed clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -72,6 +73,9 @@ format: $(READY) ## Put the sources into the format that lint asks for
 
 bench: $(RIVALS) ## Measure; prints ratios taken within one run
 	@$(RUN) tests/benchmarks/run.py $(ARGS)
+
+bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of DeepSpeed, in an environment with it
+	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
 
 clean: ## Remove .venv, build/ and caches
 	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) $(DOCS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
