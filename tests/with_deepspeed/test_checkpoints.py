@@ -125,6 +125,37 @@ def test_checkpoints_that_do_not_fit_or_are_damaged_are_refused_and_change_nothi
     assert "was saved by 2 ranks, and this run has 1" in run_ranks(refused, (folder, 2), world_size=1)[0][0]
 
 
+def save_where_one_cannot_write(folder):
+    """Save three times: well, with a rank whose disk is full when it writes, and well again; what was said."""
+    accelerator, things = prepared(2)
+    accelerator.save_state(folder)
+    before = {file.name: file.read_bytes() for file in (folder / "pytorch_model").iterdir()}
+    accelerator.wait_for_everyone()
+    epoch(accelerator, *things)
+    save = things[0].checkpoint_engine.save
+
+    def fail(state, path):
+        raise OSError(28, "No space left on device", path)
+
+    if accelerator.process_index == 1:
+        things[0].checkpoint_engine.save = fail
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.save_state(folder)
+    after = {file.name: file.read_bytes() for file in (folder / "pytorch_model").iterdir()}
+    accelerator.wait_for_everyone()
+    things[0].checkpoint_engine.save = save
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return before == after, str(caught.value)
+
+
+def test_a_rank_that_cannot_write_is_told_and_nobody_waits(run_ranks, tmp_path):
+    for is_as_before, said in run_ranks(save_where_one_cannot_write, tmp_path / "state"):
+        assert is_as_before
+        assert "No space left on device" in said
+    assert (tmp_path / "state" / "latest").read_text() == "pytorch_model"
+
+
 class Explosive:
     def __reduce__(self):
         return print, ("code of a checkpoint runs",)

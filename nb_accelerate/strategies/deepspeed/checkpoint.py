@@ -20,7 +20,7 @@ import torch
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
 _SHARE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
@@ -37,9 +37,25 @@ def save_engine(engine: Any, folder: Path, tag: str, **kwargs: Any) -> None:
         folder: is there; each rank may have one of its own.
         tag: the name of the folder below.
         **kwargs: those of ``engine.save_checkpoint``.
+
+    Raises:
+        CheckpointError: this rank could not write something. It is raised when all ranks have written: they wait for
+            each other in barriers of DeepSpeed's, until the time limit of the process group is over.
     """
-    (folder / tag).mkdir(exist_ok=True)  # DeepSpeed makes it on rank 0 only
-    engine.save_checkpoint(str(folder), tag=tag, **kwargs)
+    says_latest = kwargs.pop("save_latest", True)
+    checkpoint_engine = engine.checkpoint_engine
+    writer = engine.checkpoint_engine = LateErrors(checkpoint_engine)
+    engine._copy_recovery_script = writer.late(engine._copy_recovery_script)  # noqa: SLF001 - there is no public way
+    try:
+        writer.late((folder / tag).mkdir)(exist_ok=True)  # DeepSpeed makes it on rank 0 only
+        engine.save_checkpoint(str(folder), tag=tag, save_latest=False, **kwargs)
+    finally:
+        engine.checkpoint_engine = checkpoint_engine
+        del engine._copy_recovery_script  # noqa: SLF001 - as above
+    if says_latest and engine.global_rank == 0:
+        writer.late((folder / "latest").write_text)(tag)
+    if writer.error is not None:
+        raise CheckpointError(f"DeepSpeed could not write to {folder}: {writer.error}") from writer.error
 
 
 def check_engine(
@@ -77,7 +93,7 @@ def check_engine(
         was = "3" if _WHOLE_OF_STAGE_3 in names else "0, 1 or 2"
         raise CheckpointError(
             f"{folder} was saved with ZeRO stage {was}, and this engine has stage {stage}. Write zero_stage as when it "
-            "was saved, or convert its weights: nb-accelerate does not shard states anew."
+            f"was saved; {_weights_alone(folder)}"
         )
     shares = {int(match[2]) for name in names if (match := _SHARE.fullmatch(name))}
     if bool(shares) != (stage > 0):
@@ -89,7 +105,7 @@ def check_engine(
     if shares and shares != set(range(ranks)):
         raise CheckpointError(
             f"{folder} was saved by {max(shares) + 1} ranks, and this run has {ranks}. DeepSpeed does not share out "
-            f"states anew. Start {max(shares) + 1} ranks."
+            f"states anew. Start {max(shares) + 1} ranks; {_weights_alone(folder)}"
         )
     if weights_only:
         own = f"zero_pp_rank_{engine.global_rank}_"
@@ -98,6 +114,14 @@ def check_engine(
                 state = read(str(folder / tag / name), mmap=True)
                 if name.endswith("_model_states.pt"):
                     _check_shapes(engine, folder / tag / name, state, strict=strict)
+
+
+def _weights_alone(folder: Path) -> str:
+    """Return the rest of a sentence that says how to go on with the weights in a checkpoint, and nothing else of it."""
+    return (
+        f"or, for the weights alone, of stages 1 to 3: `python {folder / 'zero_to_fp32.py'} {folder} WEIGHTS`, and "
+        "load_checkpoint_in_model(model, 'WEIGHTS') before prepare."
+    )
 
 
 def _check_shapes(engine: Any, file: Path, state: Any, *, strict: bool) -> None:
@@ -153,6 +177,39 @@ def load_engine(
         engine.checkpoint_engine = checkpoint_engine
     if path is None:
         raise CheckpointError(f"DeepSpeed found nothing to load in {folder / tag}.")
+
+
+class LateErrors:
+    """Write files for DeepSpeed, and keep the first error instead of raising it; all else is left to its own writer.
+
+    Args:
+        inner: DeepSpeed's reader and writer of files.
+
+    Attributes:
+        error: the first one; None if all went well.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.error: Exception | None = None
+        self.save = self.late(inner.save)
+        self.makedirs = self.late(inner.makedirs)
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def late(self, write: Callable[..., object]) -> Callable[..., None]:
+        """Return a function that writes, does nothing any more after an error, and raises none."""
+
+        def written(*args: Any, **kwargs: Any) -> None:
+            """Write, unless something could not be written before."""
+            if self.error is None:
+                try:
+                    write(*args, **kwargs)
+                except Exception as error:  # of any kind: torch's writer raises RuntimeError where a disk is full
+                    self.error = error
+
+        return written
 
 
 class WeightsOnly:
