@@ -6,7 +6,6 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.display import choose_front_end
 from nb_accelerate.errors import PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.plain import plain_errors
@@ -126,6 +125,7 @@ class Cells:
         )
 
     def _have_ranks(self, pool: Pool, parsed: Parsed) -> None:
+        from nb_accelerate.display import choose_front_end
         from nb_accelerate.pool.options import PoolOptions
 
         asked = parsed.only(_POOL)
