@@ -90,7 +90,7 @@ class MemoryReport:
             used=used,
             limit=used + left if used else 0,
             peak=max(self._kind.memory_peak(), used),
-            sharding=self._strategy.sharding if self._models else "",
+            sharding=self._strategy.sharding(self._models, optimizers),
         )
 
 

@@ -23,7 +23,6 @@ from nb_accelerate.strategies.ddp import is_alive
 from nb_accelerate.strategies.dtensors import DTensorStrategy
 from nb_accelerate.strategies.holdings import measure
 from nb_accelerate.strategies.layer_plan import LayerCutter
-from nb_accelerate.strategies.mesh import axes
 from nb_accelerate.strategies.sharding import is_sharded, shard_model
 from nb_accelerate.strategies.shards import is_shard
 from nb_accelerate.strategies.unwrapping import innermost
@@ -100,11 +99,6 @@ class FSDPStrategy(DTensorStrategy):
         self._unsharded: WeakSet[nn.Module] = WeakSet()  # prepared for evaluation only
         self._no_sync_depth: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
-
-    @property
-    @override
-    def sharding(self) -> str:
-        return f"FSDP, {axes(self._mesh)}"
 
     @override
     def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:

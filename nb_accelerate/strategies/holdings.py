@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from nb_accelerate.strategies.shards import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -71,6 +71,23 @@ def measure(
     return Holdings(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(kept, seen), pending=pending)
 
 
+def layout_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Return the axes of the mesh that models are sharded over: ``FSDP, dp_replicate 2 x dp_shard 4``; "" if none is.
+
+    Args:
+        models: prepared ones.
+        optimizers: that train them; they know the shards also while a model is gathered.
+    """
+    stepped = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
+    for tensor in itertools.chain(stepped, (one for model in models for one in model.parameters())):
+        if _is_shard(tensor):
+            mesh: Any = tensor.device_mesh
+            names = mesh.mesh_dim_names or tuple(f"axis {number}" for number in range(mesh.ndim))
+            axes = " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
+            return f"FSDP, {axes}" if "dp_shard" in names else axes
+    return ""
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
@@ -87,7 +104,9 @@ def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
     """Return the bytes of the memory that tensors are in, and add that memory to what was seen."""
     total = 0
     for tensor in tensors:
-        local = local_part(tensor.detach())
+        local = tensor.detach()
+        if _is_shard(local):
+            local = local.to_local()  # type: ignore[attr-defined]  # of a DTensor
         if local.is_meta:
             continue
         if local.device.type in _WITH_STORAGES:
@@ -100,6 +119,12 @@ def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
             seen.add(key)
             total += size
     return total
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing that class, which takes a good part of a second."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _expected(optimizer: torch.optim.Optimizer) -> int:

@@ -68,9 +68,3 @@ def layout_of(parallelism: ParallelismConfig, topology: Topology) -> MeshLayout:
     return MeshLayout(
         copies=parallelism.sizes["dp_replicate"], shards=parallelism.sizes["dp_shard"], parts=parallelism.sizes["tp"]
     )
-
-
-def axes(mesh: DeviceMesh) -> str:
-    """Return the axes of a mesh in words: ``dp_replicate 2 x dp_shard 4``."""
-    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
-    return " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))

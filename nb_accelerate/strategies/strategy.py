@@ -10,7 +10,7 @@ from torch import nn
 
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.holdings import measure
+from nb_accelerate.strategies.holdings import layout_of, measure
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -105,10 +105,12 @@ class Strategy:
         """How ranks are laid out, over which models are sharded; None if they are not. May be collective."""
         return None
 
-    @property
-    def sharding(self) -> str:
-        """How models are spread over ranks, in a few words; "" if every rank has all of them. Exchanges nothing."""
-        return ""
+    def sharding(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+        """Return how models are spread over ranks, in a few words; "" if every rank has all of them.
+
+        Exchanges nothing. The arguments are those of `holdings`.
+        """
+        return layout_of(models, optimizers)
 
     def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
         """Return how many bytes this rank holds for models and optimizers. Exchanges nothing.

@@ -10,7 +10,6 @@ from nb_accelerate.comm.data_parallel import share_random_numbers
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.dtensors import DTensorStrategy
 from nb_accelerate.strategies.layer_plan import LayerCutter
-from nb_accelerate.strategies.mesh import axes
 from nb_accelerate.strategies.sharding import Filler, check_weights, note_replaced
 from nb_accelerate.strategies.unwrapping import innermost
 
@@ -65,11 +64,6 @@ class TensorParallelStrategy(DTensorStrategy):
     ) -> None:
         super().__init__(device, collectives, distributed_type, layout=layout)
         self._plan = plan
-
-    @property
-    @override
-    def sharding(self) -> str:
-        return f"tensor parallel, {axes(self._mesh)}"
 
     @override
     def wrap(self, model: nn.Module) -> nn.Module:

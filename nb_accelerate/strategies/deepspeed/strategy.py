@@ -116,9 +116,10 @@ class DeepSpeedStrategy(Strategy):
         """The selected plugin."""
         return next(plugin for plugin in self._plugins.values() if plugin.selected)
 
-    @property
     @override
-    def sharding(self) -> str:
+    def sharding(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+        if not any(model in engines for model in models):
+            return ""
         stages = sorted({int(engine.zero_optimization_stage()) for engine in engines})
         named = " and ".join(map(str, stages)) or str(self.plugin.zero_stage)
         return f"ZeRO stage{'s' if len(stages) > 1 else ''} {named}, {self.collectives.world_size} ranks"
