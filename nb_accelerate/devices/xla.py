@@ -8,6 +8,7 @@ chips until the process ends.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from nb_accelerate.devices.kind import DeviceKind, by_name
 
 _VARIABLE = "PJRT_DEVICE"
+
+_BOUNDS = "TPU_PROCESS_BOUNDS"
 
 _BUS = Path("/sys/bus/pci/devices")
 
@@ -35,7 +38,19 @@ def _usable_devices(type_named: str | None, _changed: bool) -> tuple[str, ...]:
     if named not in ("", "TPU"):
         return ()
     chips = num_chips()
-    return tuple(map(str, range(chips or 1))) if named or chips else ()
+    return tuple(map(str, range(_num_processes(chips) or 1))) if named or chips else ()
+
+
+def _num_processes(chips: int) -> int:
+    """Return how many processes can share the chips of this machine; ``xmp.spawn`` starts as many.
+
+    ``TPU_PROCESS_BOUNDS`` limits them: a product such as ``"2,2,1"`` over all machines. Where its words are no numbers,
+    torch_xla says so.
+    """
+    bounds = os.environ.get(_BOUNDS, "").split(",")
+    if not all(word.strip().isdecimal() for word in bounds):
+        return chips
+    return min(chips, math.prod(map(int, bounds)))
 
 
 def num_chips() -> int:

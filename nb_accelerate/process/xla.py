@@ -15,6 +15,7 @@ a process (TPU v2 and v3)     launch does not start any. `Accelerator` in such a
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import threading
 from dataclasses import replace
@@ -39,14 +40,17 @@ def start_runtime(told: Topology) -> Topology:
         told: what the environment says about this process.
 
     Raises:
-        ConfigError: the runtime knows another number of ranks than the launcher has started, or this process has
-            several devices and this is no thread that was started for one of them.
+        ConfigError: the runtime could not be started, knows another number of ranks than the launcher has started, or
+            has several devices in this process and this is no thread that was started for one of them.
     """
     import torch_xla.core.xla_model as xm
     from torch_xla import runtime
 
     if not is_started():
-        _initialize(told)
+        try:
+            _initialize(told)
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(_why_not_started(error)) from error
         xm.set_rng_state(torch.initial_seed() % 2**63)  # as the generators of other devices follow torch.manual_seed
     # The engine of a process that was forked after a backward has no place for devices that came later.
     torch.autograd.set_multithreading_enabled(False)
@@ -104,6 +108,31 @@ def _initialize(told: Topology) -> None:
             del os.environ[name]
     pjrt.initialize_multiprocess(told.local_rank, told.local_world_size)
     runtime._init_world_size_ordinal()  # noqa: SLF001 - Dynamo would break graphs where it is asked for
+
+
+def _why_not_started(error: Exception) -> str:
+    """Return what torch_xla said, which library it has used, and what to do about it."""
+    import torch_xla
+
+    version = torch_xla.__version__.split("+")[0]
+    path = os.environ.get("TPU_LIBRARY_PATH")
+    library = f"the libtpu of TPU_LIBRARY_PATH={path}" if path else "the libtpu that is installed beside it"
+    if path:
+        advice = (
+            "An image may have left that variable for another framework, and its libtpu may be too old. Remove the "
+            "variable before torch_xla is imported: del os.environ['TPU_LIBRARY_PATH']"
+        )
+    elif importlib.util.find_spec("libtpu") is None:
+        advice = "There is none. Install the one that fits"
+    else:
+        advice = (
+            "If another process holds the TPU (a second notebook, or this one's kernel), end it: only one can. If not, "
+            "install the libtpu that fits"
+        )
+    if not path:
+        advice += f": pip install 'torch_xla[tpu]=={version}'"
+    said = str(error).strip().partition("\n")[0]
+    return f"The XLA runtime could not be started ({said}). This is torch_xla {version} with {library}. {advice}."
 
 
 def _nothing(_rank: int) -> None:

@@ -33,6 +33,12 @@ def test_devices_are_those_of_the_runtime_that_is_named(bus: Path, variable: str
     assert len(xla.XLA.find(variable, False)) == number
 
 
+@pytest.mark.parametrize(("bounds", "number"), [("2,2,1", 4), ("1,1,1", 1), ("4,4,4", 8), ("a", 8), ("", 8)])
+def test_bounds_of_processes_limit_them(bus: Path, bounds: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_PROCESS_BOUNDS", bounds)
+    assert len(xla.XLA.find("TPU", False)) == number
+
+
 def test_without_chips_there_is_what_the_variable_promises(bus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "_BUS", bus / "empty")
     assert xla.XLA.find(None, False) == ()

@@ -1,0 +1,39 @@
+"""A rank has what `xmp.spawn` gives its processes, and says what it lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.limit(120)
+def test_ranks_on_eight_chips_have_the_variables_that_xmp_spawn_sets() -> None:
+    script = Path(__file__).with_name("topology_of_v5e.py")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    theirs, ours = json.loads(run.stdout)
+    assert theirs.keys() == ours.keys() == set(map(str, range(8)))
+    assert ours == theirs
+    assert {one["TPU_VISIBLE_CHIPS"] for one in ours.values()} == ours.keys()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "Install the one that fits: pip install 'torch_xla[tpu]=="),
+        ({"TPU_LIBRARY_PATH": "/lib/old.so"}, "Remove the variable before torch_xla is imported"),
+    ],
+)
+def test_a_libtpu_that_is_missing_or_another_is_named(variables: dict[str, str], words: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "from nb_accelerate import Accelerator; Accelerator()"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PJRT_DEVICE": "TPU"} | variables,
+    )
+    assert "ConfigError: The XLA runtime could not be started" in run.stderr
+    assert words in run.stderr
