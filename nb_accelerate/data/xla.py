@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch_xla
 from torch_xla.debug import metrics
 
+from nb_accelerate.progress_page import Phase, here
 from nb_accelerate.pytree import paths_of_tensors, tensors_in
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 logger = logging.getLogger("nb_accelerate")
@@ -24,11 +26,17 @@ and without state of the optimizer."""
 
 
 class StepEnd:
-    """Submits the operations of a step, and warns once if steps are compiled again and again."""
+    """Submits the operations of a step, and warns once if steps are compiled again and again.
+
+    The progress page says that a step is compiled where that is to be expected, since nothing says so meanwhile: at the
+    first one with batches of a shape, and after one of that shape that was compiled.
+    """
 
     def __init__(self) -> None:
         self._num_compiled = _num_compiled()
-        self._began = _seconds_compiling()
+        self._began = self._seconds = _seconds_compiling()
+        self._page = here()
+        self._compiled_before: set[tuple[torch.Size, ...]] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._known: set[tuple[tuple[int, ...], ...]] = set()
         self._num_again = 0
@@ -41,11 +49,22 @@ class StepEnd:
             step: its number in its epoch, from 1.
             batch: with tensors on any device.
         """
+        sizes = tuple([tensor.size() for tensor in tensors_in(batch)])
+        is_known = sizes in self._compiled_before
+        if not is_known:
+            self._page.enter(Phase.COMPILING)
         torch_xla.sync()
         compiled = _num_compiled()
-        if compiled == self._num_compiled or self._has_warned:
+        if compiled == self._num_compiled:
+            if not is_known:
+                self._compiled_before.add(sizes)
             return
-        self._num_compiled = compiled
+        self._compiled_before.discard(sizes)
+        seconds = _seconds_compiling()
+        self._page.compiled(compiled - self._num_compiled, seconds - self._seconds)
+        self._num_compiled, self._seconds = compiled, seconds
+        if self._has_warned:
+            return
         shapes = _shapes_of(batch)
         known = tuple(shapes.values())
         self._num_again += known in self._known
@@ -68,14 +87,13 @@ class StepEnd:
             else "batches have the same shapes as before. Look for Python numbers that change, such as loss.item(), or "
             "for branches, inside of the step"
         )
-        logger.warning(
-            "XLA compiled step %d anew, as it did %d steps of this epoch before, in %.1f s: %s. A step that does "
-            "what an earlier one did is not compiled.",
-            step,
-            len(self._known) + self._num_again - 1,
-            _seconds_compiling() - self._began,
-            why,
+        sentence = (
+            f"XLA compiled step {step} anew, as it did {len(self._known) + self._num_again - 1} steps of this epoch "
+            f"before, in {self._seconds - self._began:.1f} s: {why}. A step that does what an earlier one did is not "
+            "compiled."
         )
+        self._page.warn(sentence)
+        logger.warning("%s", sentence)
 
 
 def _num_compiled() -> int:

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from nb_accelerate.display import words
+from nb_accelerate.display.compiling import compiled
 from nb_accelerate.display.stragglers import slowest_of_all
 from nb_accelerate.display.track import loss_of
 
@@ -58,7 +59,7 @@ class Pace:
 
 
 def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple[str, ...]:
-    """Return what a run came to: steps, samples per second and loss.
+    """Return what a run came to: steps, samples per second, loss, and programs that were compiled.
 
     Args:
         tracks: of its ranks.
@@ -72,6 +73,8 @@ def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple
     losses = [loss for track in tracks.values() if (loss := loss_of(track.sample)) is not None]
     if losses:
         parts.append(f"loss {words.measured(sum(losses) / len(losses))}")
+    if said := compiled(track.sample for track in tracks.values()):
+        parts.append(said)
     return tuple(parts)
 
 

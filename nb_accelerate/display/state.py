@@ -12,6 +12,7 @@ from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.advice import advice
 from nb_accelerate.display.bars import bar_rows
+from nb_accelerate.display.compiling import compiling, warnings_of
 from nb_accelerate.display.logged_values import LoggedValues
 from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.memory import parts_of, sharded_line
@@ -274,7 +275,7 @@ class PanelState:
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
-        doing = WORDS[track.phase]
+        doing = compiling([track], now) or WORDS[track.phase]
         if track.sample.waits_in is not None:  # while it waits, and only then
             doing = f"waits in {METHODS[track.sample.waits_in]}"
         if track.sample.paused:
@@ -338,7 +339,7 @@ class PanelState:
 
     def _is_stalled(self, rank: int, track: Track, now: float) -> bool:
         sample = track.sample
-        if self._seen[rank].state not in ("running", "stopped") or sample.paused:
+        if self._seen[rank].state not in ("running", "stopped") or sample.paused or sample.phase is Phase.COMPILING:
             return False
         began = sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
         return began and now - track.moved_at > STALL
@@ -375,7 +376,8 @@ class PanelState:
 
     def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
         on_now = (*self._stall_words(stalled, now), *slow) if self._ended is None else ()
-        return (*on_now, *self._not_finite.sentences(len(self._tracks)), *self._jump.sentences())
+        said = warnings_of(track.sample for track in self._tracks.values())
+        return (*on_now, *said, *self._not_finite.sentences(len(self._tracks)), *self._jump.sentences())
 
     def _place(self, ranks: Sequence[int], before: str = " ") -> str:
         dumps = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
@@ -394,6 +396,8 @@ class PanelState:
     def _outlook(self, now: float) -> tuple[str, ...]:
         quiet = now - max(track.moved_at for track in self._tracks.values())
         in_loop = any(track.sample.in_loop for track in self._tracks.values())
+        if compiles := compiling(self._tracks.values(), now):
+            return (compiles,)
         if in_loop and quiet > STALL:
             return (f"no step for {words.brief(quiet)}",)
         parts = []

@@ -38,6 +38,7 @@ WORDS = {
     Phase.WAITING: "waits",
     Phase.ENDED: "done",
     Phase.PREPARING: "preparing the model",
+    Phase.COMPILING: "compiling",
 }
 
 METHODS = {
@@ -48,6 +49,7 @@ METHODS = {
     Collective.all_gather_object: "gather_object",
     Collective.broadcast_object: "broadcast_object_list",
     Collective.barrier: "wait_for_everyone",
+    Collective.backward: "backward",
 }
 """What users call for a collective."""
 

@@ -59,6 +59,10 @@ BARS_AT = 1024
 NUM_BARS = 8
 BAR = struct.Struct("=qqdddd56s")
 
+WARNING_AT = 2048
+"""A sentence about what is wrong, of a rank; empty if there is none."""
+WARNING = struct.Struct("=1024s")
+
 HELD_AT = 3584
 """What the rank holds in memory, see `Held`: it stays from one call or cell to the next."""
 
@@ -67,7 +71,8 @@ COMMANDS_AT = 4096
 
 assert HEADER.size == NUM_WORDS * 8
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
-assert BARS_AT + NUM_BARS * BAR.size <= HELD_AT
+assert BARS_AT + NUM_BARS * BAR.size <= WARNING_AT
+assert WARNING_AT + WARNING.size <= HELD_AT
 assert HELD_AT + held.SIZE <= COMMANDS_AT
 
 

@@ -207,6 +207,15 @@ class ProgressPage:
         """Note the utilisation of the device, in percent."""
         self._words[layout.UTILISATION] = percent
 
+    def compiled(self, programs: int, seconds: float) -> None:
+        """Note that programs were compiled for the device, and how long that took."""
+        self._words[layout.COMPILED] += programs
+        self._words[layout.COMPILING_MS] += round(1000 * seconds)
+
+    def warn(self, sentence: str) -> None:
+        """Note what is wrong, for the panel. A later sentence takes the place of an earlier one."""
+        layout.WARNING.pack_into(self._memory, layout.WARNING_AT, _cut(sentence, layout.WARNING.size))
+
     def log(self, values: Mapping[str, object]) -> None:
         """Note numbers that were logged, by name. Only the first sixteen names are kept."""
         for name, value in values.items():

@@ -73,6 +73,9 @@ class Sample:
         num_workers: of the current loop's loader; None if not known.
         times_waits: backward is over when the gradients of this rank are computed. The exchange that follows is then
             a part of the phase `WAITING`; else it is one of `BACKWARD`.
+        compiled: programs that were compiled for the device, in loops.
+        compiling: seconds that took.
+        warning: a sentence about what is wrong; may be empty.
     """
 
     request: int = 0
@@ -102,6 +105,9 @@ class Sample:
     exchanging: float = field(default=0.0, compare=False)
     num_workers: int | None = None
     times_waits: bool = False
+    compiled: int = 0
+    compiling: float = 0.0
+    warning: str = ""
 
     @property
     def steps(self) -> int:
@@ -159,6 +165,9 @@ def read(memory: Buffer) -> Sample:
         exchanging=seconds_exchanging(words, now),
         num_workers=words[layout.WORKERS] - 1 if words[layout.WORKERS] > 0 else None,
         times_waits=bool(words[layout.WAITS_TIMED]),
+        compiled=max(0, words[layout.COMPILED]),
+        compiling=max(0, words[layout.COMPILING_MS]) / 1000,
+        warning=_text(*layout.WARNING.unpack_from(memory, layout.WARNING_AT)),
     )
 
 

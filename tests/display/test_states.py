@@ -289,6 +289,29 @@ def test_all_ranks_in_a_long_step_are_not_accused():
     assert run.view.outlook == ("no step for 20 s",)
 
 
+def test_a_long_compilation_is_shown_as_such_and_not_as_a_hang():
+    run = Run(2)
+    run.begin_loop()
+    run.put(phase=Phase.COMPILING)
+    run.wait(60.0)
+    assert run.state.stalled(run.now) == []
+    assert run.view.warnings == ()
+    assert [row.now for row in run.view.rows] == ["compiling for 60 s"] * 2
+    assert run.view.outlook == ("compiling for 60 s",)
+    run.train(2.0)
+    run.put(compiled=3, compiling=61.2)
+    run.look()
+    run.state.end(run.now, "done")
+    assert "3 programs compiled in 61 s" in run.view.summary
+
+
+def test_what_ranks_warn_of_is_said_once():
+    run = Run(3)
+    run.put([0, 2], warning="XLA compiled step 5 anew.")
+    run.look()
+    assert run.view.warnings == ("XLA compiled step 5 anew.",)
+
+
 def test_ranks_that_wait_for_one_that_has_returned_are_told_so():
     run = Run(3)
     run.begin_loop()
