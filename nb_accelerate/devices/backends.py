@@ -31,6 +31,7 @@ BACKENDS = (
     Backend(name="gloo", device="cpu", returns_early=False, polls_store=True),
     Backend(name="nccl", device="cuda", binds_device=True, can_abort=True),
     Backend(name="xccl", device="xpu"),
+    Backend(name="tpu_dist", device="tpu"),
 )
 
 

@@ -6,6 +6,7 @@ from nb_accelerate.devices.cuda import CUDA
 from nb_accelerate.devices.host import memory_left, memory_peak, memory_used
 from nb_accelerate.devices.kind import DeviceKind
 from nb_accelerate.devices.mps import MPS
+from nb_accelerate.devices.tpu import TPU
 from nb_accelerate.devices.xla import XLA
 from nb_accelerate.devices.xpu import XPU
 
@@ -19,7 +20,7 @@ CPU = DeviceKind(
     memory_peak=memory_peak,
 )
 
-DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, CPU]
+DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, TPU, CPU]
 """The last one is there on every machine."""
 
 

@@ -154,8 +154,8 @@ def test_a_rank_uses_the_type_of_device_that_its_launch_has_named(monkeypatch: p
     second = Topology.of_machine(1, 2)
     assert choose_device(second, cpu=False)[1] == torch.device("cuda", 1)
     assert choose_device(second, cpu=False, name="xpu")[1] == torch.device("xpu", 1)
-    with pytest.raises(ConfigError, match="Devices of type 'tpu' are not known here"):
-        choose_device(second, cpu=False, name="tpu")
+    with pytest.raises(ConfigError, match="Devices of type 'npu' are not known here"):
+        choose_device(second, cpu=False, name="npu")
 
 
 def test_a_backend_without_a_row_is_one_that_nothing_is_known_of() -> None:
