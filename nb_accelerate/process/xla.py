@@ -1,14 +1,15 @@
 """Start the runtime of XLA in this process, and number its ranks as the runtime does.
 
-``xmp.spawn`` is torch_xla's way to start ranks. A launch from a notebook keeps its own processes, which it can interrupt,
-read and end, and does in each what ``xmp.spawn`` does:
+``xmp.spawn`` is torch_xla's way to start ranks. A launch from a notebook keeps its own processes, which it can
+interrupt, read and end, and does in each what ``xmp.spawn`` does:
 
 ============================  ======================================================================================
 one rank                      ``xmp.spawn(nprocs=1)`` itself, which sets up the process that calls it
-a process for each chip       ``initialize_multiprocess``, which ``xmp.spawn`` calls in each of its processes, and what it
-                              stores for Dynamo; there is no public name for it
-a thread for each device of   ``xmp.spawn`` itself, called by the user: a thread cannot be interrupted nor ended, so a
-a process (TPU v2 and v3)     launch does not start any. `Accelerator` in such a thread is a rank
+a process for each chip       ``initialize_multiprocess``, which ``xmp.spawn`` calls in each of its processes, and what
+                              it stores for Dynamo; there is no public name for it
+one rank with all chips       nothing: ``torch_xla.runtime.use_spmd()`` was called, and XLA cuts programs by itself
+a thread for each device of   ``xmp.spawn`` itself, called by the user: a thread cannot be interrupted nor ended, so
+a process (TPU v2 and v3)     a launch does not start any. `Accelerator` in such a thread is a rank
 ============================  ======================================================================================
 """
 
@@ -100,6 +101,13 @@ def _initialize(told: Topology) -> None:
     # It was registered where torch_xla was imported, maybe in the notebook, whose handlers a forked rank drops.
     atexit.unregister(torch_xla._prepare_to_exit)  # noqa: SLF001 - there is no other name
     atexit.register(torch_xla._prepare_to_exit)  # noqa: SLF001
+    if runtime.is_spmd():
+        if told.world_size > 1:
+            raise ConfigError(
+                f"torch_xla.runtime.use_spmd() was called in one of {told.world_size} processes, but with it one "
+                "process has all devices. Write num_processes=1, or leave use_spmd() out."
+            )
+        return
     if told.local_world_size == 1:
         xmp.spawn(_nothing, nprocs=1)
         return

@@ -194,7 +194,9 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
         if engines.fsdp is not None and process.topology.world_size > 1:
             raise ConfigError(
                 f"fsdp_plugin or parallelism_config was given, but models are not sharded over {process.kind.label}s. "
-                "Leave it out, and ACCELERATE_USE_FSDP or ACCELERATE_USE_PARALLELISM_CONFIG too."
+                "Leave it out, and ACCELERATE_USE_FSDP or ACCELERATE_USE_PARALLELISM_CONFIG too. To shard a model, "
+                "start one process with all devices, num_processes=1, and call torch_xla.runtime.use_spmd() before "
+                "Accelerator()."
             )
         if engines.parallelism is not None and process.topology.world_size > 1:
             if engines.parallelism.tp_enabled:

@@ -1,4 +1,4 @@
-"""A rank has what `xmp.spawn` gives its processes, and says what it lacks."""
+"""A rank has what `xmp.spawn` gives its processes, says what it lacks, and may have all devices by itself."""
 
 from __future__ import annotations
 
@@ -31,9 +31,17 @@ def test_ranks_on_eight_chips_have_the_variables_that_xmp_spawn_sets() -> None:
 def test_a_libtpu_that_is_missing_or_another_is_named(variables: dict[str, str], words: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", "from nb_accelerate import Accelerator; Accelerator()"],
+        check=False,
         capture_output=True,
         text=True,
         env=os.environ | {"PJRT_DEVICE": "TPU"} | variables,
     )
     assert "ConfigError: The XLA runtime could not be started" in run.stderr
     assert words in run.stderr
+
+
+@pytest.mark.limit(100)
+def test_a_model_is_sharded_over_all_devices_of_one_process(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("spmd_checks.py")
+    run = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
