@@ -43,6 +43,18 @@ class XLAStrategy(Strategy):
         self._averaged: dict[int, tuple[int, int]] = {}
 
     @override
+    def prepare(
+        self,
+        models: Sequence[ModelRequest],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        earlier: Iterable[torch.optim.Optimizer] = (),
+    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        for optimizer in optimizers:
+            _follow(optimizer, [request.model for request in models])
+        return super().prepare(models, optimizers, earlier=earlier)
+
+    @override
     def prepare_model(self, request: ModelRequest) -> nn.Module:
         model = request.model
         if request.place:
@@ -110,8 +122,8 @@ class XLAStrategy(Strategy):
 class _SubmitsSteps:
     """Submits the program of a step where no loader has done so since the step before.
 
-    XLA counts for the process. Where threads are ranks, each submits all its steps here: programs have to be those of the
-    others, whatever these have submitted meanwhile.
+    XLA counts for the process. Where threads are ranks, each submits all its steps here: programs have to be those of
+    the others, whatever these have submitted meanwhile.
     """
 
     def __init__(self) -> None:
@@ -152,6 +164,29 @@ def _move(model: nn.Module, device: torch.device) -> None:
             f"holds weak references to them ({error}). Move the model before its optimizer is made: "
             "model.to(accelerator.device), then tie weights that share memory again."
         ) from error
+
+
+def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
+
+    ``model.to("xla")`` makes new parameters. Those that an optimizer has are recognised by their shapes and values, in
+    order. Nothing is changed unless all of them are, nor where one has a gradient, or belongs to a model as it is.
+    """
+    of_models = {id(one): one for model in models for one in model.parameters()}
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    if optimizer.state or any(id(one) in of_models or one.grad is not None for one in held):
+        return
+    moved = (one for one in of_models.values() if one.device.type == "xla")
+    found: dict[int, nn.Parameter] = {}
+    for old in held:
+        value = old.detach().cpu()
+        alike = (one for one in moved if (one.shape, one.dtype) == (old.shape, old.dtype))
+        new = next((one for one in alike if torch.equal(one.detach().cpu(), value)), None)
+        if new is None:
+            return
+        found[id(old)] = new
+    for group in optimizer.param_groups:
+        group["params"] = [found[id(one)] for one in group["params"]]
 
 
 def _on_host(state: Any) -> Any:
