@@ -237,6 +237,47 @@ def test_an_exception_on_one_of_four_is_raised_and_the_others_end(kaggle: Kernel
     assert "rank 1" in cell.traceback.lower()
 
 
+ENDINGS = {
+    "raise ValueError('before the runtime')": "ValueError",
+    "a = Accelerator(); raise KeyError('on all')": "KeyError",
+    "a = Accelerator(); last(a) and os.kill(os.getpid(), signal.SIGKILL); a.wait_for_everyone()": "RankDiedError",
+    "a = Accelerator(); last(a) and os._exit(3); a.wait_for_everyone()": "RankDiedError",
+    "a = Accelerator(); last(a) and os.kill(os.getpid(), signal.SIGSEGV); a.wait_for_everyone()": "RankDiedError",
+}
+"""Bodies of a function, and what its launch raises."""
+
+
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("machine", ["notebook", "kaggle"])
+def test_after_every_way_to_end_nothing_is_left_and_the_next_launch_works(
+    request: pytest.FixtureRequest, machine: str
+) -> None:
+    kernel: Kernel = request.getfixturevalue(machine)
+
+    def ranks() -> list[psutil.Process]:
+        children = psutil.Process(kernel.pid).children(recursive=True)
+        return [child for child in children if "nb-rank" in child.name()]
+
+    kernel.run(
+        "import os, signal\nfrom nb_accelerate import Accelerator\n"
+        "def last(a): return a.process_index == a.num_processes - 1"
+    ).ok()
+    for body, error in ENDINGS.items():
+        cell = kernel.run(f"def end():\n    {body}\nnotebook_launcher(end, progress='off')")
+        assert cell.error == error, (body, cell.message)
+        assert ranks() == []
+    kernel.run(
+        "def wait():\n    import threading\n    a = Accelerator()\n    a.print('waits')\n"
+        "    threading.Event().wait() if last(a) else a.wait_for_everyone()"
+    ).ok()
+    cell = kernel.start("notebook_launcher(wait, progress='off')")
+    kernel.wait_for_output(cell, "waits")
+    kernel.interrupt()
+    assert kernel.finish(cell).error == "KeyboardInterrupt"
+    assert ranks() == []
+    kernel.run("notebook_launcher(train, progress='off'); None").ok()
+
+
 def test_processes_that_the_runtime_does_not_connect_are_refused(kernel: Kernel) -> None:
     told = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     kernel.run(f"import os; os.environ |= {told}").ok()

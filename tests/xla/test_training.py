@@ -16,10 +16,15 @@ from torch_xla.debug import metrics
 from nb_accelerate import Accelerator, DistributedType
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context
+from nb_accelerate.progress_page import Phase, ProgressPage, here, layout
+from nb_accelerate.progress_page.sample import read
 from nb_accelerate.utils import DataLoaderConfiguration, set_seed
 
 TOLERANCE = 1e-5
 """Greatest difference of any weight after two dozen steps in float32: XLA adds up in another order."""
+
+BF16_TOLERANCE = 2e-3
+"""The same after eight steps of which most is computed in bfloat16, which keeps eight bits: it rounds elsewhere."""
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +179,44 @@ def test_bf16_computes_in_bfloat16_and_learns_as_on_the_cpu():
         plain_optimizer.step()
         plain_optimizer.zero_grad()
     assert greatest_difference(model, plain) < 5e-3
+
+
+def small_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(4)
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", TOLERANCE), ("bf16", BF16_TOLERANCE)])
+def test_gpt2_with_tied_embeddings_trains_as_in_plain_pytorch(precision: str, tolerance: float):
+    model, plain = small_gpt2(), small_gpt2()
+    accelerator = Accelerator(mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, scheduler, DataLoader(rows(32), batch_size=4)
+    )
+    assert model.lm_head.weight is model.transformer.wte.weight
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for (tokens,) in loader:
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    decay = torch.optim.lr_scheduler.StepLR(theirs, step_size=3, gamma=0.5)
+    for (tokens,) in DataLoader(rows(32), batch_size=4):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            loss = plain(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        theirs.step()
+        decay.step()
+        theirs.zero_grad()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert greatest_difference(model, plain) < tolerance
 
 
 def test_fp16_is_refused_with_the_alternative():
@@ -354,6 +397,34 @@ def test_steps_whose_shapes_change_get_one_warning(caplog: pytest.LogCaptureFixt
     assert "XLA compiled step 5 anew, as it did 3 steps" in said
     assert "batch from (1, 5) to (1, 6)" in said
     assert "Pad all batches to one shape" in said
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> bytearray:
+    """The progress page that a notebook would read."""
+    memory = bytearray(layout.SIZE)
+    monkeypatch.setattr("nb_accelerate.progress_page.page._page", ProgressPage(memory))
+    here().begin_request()
+    return memory
+
+
+def test_the_panel_is_told_of_compilations_and_of_changing_shapes(page: bytearray):
+    steps_of_lengths([23, 23, 24, 25, 26, 27])
+    seen = read(page)
+    assert seen.compiled >= 5
+    assert 0 < seen.compiling < 100
+    assert "batch from (1, 25) to (1, 26)" in seen.warning
+
+
+def test_a_step_that_was_not_compiled_is_not_expected_to_be(page: bytearray):
+    phases: list[int] = []
+    enter = here().enter
+    here().enter = lambda phase: (phases.append(phase), enter(phase))[1]
+    steps_of_lengths([29] * 9)
+    expected = phases.count(Phase.COMPILING)
+    assert phases.index(Phase.COMPILING) < phases.index(Phase.DATA, phases.index(Phase.FORWARD))
+    assert 1 <= expected <= 4
+    assert not read(page).warning
 
 
 def test_steps_of_one_shape_and_a_smaller_last_one_get_no_warning(caplog: pytest.LogCaptureFixture):

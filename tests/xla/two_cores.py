@@ -13,6 +13,7 @@ Stock torch_xla cannot: threads wait for one another while they hold what the ot
 
 import os
 import threading
+from collections.abc import Sequence
 
 
 def environ(devices: int) -> dict[str, str]:
@@ -40,18 +41,18 @@ def install() -> None:
     def idle(device: str) -> None:
         extension._xla_wait_device_ops(xm.xla_real_devices([device]))
 
-    def step_marker(device: str, devices: list[str] = [], wait: bool = True, reset_scope: bool = True, **_: object):
+    def step_marker(device: str, devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True, **_: object):
         device = device or extension._xla_get_default_device()
         idle(device)
         with lock:
             pending = torch.zeros((), device=device)
-            step(device, devices, wait=False, reset_scope=reset_scope)
+            step(device, list(devices), wait=False, reset_scope=reset_scope)
         if wait:
             idle(device)
         del pending
 
     def sync_multi(tensors: list[torch.Tensor], devices: list[str], wait: bool = True, sync_xla_data: bool = True):
-        step_marker("", [], wait=True)
+        step_marker("", wait=True)
         several(tensors, devices, wait=wait, sync_xla_data=sync_xla_data)
 
     extension._xla_step_marker, extension._xla_sync_multi = step_marker, sync_multi

@@ -60,9 +60,8 @@ def averages_gradients_once(rank: int) -> None:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        losses = [
-            loss_of(plain, inputs[of][rows], targets[of][rows]) for of in (0, 1) for rows in (slice(0, 1), slice(1, 3))
-        ]
+        parts = [(of, rows) for of in (0, 1) for rows in (slice(0, 1), slice(1, 3))]
+        losses = [loss_of(plain, inputs[of][rows], targets[of][rows]) for of, rows in parts]
         torch.stack(losses).mean().backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         theirs.step()
