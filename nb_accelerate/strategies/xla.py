@@ -170,11 +170,12 @@ def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> No
     """Give a new optimizer the parameters of models that the user has moved to the device after it was made.
 
     ``model.to("xla")`` makes new parameters. Those that an optimizer has are recognised by their shapes and values, in
-    order. Nothing is changed unless all of them are, nor where one has a gradient, or belongs to a model as it is.
+    order. Nothing is changed unless all of them are, nor where one has a gradient, is on the device already, or belongs
+    to a model as it is.
     """
     of_models = {id(one): one for model in models for one in model.parameters()}
     held = [one for group in optimizer.param_groups for one in group["params"]]
-    if optimizer.state or any(id(one) in of_models or one.grad is not None for one in held):
+    if optimizer.state or any(id(one) in of_models or one.grad is not None or one.device.type == "xla" for one in held):
         return
     moved = (one for one in of_models.values() if one.device.type == "xla")
     found: dict[int, nn.Parameter] = {}
