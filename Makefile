@@ -22,8 +22,8 @@ DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-deepspeed test-xla docs notebooks screenshots soak lint format bench
-.PHONY: bench-deepspeed clean
+.PHONY: help setup demo test test-slow test-deepspeed test-xla docs notebooks picture screenshots soak lint format
+.PHONY: bench bench-deepspeed clean
 
 help: ## Show this list
 	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
@@ -55,6 +55,9 @@ notebooks: $(READY) ## Run the notebooks and keep their outputs in them; ARGS='0
 
 screenshots: $(READY) ## Picture the states of the panel in JupyterLab, narrow and wide, light and dark
 	@$(RUN) tests/browser/screenshots.py $(ARGS)
+
+picture: $(READY) ## Record the moving picture of the README in JupyterLab
+	@$(RUN) tests/browser/moving_picture.py
 
 test-xla: $(XLA)/ready ## Run the tests of TPUs, on the CPU device of their runtime
 	@PJRT_DEVICE=CPU PYTHONPATH=$(CURDIR) $(XLA)/bin/python -m pytest tests/xla $(ARGS)

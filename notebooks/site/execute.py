@@ -37,6 +37,17 @@ def digest(notebook: Any) -> str:
     return hashlib.sha256("\0".join(code).encode()).hexdigest()
 
 
+class _Client(NotebookClient):
+    """nbclient, as the front end of a person and with the kernel of this very Python."""
+
+    def create_kernel_manager(self) -> AsyncKernelManager:
+        self.km = AsyncKernelManager(
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), kernel_name="python3", transport_encryption="auto"
+        )
+        self.km.session.metadata = {"cellId": ""}  # front ends that show panels name the cell in each request
+        return self.km
+
+
 def execute(notebook: Any, folder: Path, env: dict[str, str] | None = None) -> None:
     """Run all cells of a notebook, in place.
 
@@ -48,15 +59,9 @@ def execute(notebook: Any, folder: Path, env: dict[str, str] | None = None) -> N
     Raises:
         CellExecutionError: a cell fails that is not tagged ``raises-exception``.
     """
-    # The kernel of this very Python, whatever kernels are installed.
-    manager = AsyncKernelManager(
-        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), kernel_name="python3", transport_encryption="auto"
-    )
-    manager.session.metadata = {"cellId": ""}  # front ends that show panels name the cell in each request
     metadata = dict(notebook.metadata)
-    client = NotebookClient(
+    client = _Client(
         notebook,
-        km=manager,
         timeout=_LONGEST,
         coalesce_streams=True,
         record_timing=False,
