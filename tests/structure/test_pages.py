@@ -1,0 +1,155 @@
+"""The pages of the documentation: all of their code is run, and all of them are reached."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from nb_accelerate.cli import notebook
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+PAGES = sorted(path for path in NOTEBOOKS.rglob("*.md") if "site" not in path.parts)
+BLOCK = re.compile(r'^```([\w-]*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+ELSEWHERE = {"git", "jupyter", "jupyter-repo2docker", "make", "pip", "srun", "ssh"}
+"""Commands that install, serve or need other machines: they are not run here."""
+
+LISTINGS = {"bash", "text"}
+"""Kinds of blocks that are no code of this package: what a batch system reads, and what something printed."""
+
+
+@dataclass
+class Code:
+    """What of a page can be run."""
+
+    cells: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def code_of(text: str) -> Code:
+    code = Code()
+    for kind, title, body in BLOCK.findall(text):
+        if title:
+            code.files[title] = body
+        elif kind == "python":
+            code.cells.append(body.strip())
+        elif kind == "console":
+            code.commands += [line.removeprefix("$ ") for line in body.splitlines() if line.startswith("$ ")]
+        elif kind not in LISTINGS:
+            code.unknown.append(kind)
+    return code
+
+
+def with_code() -> list[Path]:
+    return [path for path in PAGES if "```" in path.read_text(encoding="utf-8")]
+
+
+def test_code_is_found_in_pages_by_kind_and_title():
+    page = '```python\n%pip\n```\n\n```python title="a.py"\n1\n```\n```console\n$ x y\nshown\n```\n```sh\nz\n```\n'
+    assert code_of(page) == Code(cells=["%pip"], files={"a.py": "1\n"}, commands=["x y"], unknown=["sh"])
+
+
+@pytest.mark.parametrize("path", with_code(), ids=lambda path: str(path.relative_to(NOTEBOOKS)))
+def test_every_block_of_a_page_is_of_a_kind_that_is_run(path: Path):
+    code = code_of(path.read_text(encoding="utf-8"))
+    assert code.unknown == []
+    assert {shlex.split(command)[0] for command in code.commands} <= ELSEWHERE | {"nb-accelerate"}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {command.split()[1] for command in code.commands if command.startswith("make ")} <= targets
+    for name, text in code.files.items():
+        if name.endswith(".sbatch"):
+            subprocess.run(["bash", "-n"], input=text, text=True, timeout=30, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+@pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
+def test_the_cells_of_all_pages_run(tmp_path: Path):
+    # In one kernel, which takes seconds to start, but with no names of the page before.
+    cells = []
+    for path in with_code():
+        cells += [f"%reset -f\n# {path.name}", *code_of(path.read_text(encoding="utf-8")).cells]
+    pages = tmp_path / "pages.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), pages)
+    run = notebook.execute(pages, progress=io.StringIO(), env=_env())
+    assert run.failure is None, run.failure.render(color=False)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+@pytest.mark.may_leave("files")  # as above
+@pytest.mark.parametrize("path", with_code(), ids=lambda path: str(path.relative_to(NOTEBOOKS)))
+def test_the_commands_of_a_page_run(path: Path, tmp_path: Path):
+    code = code_of(path.read_text(encoding="utf-8"))
+    for name, text in code.files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for command in code.commands:
+        program, *arguments = shlex.split(command)
+        if program not in ELSEWHERE:
+            ran = subprocess.run(
+                [sys.executable, "-m", "nb_accelerate", *arguments],
+                cwd=tmp_path,
+                env=_env(),
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def _env() -> dict[str, str]:
+    """The environment, without what makes ipykernel believe that it runs in its own tests."""
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+def _nav(entries: list[object]) -> list[str]:
+    """The files of a part of the navigation."""
+    found: list[str] = []
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            found += _nav(value) if isinstance(value, list) else [value]
+    return found
+
+
+def test_the_navigation_has_every_page_and_no_other():
+    settings = yaml.safe_load((NOTEBOOKS / "site" / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = _nav(settings["nav"])
+    hook = (NOTEBOOKS / "site" / "pages.py").read_text(encoding="utf-8")
+    elsewhere = dict(re.findall(r'"([\w/.]+\.md)": "([\w/.]+\.md)"', hook))
+    assert set(elsewhere.values()) <= set(listed)
+    assert all((ROOT / source).is_file() for source in elsewhere)
+    assert {str(path.relative_to(NOTEBOOKS)) for path in PAGES} == {
+        name for name in listed if name.endswith(".md") and name not in elsewhere.values()
+    }
+    assert all((NOTEBOOKS / name).is_file() for name in listed if name.endswith(".ipynb"))
+
+
+def test_links_of_notebooks_and_pages_lead_somewhere():
+    hook = (NOTEBOOKS / "site" / "pages.py").read_text(encoding="utf-8")
+    generated = set(re.findall(r': "([\w/.]+\.md)"', hook))
+    lost = []
+    for path in [*PAGES, *NOTEBOOKS.glob("*.ipynb")]:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        for link in re.findall(r"\]\(([^)#\s]+)", text):
+            target = os.path.relpath((path.parent / link).resolve(), NOTEBOOKS)
+            if "://" not in link and target not in generated and not (NOTEBOOKS / target).exists():
+                lost.append(f"{path.name}: {link}")
+    assert lost == []
