@@ -61,3 +61,16 @@ def test_every_file_it_links_to_exists():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_block_is_a_session_that_is_run_or_an_installation():
+    kinds = re.findall(r"^```(\w+)$", README, re.MULTILINE)
+    assert kinds.count("pycon") == len(_sessions())
+    installing = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    assert len(kinds) == len(_sessions()) + len(installing)
+    assert all(line.startswith("$ pip install .") for block in installing for line in block.splitlines())
+
+
+def test_it_is_two_screens_long_and_its_picture_small():
+    assert len(README.splitlines()) <= 130
+    assert (ROOT / "notebooks" / "images" / "run.webp").stat().st_size < 1_000_000
