@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -115,6 +116,24 @@ def test_the_commands_of_a_page_run(path: Path, tmp_path: Path):
 def _env() -> dict[str, str]:
     """The environment, without what makes ipykernel believe that it runs in its own tests."""
     return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+def test_the_page_of_benchmarks_is_made_of_what_was_printed():
+    spec = importlib.util.spec_from_file_location("page", ROOT / "tests" / "benchmarks" / "page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+
+    printed = "launch\n  nb_accelerate  0.23 x\n[IPKernelApp] WARNING | a word\n  \nimport time\n  1.2 s\n"
+    sections = page.sections_of(printed)
+    assert sections == {"launch": ["nb_accelerate  0.23 x", ""], "import time": ["1.2 s"]}
+    text = page.render(sections, date=0.0)
+    assert "| date | 01 January 1970 |" in text
+    assert "## Launch\n\nLaunching: from the call" in text
+    assert "```text\nnb_accelerate  0.23 x\n```" in text
+    committed = (NOTEBOOKS / "benchmarks.md").read_text(encoding="utf-8")
+    assert committed.startswith(text[: text.index("| date")])
 
 
 def _nav(entries: list[object]) -> list[str]:
