@@ -125,6 +125,6 @@ def check_mesh(variables: Mapping[str, str], world_size: int | None) -> None:
     from nb_accelerate.config.env import Environment
     from nb_accelerate.config.parallelism import resolve_parallelism
 
-    layout = resolve_parallelism(None, Environment({**os.environ, **variables}))
+    layout = resolve_parallelism(None, None, Environment({**os.environ, **variables}))
     if layout is not None and world_size is not None:
         layout.check_ranks(world_size)
