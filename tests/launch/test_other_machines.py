@@ -114,7 +114,8 @@ def test_why_ranks_failed_is_known_until_the_next_rendezvous(first: Machines, co
         one.join("round")
     second.fail("rank 1 was killed")
     second.wait_for_round()
-    assert first.wait_for(lambda: first.all[1].is_waiting, soon())
+    # Both are told: a machine that has just come waits too.
+    assert first.wait_for(lambda: first.all[1].is_waiting and first.all[1].round_id == "round", soon())
     assert "rank 1 was killed" in str(first.trouble("round"))
     second.join("another round")
     assert first.wait_for(lambda: first.trouble("round") is None, soon())
