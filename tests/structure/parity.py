@@ -125,8 +125,8 @@ DIFFERENCES = {
         "prepared and is not used, is refused; accelerate steps it."
     ),
     "test_ranks_that_share_rows_count_as_one": (
-        "With tensor parallelism, `gather`, `reduce`, `gather_for_metrics`, `split_between_processes` and schedulers "
-        "count the processes of one group, which read the same rows, as one; in accelerate each of them counts."
+        "Tensor parallelism runs on CPUs too, where accelerate refuses it. `gather`, `reduce`, `gather_for_metrics`, "
+        "`split_between_processes` and schedulers count the processes of one group, which read the same rows, as one."
     ),
     "test_backward_on_several_processes_needs_a_prepared_model": (
         "With several processes `backward` is refused until a model was prepared: each would train a copy of its own."
