@@ -15,7 +15,7 @@ from turns import pin, ratio_of_sums
 from nb_accelerate import notebook_launcher
 
 ROUNDS = 12
-STEPS = 30
+STEPS = 10
 WIDTH = 256
 LAYERS = 4
 ROWS = 64
