@@ -14,7 +14,7 @@ _TEXTS = (
     "DefaultCPUAllocator: not enough memory",  # Windows
 )
 _TYPES = ("OutOfMemoryError", "MemoryError")
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+_WANTED = r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -31,5 +31,5 @@ def says_out_of_memory(type_name: str, text: str) -> bool:
 
 def bytes_wanted(text: str) -> int:
     """Return how many bytes could not be had, as the text of such an exception says; 0 if it does not say."""
-    found = _WANTED.search(text)
+    found = re.search(_WANTED, text)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
