@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.devices import find_kind
-from nb_accelerate.display import choose_front_end
+from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
 from nb_accelerate.launch.environ import rank_environ
 from nb_accelerate.launch.launch import Launch

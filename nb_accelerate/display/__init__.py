@@ -6,11 +6,6 @@
                                                                 --> text.py --> lines in a log, a block in a terminal
 
 State is data, and has no process, kernel or browser in it. `panel.py` reads the pages now and then, and draws.
+
+Import from its modules: `%load_ext` needs a few words of it and no panel.
 """
-
-from nb_accelerate.display.frontend import choose_front_end
-from nb_accelerate.display.panel import Action, Panel, Watched
-from nb_accelerate.display.seen import Seen
-from nb_accelerate.display.view import Facts, View
-
-__all__ = ["Action", "Facts", "Panel", "Seen", "View", "Watched", "choose_front_end"]

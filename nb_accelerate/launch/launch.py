@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from nb_accelerate.display import Action
+from nb_accelerate.display.panel import Action
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.display import Panel
     from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.display.panel import Panel
     from nb_accelerate.display.view import FailureSummary, PanelStatus
     from nb_accelerate.launch.local import LocalRank
     from nb_accelerate.launch.machines import Machines

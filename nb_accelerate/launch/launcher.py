@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from nb_accelerate.config.env import RESUME, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
-from nb_accelerate.display import choose_front_end
-from nb_accelerate.display.frontend import is_in_kernel
+from nb_accelerate.display.frontend import choose_front_end, is_in_kernel
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings

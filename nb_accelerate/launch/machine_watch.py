@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from typing_extensions import override
 
-from nb_accelerate.display import Seen
+from nb_accelerate.display.seen import Seen
 from nb_accelerate.errors import MachineError
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.sample import read
@@ -28,7 +28,7 @@ from nb_accelerate.ranks.status import state_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.display import Action
+    from nb_accelerate.display.panel import Action
     from nb_accelerate.launch.machines import Machines
     from nb_accelerate.ranks.request import Request
 

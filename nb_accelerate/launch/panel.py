@@ -7,7 +7,7 @@ import string
 import uuid
 from typing import TYPE_CHECKING
 
-from nb_accelerate.display import Facts
+from nb_accelerate.display.view import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

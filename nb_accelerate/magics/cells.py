@@ -125,7 +125,7 @@ class Cells:
         )
 
     def _have_ranks(self, pool: Pool, parsed: Parsed) -> None:
-        from nb_accelerate.display import choose_front_end
+        from nb_accelerate.display.frontend import choose_front_end
         from nb_accelerate.pool.options import PoolOptions
 
         asked = parsed.only(_POOL)

@@ -7,7 +7,8 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.display import Action, choose_front_end
+from nb_accelerate.display.frontend import choose_front_end
+from nb_accelerate.display.panel import Action
 from nb_accelerate.display.words import label
 from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
@@ -20,8 +21,8 @@ from nb_accelerate.ranks.steering import steering_actions
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nb_accelerate.display import Panel
     from nb_accelerate.display.frontend import FrontEnd
+    from nb_accelerate.display.panel import Panel
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.pool.group import RankGroup
     from nb_accelerate.pool.namespace_sync import NamespaceSync

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import suggest
-from nb_accelerate.display import choose_front_end
+from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.ranks.panel import make_drawing, recent
@@ -15,7 +15,7 @@ from nb_accelerate.ranks.sinks import sink_here
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.display import Panel
+    from nb_accelerate.display.panel import Panel
     from nb_accelerate.display.view import View
     from nb_accelerate.ranks.sinks import Sink
 

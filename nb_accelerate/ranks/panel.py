@@ -7,11 +7,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import listed
-from nb_accelerate.display import Panel, Seen
 from nb_accelerate.display.block import Block, can_redraw
 from nb_accelerate.display.lines import Lines
 from nb_accelerate.display.notebook_panel import NotebookPanel
+from nb_accelerate.display.panel import Panel
 from nb_accelerate.display.relay import Relay
+from nb_accelerate.display.seen import Seen
 from nb_accelerate.progress_page import Sample
 from nb_accelerate.ranks.sinks import CellSink, StreamSink
 from nb_accelerate.ranks.status import state_of
@@ -20,9 +21,9 @@ from nb_accelerate.ranks.steps import ask_for_stacks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nb_accelerate.display import Action, Facts, Watched
     from nb_accelerate.display.frontend import FrontEnd
-    from nb_accelerate.display.panel import Drawing
+    from nb_accelerate.display.panel import Action, Drawing, Watched
+    from nb_accelerate.display.view import Facts
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.sinks import Sink

@@ -41,7 +41,7 @@ from nb_accelerate.ranks.timeouts import NEVER
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nb_accelerate.display import Panel
+    from nb_accelerate.display.panel import Panel
     from nb_accelerate.ranks.failures import Wording
     from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.steps import Step

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nb_accelerate.display import Action
+from nb_accelerate.display.panel import Action
 from nb_accelerate.display.words import capitalized, named
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page.commands import Command, CommandKind, check_text

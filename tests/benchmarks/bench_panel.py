@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from turns import pin, ratio_of_sums
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.display import Action, Facts, Panel, Seen
 from nb_accelerate.display.notebook_panel import NotebookPanel
+from nb_accelerate.display.panel import Action, Panel
+from nb_accelerate.display.seen import Seen
+from nb_accelerate.display.view import Facts
 from nb_accelerate.progress_page import PageReader, Phase, ProgressPage
 
 RANKS = 64

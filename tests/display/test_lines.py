@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from fixtures.panels import SLEEPS, Run
 
-from nb_accelerate.display import Action, Facts, Panel, Seen, panel as panels
+from nb_accelerate.display import panel as panels
 from nb_accelerate.display.lines import Lines
-from nb_accelerate.display.panel import Drawing
-from nb_accelerate.display.view import View
+from nb_accelerate.display.panel import Action, Drawing, Panel
+from nb_accelerate.display.seen import Seen
+from nb_accelerate.display.view import Facts, View
 from nb_accelerate.progress_page import Bar, Phase
 
 
