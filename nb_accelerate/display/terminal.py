@@ -25,7 +25,7 @@ _FEWEST_SAID = 14
 
 _STATES = {"starting": "36", "running": "36", "done": "32", "failed": "31", "interrupted": "33"}
 _KINDS = {"bad": "31", "late": "33", "done": "32"}
-_FAINT = "2"
+_FAINT, _WRONG = "2", "33"
 """Colours, as the numbers of the sequence of escapes that selects them (ECMA-48, SGR)."""
 
 
@@ -61,7 +61,8 @@ def _head(view: View, head: str, width: int, *, color: bool) -> str:
         parts.pop(about if about else -1)
         about = max(0, about - 1)
     fitting = _cut(" · ".join(parts), width)
-    return f"{_colored(fitting[:1], _STATES[view.state], color)}{fitting[1:]}"
+    shade = _WRONG if view.mark == "!" else _STATES[view.state]
+    return f"{_colored(fitting[:1], shade, color)}{fitting[1:]}"
 
 
 def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[str]:

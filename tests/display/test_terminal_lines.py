@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -69,7 +70,9 @@ def test_colours_are_for_what_is_wrong_and_what_is_done():
     assert lines[1].startswith("\x1b[2m")
     assert lines[2].endswith("\x1b[33mforward, line 6\x1b[0m")
     assert lines[3].endswith("\x1b[31mValueError\x1b[0m")
-    assert terminal.lines(view_of("done"), 100, color=True)[0].startswith("\x1b[32m✓")
+    done = view_of("done")
+    assert terminal.lines(done, 100, color=True)[0].startswith("\x1b[33m!")
+    assert terminal.lines(replace(done, warnings=()), 100, color=True)[0].startswith("\x1b[32m✓")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ import torch
 
 from nb_accelerate.accelerator import losses
 from nb_accelerate.accelerator.losses import LossReport
+from nb_accelerate.accelerator.memory_report import MemoryReport
+from nb_accelerate.comm.single import SingleCollectives
 from nb_accelerate.process.devices import CPU, device_kind
 from nb_accelerate.progress_page import ProgressPage, layout
 from nb_accelerate.progress_page.sample import read
+from nb_accelerate.strategies.strategy import Strategy
 
 
 class Clock:
@@ -43,7 +46,10 @@ def page_on(memory: bytearray) -> ProgressPage:
 
 def steps(memory: bytearray, utilisation: Callable[[], int] | None, clock: Clock, seconds: float) -> list[int | None]:
     """What the page says after each of many steps with a device that answers like this."""
-    report = LossReport(page_on(memory), replace(CPU, utilisation=utilisation))
+    page, kind = page_on(memory), replace(CPU, utilisation=utilisation)
+    report = LossReport(
+        page, kind, MemoryReport(page, kind, Strategy(torch.device("cpu"), SingleCollectives()), [], [], ranks=1)
+    )
     said, end = [], clock.now + seconds
     while clock.now < end:
         report.report(torch.tensor(1.0))
