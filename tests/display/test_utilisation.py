@@ -47,9 +47,8 @@ def page_on(memory: bytearray) -> ProgressPage:
 def steps(memory: bytearray, utilisation: Callable[[], int] | None, clock: Clock, seconds: float) -> list[int | None]:
     """What the page says after each of many steps with a device that answers like this."""
     page, kind = page_on(memory), replace(CPU, utilisation=utilisation)
-    report = LossReport(
-        page, kind, MemoryReport(page, kind, Strategy(torch.device("cpu"), SingleCollectives()), [], [], ranks=1)
-    )
+    strategy = Strategy(torch.device("cpu"), SingleCollectives())
+    report = LossReport(page, kind, MemoryReport(page, kind, strategy, [], [], ranks=1))
     said, end = [], clock.now + seconds
     while clock.now < end:
         report.report(torch.tensor(1.0))
