@@ -258,7 +258,7 @@ class Launch(Steerable):
                     if attempt >= options.max_restarts or self._stopping:
                         raise
                     attempt += 1
-                    again = f"{summary(error)}; start {attempt + 1} of {options.max_restarts + 1}"
+                    again = f"{summary(error).removesuffix('.')}; start {attempt + 1} of {options.max_restarts + 1}"
                 with OutputGuard(self._sink):
                     self._sink.write("stderr", again + "\n")
 
