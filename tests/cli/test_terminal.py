@@ -129,7 +129,7 @@ def test_where_output_is_redirected_there_are_lines_and_nothing_else(plain: None
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert "\x1b" not in text
     assert "cell 2 of 3" not in text
-    assert "      rank 1 begins 1\n" in text
+    assert "      [rank 1] rank 1 begins 1\n" in text
     (table,) = tables(tmp_path)
     assert "2 / 2" in table
 

@@ -109,7 +109,7 @@ def test_ranks_of_a_new_row_run_on_it() -> None:
     )
     line, values = ran.stdout.splitlines()
     assert line.startswith(
-        "2 ranks on PRIVATEUSEONE, fork (PRIVATEUSEONE is untouched here, so data in memory is shared)"
+        "2 processes on PRIVATEUSEONE, fork (PRIVATEUSEONE is untouched here, so data in memory is shared)"
     )
     assert values == "[('privateuseone', 'XLA', 'a', 2), ('privateuseone', 'XLA', 'b', 2)]"
 
