@@ -61,6 +61,15 @@ class LoaderTracker:
         self._loaders: list[TrackedLoader] = []
         self.active: TrackedLoader | None = None
 
+    def __getstate__(self) -> tuple[list[TrackedLoader], TrackedLoader | None]:
+        """Return what a copy of it has: `between_batches` acts on this process and stays with it."""
+        return self._loaders, self.active
+
+    def __setstate__(self, state: tuple[list[TrackedLoader], TrackedLoader | None]) -> None:
+        """Begin as a copy."""
+        self.between_batches = _nothing
+        self._loaders, self.active = state
+
     def begin(self, loader: TrackedLoader) -> None:
         """Add a loader that begins an epoch."""
         self._loaders.append(loader)

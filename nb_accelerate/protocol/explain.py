@@ -20,6 +20,9 @@ _MAX_DEPTH = 20
 _USERS = (Exception, SystemExit)
 """What users' methods that pickling calls may raise."""
 
+_TAKES_ATTRIBUTES = (object.__reduce__, BaseException.__reduce__)
+"""Methods by which the attributes of an object are pickled."""
+
 
 def find_unpicklable(
     value: object, name: str, error: BaseException, dumps: Callable[[Any], bytes]
@@ -84,7 +87,8 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
         yield from _function_parts(value)
     elif isinstance(value, type):
         yield from ((f".{key}", part) for key, part in vars(value).items() if not key.startswith("__"))
-    elif not isinstance(value, types.ModuleType):
+    # What a `__reduce__` of its own gives or refuses need not be its attributes.
+    elif not isinstance(value, types.ModuleType) and type(value).__reduce__ in _TAKES_ATTRIBUTES:
         yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
 
 

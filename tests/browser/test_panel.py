@@ -246,7 +246,9 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
     start(notebook, 2)
     notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")  # after the table
     notebook.evaluate("() => document.querySelector('.jp-OutputArea button').focus()")
-    for _ in range(2):
+    for _ in range(9):
+        if notebook.evaluate("() => document.activeElement.innerText") == "Stacks":
+            break
         notebook.press("Tab")
     notebook.press("Enter")
     assert "train, Cell In[1] line" in notebook.wait_for_output(2, "talk, Cell In[2] line")

@@ -173,7 +173,7 @@ def test_users_code_may_handle_the_interrupt_and_clean_up(notebook: Kernel) -> N
     notebook.interrupt()
     ended = notebook.finish(cell)
     assert ended.error == "KeyboardInterrupt"
-    assert sorted(ended.stdout.split("\n")[:-1]) == ["tidied 0", "tidied 1"]
+    assert sorted(ended.stdout.split("\n")[:-1]) == ["[rank 0] tidied 0", "[rank 1] tidied 1"]
 
 
 LATE_RANK = """
