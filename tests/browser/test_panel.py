@@ -64,7 +64,7 @@ def launch(ranks: int, **arguments: object) -> str:
 def start(notebook: Notebook, cell: int) -> None:
     """Run a cell, and wait until it has a panel with steps in it."""
     notebook.run(cell)
-    notebook.wait_for_output(cell, "it/s", timeout=60)
+    notebook.wait_until(r"() => /[1-9][0-9]* \/ \d+/.test(document.querySelector('.nba')?.innerText || '')", timeout=60)
 
 
 def wait_for_percent(notebook: Notebook, percent: int, ranks: int) -> None:
@@ -179,7 +179,7 @@ ONE_OF_64_IS_SLOW = """() => {
     const rows = [...document.querySelectorAll('.nba tbody tr')].map(row => row.innerText.trim().split(/\\s+/));
     const dots = [...document.querySelectorAll('.nba .nba-dot')];
     return rows.length === 2
-        && rows[0][0] === '0-63' && rows[0].join(' ').includes('63 ranks: backward')
+        && rows[0][0] === '0-63' && rows[0].join(' ').includes('63 ranks: waits in backward')
         && rows[1][0] === '20'
         && dots.length === 64 && dots.filter(dot => dot.classList.contains('nba-late')).length === 1;
 }"""
