@@ -64,7 +64,7 @@ def kaggle(kernel: Kernel) -> Iterator[Kernel]:
 
 def test_one_device_trains_and_launches_again(notebook: Kernel) -> None:
     cell = notebook.run("values = notebook_launcher(train, (5,), progress='text')").ok()
-    assert "1 rank on XLA, xla (XLA is untouched here, so data in memory is shared)" in cell.stdout
+    assert "1 process on XLA, xla (XLA is untouched here, so data in memory is shared)" in cell.stdout
     assert "rank 0 on xla:0" in cell.stdout
     said = notebook.run("print(values[0][:3], values[0][4])").ok().stdout
     assert said.strip() == "(0, 1, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) 5"
@@ -137,7 +137,7 @@ def test_cells_run_on_a_persistent_rank_of_one_device(kernel: Kernel) -> None:
 
 def test_four_chips_train_together_as_one_process_with_four_batches(kaggle: Kernel) -> None:
     cell = kaggle.run("values = notebook_launcher(train, (1, 13), num_processes=4, progress='text')").ok()
-    assert "4 ranks on XLA, xla (XLA is untouched here" in cell.stdout
+    assert "4 processes on XLA, xla (XLA is untouched here" in cell.stdout
     kaggle.run(
         "import torch\n"
         "assert [value[:2] for value in values] == [(rank, 4) for rank in range(4)], values\n"
