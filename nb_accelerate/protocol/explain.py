@@ -20,7 +20,7 @@ _MAX_DEPTH = 20
 _USERS = (Exception, SystemExit)
 """What users' methods that pickling calls may raise."""
 
-_TAKES_ATTRIBUTES = (object.__reduce__, BaseException.__reduce__)
+_TAKES_ATTRIBUTES: tuple[Any, ...] = (object.__reduce__, BaseException.__reduce__)
 """Methods by which the attributes of an object are pickled."""
 
 
