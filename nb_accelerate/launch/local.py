@@ -259,10 +259,11 @@ class LocalRank(RankHandle):
             return False
 
     def _close_start_fds(self) -> None:
-        if not self._is_handed_over:
-            self._is_handed_over = True
-            for fd in self.start_fds:
-                os.close(fd)
+        with interrupts_later():
+            if not self._is_handed_over:
+                self._is_handed_over = True
+                for fd in self.start_fds:
+                    os.close(fd)
 
 
 def _pipe(undo: contextlib.ExitStack) -> tuple[int, int]:

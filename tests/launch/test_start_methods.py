@@ -219,6 +219,20 @@ def test_a_rank_for_which_too_many_files_are_open_leaves_none_of_them(monkeypatc
         LocalRank(0, store_fd=os.dup(0))
 
 
+def test_an_interrupt_while_the_ends_of_a_rank_are_closed_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, close = LocalRank(0, store_fd=os.dup(0)), os.close
+
+    def interrupted(fd: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        close(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            handle.handed_over(lambda _: None, None)  # type: ignore[arg-type]
+    handle.close()  # the fixtures look for what is left
+
+
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_ranks_know_from_the_start_whether_their_bars_are_rows(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
