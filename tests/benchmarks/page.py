@@ -38,6 +38,14 @@ def sections_of(printed: str) -> dict[str, list[str]]:
     return {subject: lines for subject, lines in found.items() if lines}
 
 
+def _version(name: str) -> str:
+    """Return the version of a package; "" if it is not installed, as those to compare with may be not."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def render(sections: Mapping[str, Sequence[str]], date: float) -> str:
     """Return the page.
 
@@ -50,7 +58,7 @@ def render(sections: Mapping[str, Sequence[str]], date: float) -> str:
         "date": time.strftime("%d %B %Y", time.gmtime(date)),
         "machine": f"{_processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB, no GPU",
         "system": f"{platform.system()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", *BESIDE)),
+        "versions": ", ".join(f"{name} {version}" for name in ("torch", *BESIDE) if (version := _version(name))),
     }
     text = _INTRO + "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     for subject, lines in sections.items():
