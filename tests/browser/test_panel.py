@@ -70,7 +70,8 @@ def start(notebook: Notebook, cell: int) -> None:
 def wait_for_percent(notebook: Notebook, percent: int, ranks: int) -> None:
     """Wait until this many ranks have a row of their own, and have come further than that."""
     notebook.wait_until(
-        "([percent, ranks]) => [...document.querySelectorAll('.nba [role=progressbar]')]"
+        "([percent, ranks]) => [...(document.querySelector('.nba-again:has(.nba)') ?? document)"
+        ".querySelectorAll('.nba [role=progressbar]')]"
         ".filter(bar => bar.getAttribute('aria-valuenow') > percent).length === ranks",
         [percent, ranks],
     )
