@@ -81,7 +81,7 @@ bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of D
 	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) $(DOCS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
