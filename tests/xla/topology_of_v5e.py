@@ -24,6 +24,10 @@ V5E = {
 OF_KAGGLE = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}
 
 
+all_begun: Any = None
+"""Met by the processes of `xmp.spawn`: one that had written already would be given the work of another."""
+
+
 def seen() -> dict[str, Any]:
     from torch_xla import runtime
 
@@ -32,6 +36,8 @@ def seen() -> dict[str, Any]:
 
 
 def write(_: int, folder: str) -> None:
+    if all_begun is not None:
+        all_begun.wait(60.0)
     name = os.environ.get("PJRT_LOCAL_PROCESS_RANK", "alone")
     (Path(folder) / name).write_text(json.dumps(seen()))
 
@@ -76,6 +82,8 @@ def spawn(fork: Any, folder: str) -> None:
 def spawn_here(folder: str) -> None:
     from torch_xla.distributed import xla_multiprocessing as xmp
 
+    global all_begun
+    all_begun = multiprocessing.get_context("fork").Barrier(8)
     with contextlib.suppress(AssertionError):  # eight processes on the CPU are eight times rank 0 of one
         xmp.spawn(write, (folder,), start_method="fork")
 
