@@ -46,6 +46,11 @@ async def _leave(question: Dialog) -> None:
     await question.accept()
 
 
+async def _answer_questions(page: Page) -> None:
+    """Listen to dialogs. Playwright sends this to its driver at once, so it belongs in the thread of its event loop."""
+    page.on("dialog", _leave)
+
+
 class Notebook:
     """A page with a notebook in it. Cells are counted from 0."""
 
@@ -178,7 +183,7 @@ class Notebook:
 
     def reload(self) -> None:
         """Load the page again, also while a cell runs; the kernel goes on."""
-        self._page.on("dialog", _leave)
+        self._chromium.wait_for(_answer_questions(self._page))
         self._chromium.wait_for(self._page.reload(wait_until="domcontentloaded"), _OPEN)
         self.wait_until("() => document.querySelector('.jp-Notebook .jp-CodeCell') !== null", timeout=_OPEN)
 
