@@ -27,6 +27,7 @@ from nb_accelerate.display.panel import Action
 from nb_accelerate.display.words import capitalized, named
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
+from nb_accelerate.protocol.interrupts import interrupts_later
 
 if TYPE_CHECKING:
     import os
@@ -315,11 +316,12 @@ class _Attempts:
             self._decide(number, holds=holds)
 
     def _decide(self, number: int, *, holds: bool) -> None:
-        for page in self._pages.values():
-            try:
-                page.decide(number, holds=holds)
-            except ValueError:  # it was closed: the rank has ended
-                continue
+        with interrupts_later():  # a rank that is told nothing would wait for its decision
+            for page in self._pages.values():
+                try:
+                    page.decide(number, holds=holds)
+                except ValueError:  # it was closed: the rank has ended
+                    continue
 
     def _answers(self, number: int) -> list[str]:
         while True:

@@ -98,6 +98,13 @@ class DisplaySender(DisplayPublisher):
 class _ValueHook(DisplayHook):
     """Sends the value of a cell's last expression."""
 
+    @override
+    def __call__(self, result: object = None) -> None:
+        super().__call__(result)  # type: ignore[no-untyped-call]
+        if result is not None:
+            # IPython keeps no value after a semicolon, which is to hide it from the page and not from --out.
+            self.fill_exec_result(result)  # type: ignore[no-untyped-call]
+
     def quiet(self) -> bool:
         compiler = RankShell.instance().compile
         assert isinstance(compiler, _CellCompiler)

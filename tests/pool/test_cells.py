@@ -150,6 +150,10 @@ class TestPython:
         notebook.run("%%distributed --quiet --out values\nrank * 10").ok()
         assert notebook.run("values").ok().value == "[0, 10]"
 
+    def test_out_brings_a_value_that_a_semicolon_hides(self, notebook: Kernel):
+        assert texts(notebook.run("%%distributed --out hidden\nrank + 5;").ok()) == []
+        assert notebook.run("hidden").ok().value == "[5, 6]"
+
     def test_one_rank_alone(self, notebook: Kernel):
         assert texts(notebook.run("%%rank 1\nrank").ok()) == ["1"]
         assert texts(notebook.run("%%distributed --ranks 0\nrank").ok()) == ["0"]

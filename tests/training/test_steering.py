@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import time
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from nb_accelerate.accelerator.steering import change_learning_rate
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.process import context
+from nb_accelerate.progress_page.commands import CommandWriter
 from nb_accelerate.ranks.steering import steering_actions
 
 
@@ -100,6 +102,31 @@ def test_all_ranks_obey_after_the_same_step(begin: Any, tmp_path: Path) -> None:
     assert [rates[0], rates[stopped[0] - 1], rates[stopped[0]], rates[-1]] == pytest.approx([0.1, 0.1, 0.02, 0.5])
     with pytest.raises(LaunchError, match="has ended"):
         launch.pause()
+
+
+def test_an_interrupt_while_ranks_are_told_the_decision_leaves_none_without_it(
+    begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = begin()
+    decide = CommandWriter.decide
+
+    def decide_and_interrupt(self: CommandWriter, number: int, *, holds: bool) -> None:
+        decide(self, number, holds=holds)
+        if holds:  # and not in an attempt while ranks start
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CommandWriter, "decide", decide_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            launch.pause()
+    deadline = time.monotonic() + 20.0
+    while not launch.is_paused:  # a rank without the decision would wait for it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # there is no event for what another process writes
+    launch.resume(timeout=20.0)
+    launch.stop_after_epoch(timeout=20.0)
+    first, second = launch.result(20.0)
+    assert first["epochs"] == second["epochs"]
 
 
 def test_a_loop_that_cannot_be_ended_says_how_to_write_it(begin: Any) -> None:
