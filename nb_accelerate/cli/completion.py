@@ -113,7 +113,9 @@ complete -o default -F _nb_accelerate nb-accelerate"""
 
 
 def _zsh(commands: list[Command]) -> str:
-    return f"autoload -U +X bashcompinit && bashcompinit\n{_bash(commands)}"
+    # A shell whose .zshrc does not start completion lacks compdef; -i leaves files out that others could have changed.
+    start = "whence compdef >/dev/null || { autoload -Uz compinit && compinit -i; }"
+    return f"{start}\nautoload -Uz bashcompinit && bashcompinit\n{_bash(commands)}"
 
 
 def _fish(commands: list[Command]) -> str:

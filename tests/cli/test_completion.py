@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
+import pexpect
 import pytest
 
 from nb_accelerate.cli import completion, main, make_parser
@@ -68,3 +70,49 @@ def test_the_shell_can_read_its_script(shell: str, capsys: pytest.CaptureFixture
     if program is None:
         pytest.skip(f"no {shell} here")
     subprocess.run([program, "-n"], input=_script(shell, capsys), text=True, timeout=30, check=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("la", ["launch"]),
+        ("config up", ["update"]),
+        ("launch --cpu --num_pro", ["--num_processes"]),
+        ("launch --mixed_precision bf", ["bf16"]),
+        ("completion ", ["bash", "fish", "zsh"]),
+    ],
+)
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_offers_what_can_follow(
+    typed: str, offered: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program = f"{_script('fish', capsys)}\ncomplete -C 'nb-accelerate {typed}'"
+    run = subprocess.run(["fish", "--no-config", "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert run.stderr == ""
+    assert [line.split("\t")[0] for line in run.stdout.splitlines()] == offered
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_completes_also_where_nothing_has_started_completion(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "dumb")  # a terminal that knows no colours and moves
+    script = _script("zsh", capsys)
+    shell = pexpect.spawn("zsh", ["-f", "-i"], encoding="utf-8", timeout=20, dimensions=(24, 200))
+    try:
+        (tmp_path / "completion").write_text(script)
+        shell.sendline(f"PS1='rea''dy> '; source {tmp_path / 'completion'}")
+        shell.expect_exact("ready> ")
+        assert "not found" not in str(shell.before)
+        for typed, completed in (
+            ("la", "launch "),
+            ("launch --cpu --num_pro", "launch --cpu --num_processes "),
+            ("launch --mixed_precision bf", "launch --mixed_precision bf16 "),
+        ):
+            shell.send(f"nb-accelerate {typed}\t")
+            shell.expect_exact(f"nb-accelerate {completed}")
+            shell.sendcontrol("u")
+    finally:
+        shell.close(force=True)
