@@ -149,7 +149,7 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
         ConfigError: the input ended before the last question.
     """
     from nb_accelerate.cli.asking import confirm, read_value
-    from nb_accelerate.cli.engine_questions import ask_copies
+    from nb_accelerate.cli.engine_questions import SPLIT, ask_layout
 
     found = default_config(machine)
     kind = asker.choose(
@@ -169,15 +169,16 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     if kind in ("MULTI_CPU", "MULTI_GPU"):
         _ask_machines(asker, found)
     machines = _most(found["num_machines"])
+    engine = ""
     if kind == "MULTI_GPU" or (kind == "NO" and not found["use_cpu"]):
-        _ask_engine(asker, machine, found, machines)
+        engine = _ask_engine(asker, machine, found, machines)
     if kind == "NO":
         found["num_processes"] = 1
     else:
         usual = {"MULTI_CPU": min(machine.num_cpus, 2), "MULTI_GPU": machine.num_gpus, "XLA": 8}[kind]
         found["num_processes"] = _ask_processes(asker, usual, machines)
-    if found["distributed_type"] == "FSDP" and (mesh := ask_copies(asker, found["num_processes"])):
-        found["parallelism_config"] = mesh
+    if engine in ("FSDP", SPLIT) and (layout := ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")):
+        found["parallelism_config"] = layout
     if machine.num_gpus and not found["use_cpu"] and kind != "XLA":
         found["gpu_ids"] = read_value(asker, "GPUs of this machine, by number, such as 0,1", "all", _gpu_ids)
     if kind == "MULTI_GPU":
@@ -201,17 +202,18 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     return found
 
 
-def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines: int) -> None:
-    from nb_accelerate.cli.engine_questions import ask_deepspeed, ask_engine, ask_fsdp
+def _ask_engine(asker: Asker, machine: Machine, found: dict[str, Any], machines: int) -> str:
+    from nb_accelerate.cli.engine_questions import SPLIT, ask_deepspeed, ask_engine, ask_fsdp
 
     is_alone = found["distributed_type"] == "NO"
     engine = ask_engine(asker, is_alone=is_alone, has_deepspeed=machine.has_deepspeed)
-    if engine:
+    if engine and engine != SPLIT:
         found["distributed_type"] = engine
     if engine == "FSDP":
         found["fsdp_config"] = ask_fsdp(asker)
     elif engine == "DEEPSPEED":
         found["deepspeed_config"] = ask_deepspeed(asker, num_machines=machines)
+    return engine
 
 
 def _ask_machines(asker: Asker, found: dict[str, Any]) -> None:

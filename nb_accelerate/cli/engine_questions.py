@@ -24,6 +24,9 @@ _STAGES = [
 ]
 _DEVICES = [("none", "on the GPUs"), ("cpu", "in the memory of the host"), ("nvme", "on a disk")]
 
+SPLIT = "TENSOR_PARALLEL"
+"""Each layer is split over processes. It has no ``distributed_type``: ``parallelism_config`` says it."""
+
 
 def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
     """Ask who keeps the model.
@@ -34,12 +37,16 @@ def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
         has_deepspeed: DeepSpeed is installed.
 
     Returns:
-        ``FSDP``, ``DEEPSPEED``, or "" for neither.
+        ``FSDP``, ``DEEPSPEED``, `SPLIT`, or "" for none of them.
     """
     missing = "" if has_deepspeed else " (not installed here: pip install deepspeed)"
     options = [
         ("", "whole on each GPU" if not is_alone else "whole on the GPU"),
-        *([] if is_alone else [("FSDP", "in shards, by PyTorch (FSDP)")]),
+        *(
+            []
+            if is_alone
+            else [("FSDP", "in shards, by PyTorch (FSDP)"), (SPLIT, "each layer split (tensor parallel)")]
+        ),
         ("DEEPSPEED", f"by DeepSpeed{missing}"),
     ]
     return asker.choose("How is the model kept?", options, "")
@@ -78,28 +85,42 @@ def ask_fsdp(asker: Asker) -> dict[str, Any]:
     return found
 
 
-def ask_copies(asker: Asker, num_processes: int) -> dict[str, Any]:
-    """Ask how many copies of a sharded model there are, and return the section ``parallelism_config``.
+def ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[str, Any]:
+    """Ask how the processes are laid out, and return the section ``parallelism_config``.
 
     Args:
         asker: who is asked.
         num_processes: on all machines.
+        is_sharded: FSDP keeps the model; otherwise its layers are split (tensor parallel), and copied.
     """
     from nb_accelerate.cli.asking import read_value
 
-    def convert(text: str) -> int:
-        copies = int(text) if text.isdecimal() else 0
-        if not copies or num_processes % copies:
-            raise ValueError(f"{num_processes} processes cannot be shared out equally to {text!r} copies.")
-        return copies
+    def convert(text: str, what: str, of: int) -> int:
+        size = int(text) if text.isdecimal() else 0
+        if not size or of % size:
+            raise ValueError(f"{of} processes cannot be shared out equally to {text!r} {what}.")
+        return size
 
-    copies = read_value(asker, "Copies of the model, each in shards on its share of the processes", 1, convert)
-    if copies == 1:
+    split = read_value(
+        asker,
+        "Processes that compute each layer together (tensor parallel)",
+        1 if is_sharded else num_processes,
+        lambda text: convert(text, "a group", num_processes),
+    )
+    copies = groups = num_processes // split
+    if is_sharded:
+        copies = read_value(
+            asker,
+            "Copies of the model, each in shards on its share of the processes",
+            1,
+            lambda text: convert(text, "copies", groups),
+        )
+    if copies == split == 1:
         return {}
     return {
         "parallelism_config_dp_replicate_size": copies,
-        "parallelism_config_dp_shard_size": num_processes // copies,
-        "parallelism_config_tp_size": 1,
+        "parallelism_config_dp_shard_size": groups // copies,
+        "parallelism_config_tp_size": split,
         "parallelism_config_cp_size": 1,
     }
 

@@ -276,6 +276,11 @@ ENGINES = [
         {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
     ),
     (
+        "FSDP",
+        [("compute each layer together", "2"), ("Copies", "1")],
+        {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+    ),
+    (
         "DEEPSPEED",
         [
             ("Stage", "3"),
@@ -317,6 +322,19 @@ def test_answers_about_an_engine_make_a_file_that_accelerate_reads(
     section = "fsdp_config" if engine == "FSDP" else "deepspeed_config"
     assert getattr(theirs, section) == dict(file.section(section))
     assert (theirs.distributed_type.value, theirs.num_processes) == (engine, 4)
+
+
+@pytest.mark.parametrize(("answers", "sizes"), [([], ("4", "1")), ([("layer together", "2")], ("2", "2"))])
+def test_layers_are_split_over_processes(answers: list[tuple[str, str]], sizes: tuple[str, str], tmp_path: Path):
+    asker = Scripted(("How do you want", "MULTI_GPU"), ("How is the model kept", "TENSOR_PARALLEL"), *answers)
+    file = read_config(write_config(ask_config(asker, Machine(num_gpus=4)), tmp_path / "a.yaml"))
+    assert file is not None
+    assert asker.answers == []
+    variables = file.as_variables()
+    assert variables["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert "ACCELERATE_USE_FSDP" not in variables
+    assert tuple(variables[f"PARALLELISM_CONFIG_{name}_SIZE"] for name in ("TP", "DP_REPLICATE")) == sizes
+    assert main(["launch", "--config_file", str(file.path), "--cpu", "--dry_run", __file__]) == 0
 
 
 def test_what_a_tpu_is_asked_about():
