@@ -57,22 +57,22 @@ class IdentitySlice(Slice, Identity):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The `torch.distributed.device_mesh.DeviceMesh` that models are sharded and cut over; None if they are not."""
+        """The `torch.distributed.device_mesh.DeviceMesh` that models are sharded over; None if they are not."""
         return self.core.strategy.mesh
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each layer this process computes, from 0; 0 if layers are not cut."""
+        """Which part of each layer this process computes, from 0; 0 without tensor parallelism."""
         return self._rank_in("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Which part of each sequence this process computes: 0, because sequences are not cut."""
+        """Which part of each sequence this process computes: 0, because sequences are not split."""
         return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Which stage of a model this process computes: 0, because models are not cut into stages."""
+        """Which stage of a model this process computes: 0, because models are not split into stages."""
         return 0
 
     @property

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
-from nb_accelerate.progress_page import Held
+from nb_accelerate.progress_page import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,14 +74,14 @@ class MemoryReport:
 
     def measure(self) -> None:
         """Measure now."""
-        self._page.hold(self._measured())
+        self._page.rank_memory(self._measured())
 
-    def _measured(self) -> Held:
+    def _measured(self) -> RankMemory:
         optimizers: list[torch.optim.Optimizer] = [one.optimizer for one in self._optimizers]
-        found = self._strategy.holdings(self._models, optimizers)
+        found = self._strategy.model_memory(self._models, optimizers)
         used = self._kind.memory_used()
         left = self._kind.memory_left(self._ranks)
-        return Held(
+        return RankMemory(
             parameters=found.parameters,
             gradients=found.gradients,
             optimizer=found.optimizer,

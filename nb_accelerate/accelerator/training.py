@@ -272,15 +272,15 @@ class TrainingSlice(Slice):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which sequences would be cut over ranks: one that does nothing.
+        """Return a block in which sequences would be split over ranks: one that does nothing.
 
-        `ParallelismConfig` refuses ``cp_size`` above 1, so there is nothing to cut. It is here for scripts that are
+        `ParallelismConfig` refuses ``cp_size`` above 1, so there is nothing to split. It is here for scripts that are
         written for both.
 
         Args:
             buffers: tensors with a dimension for positions in the sequence.
             buffer_seq_dims: which dimension that is, of each.
-            no_restore_buffers: which of them may stay cut.
+            no_restore_buffers: which of them may stay split.
         """
         del buffers, buffer_seq_dims, no_restore_buffers
         return contextlib.nullcontext()

@@ -26,12 +26,12 @@ _NOT_YET = {
     "cp_size": (
         "context parallelism",
         "Ring attention of torch needs kernels for GPUs that nobody has tested it with here. Shard the model instead, "
-        "and checkpoint activations: dp_shard_size, or cut its layers: tp_size",
+        "and checkpoint activations: dp_shard_size, or parallelize its layers: tp_size",
     ),
     "sp_size": (
         "sequence parallelism",
         "It is Ulysses attention of DeepSpeed. Shard the model instead, and checkpoint activations: dp_shard_size, or "
-        "cut its layers: tp_size",
+        "parallelize its layers: tp_size",
     ),
 }
 
@@ -53,7 +53,7 @@ class ParallelismConfig(Options):
         cp_backend: see ``cp_size``.
         sp_size: see ``cp_size``.
         sp_backend: see ``cp_size``.
-        tp_handler: which layers are cut, and how; by default as the model says.
+        tp_handler: which layers are parallelized, and how; by default as the model says.
         cp_handler: see ``cp_size``.
         sp_handler: see ``cp_size``.
 
@@ -124,12 +124,12 @@ class ParallelismConfig(Options):
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are cut for attention: never."""
+        """Whether sequences are split for attention: never."""
         return (self.cp_size or 1) > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are cut by DeepSpeed: never."""
+        """Whether sequences are split by DeepSpeed: never."""
         return (self.sp_size or 1) > 1
 
     @property

@@ -1,4 +1,4 @@
-"""How layers are cut over the ranks of a tensor-parallel group."""
+"""How layers are parallelized over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TorchTensorParallelConfig(Options):
-    """Say which layers tensor parallelism cuts, and how.
+    """Say which layers tensor parallelism applies to, and how.
 
     Example::
 

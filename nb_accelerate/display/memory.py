@@ -10,7 +10,7 @@ from nb_accelerate.display import words
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nb_accelerate.progress_page import Held, Sample
+    from nb_accelerate.progress_page import RankMemory, Sample
 
 _HEAD = ("rank", "parameters", "gradients", "optimizer", "the rest", "at most", "limit")
 _MOST_ROWS = 8
@@ -23,13 +23,13 @@ _MOSTLY = 0.5
 """Part of the memory from which on its owner is named first."""
 
 
-def parts_of(held: Held) -> str:
+def parts_of(held: RankMemory) -> str:
     """Return what a rank holds in one line: ``parameters 2.1 GB, gradients 2.1 GB, optimizer 4.2 GB``."""
     named = (("parameters", held.parameters), ("gradients", held.gradients), ("optimizer", held.optimizer))
     return ", ".join(f"{name} {words.size(number)}" for name, number in named if number)
 
 
-def sharded_line(held: Mapping[int, Held]) -> str:
+def sharded_line(held: Mapping[int, RankMemory]) -> str:
     """Return how a model is spread over ranks and what each of them holds; "" if it is not spread.
 
     Args:
@@ -50,7 +50,7 @@ def sharded_line(held: Mapping[int, Held]) -> str:
     return text + (f"; peak {words.size(peak)}" if peak else "")
 
 
-def _states(held: Held) -> int:
+def _states(held: RankMemory) -> int:
     return held.states
 
 
@@ -73,7 +73,7 @@ def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) 
     return "\n".join((*lines, *(f"- {one}" for one in found)))
 
 
-def advice(held: Held, *, rows: int, ranks: int, wanted: int) -> list[str]:
+def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:
     """Return what makes a model fit, the most useful first; each is a sentence.
 
     Args:
@@ -116,7 +116,7 @@ def advice(held: Held, *, rows: int, ranks: int, wanted: int) -> list[str]:
     return found
 
 
-def rows_that_fit(held: Held, *, rows: int, wanted: int) -> int | None:
+def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:
     """Return how many rows of a batch on each rank fit; None if that is not known.
 
     What does not depend on the batch is subtracted, and the rest taken to grow with the number of rows. The step that
@@ -134,7 +134,7 @@ def rows_that_fit(held: Held, *, rows: int, wanted: int) -> int | None:
     return max(0, min(rows // 2, int(rows * room / of_rows)))
 
 
-def _spreading(held: Held, needed: int, ranks: int) -> list[str]:
+def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
     """Return how to spread a model over ranks, or further than it is."""
     if held.sharding.startswith("ZeRO"):
         stages = [stage for stage in ("0", "1", "2") if f"stage {stage}" in held.sharding]
@@ -150,7 +150,7 @@ def _spreading(held: Held, needed: int, ranks: int) -> list[str]:
     ]
 
 
-def _table(held: Mapping[int, Held], failed: int) -> list[str]:
+def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
     rows: list[Sequence[str]] = [_HEAD]
     for rank in shown:

@@ -9,9 +9,9 @@ was after it was killed. A word is written in one piece; a reader may see words 
 of one.
 """
 
-from nb_accelerate.progress_page.held import Held
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.page import MAX_RECORD, ProgressPage, here, install
+from nb_accelerate.progress_page.rank_memory import RankMemory
 from nb_accelerate.progress_page.reader import PageReader
 from nb_accelerate.progress_page.sample import Bar, Sample
 
@@ -19,10 +19,10 @@ __all__ = [
     "MAX_RECORD",
     "Bar",
     "Collective",
-    "Held",
     "PageReader",
     "Phase",
     "ProgressPage",
+    "RankMemory",
     "Sample",
     "here",
     "install",

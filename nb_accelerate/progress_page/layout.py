@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 
-from nb_accelerate.progress_page import held
+from nb_accelerate.progress_page import rank_memory
 
 SIZE = 8192
 """Bytes: two pages of memory."""
@@ -63,8 +63,8 @@ WARNING_AT = 2048
 """A sentence about what is wrong, of a rank; empty if there is none."""
 WARNING = struct.Struct("=1024s")
 
-HELD_AT = 3584
-"""What the rank holds in memory, see `Held`: it stays from one call or cell to the next."""
+MEMORY_AT = 3584
+"""What the rank holds in memory, see `RankMemory`: it stays from one call or cell to the next."""
 
 COMMANDS_AT = 4096
 """Commands of the notebook and answers of the rank, see `nb_accelerate.progress_page.commands`."""
@@ -72,8 +72,8 @@ COMMANDS_AT = 4096
 assert HEADER.size == NUM_WORDS * 8
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
 assert BARS_AT + NUM_BARS * BAR.size <= WARNING_AT
-assert WARNING_AT + WARNING.size <= HELD_AT
-assert HELD_AT + held.SIZE <= COMMANDS_AT
+assert WARNING_AT + WARNING.size <= MEMORY_AT
+assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT
 
 
 class Phase(enum.IntEnum):

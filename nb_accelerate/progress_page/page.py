@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from nb_accelerate.progress_page.held import Held
     from nb_accelerate.progress_page.layout import Collective
+    from nb_accelerate.progress_page.rank_memory import RankMemory
 
 
 MAX_RECORD = 4000
@@ -38,7 +38,7 @@ class ProgressPage:
         step: takes the number of batches that the current loop has handed out.
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
         commands: of the notebook to the training loop.
-        measure: takes nothing; notes with `hold` what this process holds in memory now.
+        measure: takes nothing; notes with `rank_memory` what this process holds in memory now.
         epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
         times_waits: takes nothing; says that what follows the computation of gradients in backward is a phase of its
@@ -83,7 +83,7 @@ class ProgressPage:
         for index in range(layout.PHASE, layout.NUM_WORDS):
             if index != layout.SAVES:
                 words[index] = 0
-        self._memory[layout.SCALARS_AT : layout.HELD_AT] = bytes(layout.HELD_AT - layout.SCALARS_AT)
+        self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
         self._scalars.clear()
         self._loops.clear()
@@ -199,9 +199,9 @@ class ProgressPage:
         words[layout.MEMORY] = used
         words[layout.MEMORY_PEAK] = max(words[layout.MEMORY_PEAK], used)
 
-    def hold(self, held: Held) -> None:
-        """Note what this process holds in memory."""
-        held.write(self._memory, layout.HELD_AT)
+    def rank_memory(self, memory: RankMemory) -> None:
+        """Note what of its memory is parameters, gradients, optimizer states and the rest."""
+        memory.write(self._memory, layout.MEMORY_AT)
 
     def utilisation(self, percent: int) -> None:
         """Note the utilisation of the device, in percent."""

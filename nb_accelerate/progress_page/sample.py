@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.commands import is_paused
-from nb_accelerate.progress_page.held import Held
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.phase_times import seconds_exchanging, seconds_in
+from nb_accelerate.progress_page.rank_memory import RankMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,7 +100,7 @@ class Sample:
     bars: tuple[Bar, ...] = ()
     saves: bool = False
     paused: bool = False
-    held: Held = field(default_factory=Held)
+    held: RankMemory = field(default_factory=RankMemory)
     seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)  # changes from look to look
     exchanging: float = field(default=0.0, compare=False)
     num_workers: int | None = None
@@ -160,7 +160,7 @@ def read(memory: Buffer) -> Sample:
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
         paused=is_paused(memory),
-        held=Held.read(memory, layout.HELD_AT),
+        held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
         exchanging=seconds_exchanging(words, now),
         num_workers=words[layout.WORKERS] - 1 if words[layout.WORKERS] > 0 else None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nb_accelerate.diagnostics.stacks import where
-from nb_accelerate.progress_page import Held
+from nb_accelerate.progress_page import RankMemory
 from nb_accelerate.protocol.messages import Result
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RankStatus:
     device: str = ""
     memory: int = 0
     doing: str = ""
-    held: Held = field(default_factory=Held)
+    held: RankMemory = field(default_factory=RankMemory)
 
 
 def state_of(rank: RankProxy, request: Request) -> str:
@@ -72,7 +72,7 @@ def look_at(rank: RankProxy, *, busy: bool, device: str) -> RankStatus:
         memory = process.memory_info().rss
         if process.status() == psutil.STATUS_STOPPED:
             state = "stopped"
-    held = Held()
+    held = RankMemory()
     with contextlib.suppress(ValueError):  # it has just ended, and its page was closed
         held = rank.handle.page.read().held
     return RankStatus(rank=rank.rank, pid=rank.handle.pid, device=device, memory=memory, state=state, held=held)

@@ -139,8 +139,8 @@ class DDPStrategy(Strategy):
         mesh: Any = next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
         if mesh is not None:
             raise ConfigError(
-                f"Layers of this {type(model).__name__} are cut over ranks (tensor parallelism), and each rank would "
-                "read other rows. Say how ranks are laid out: "
+                f"Layers of this {type(model).__name__} are parallelized over ranks (tensor parallelism), and each "
+                "rank would read other rows. Say how ranks are laid out: "
                 f"Accelerator(parallelism_config=ParallelismConfig(tp_size={mesh.size()}))."
             )
         wrapped = DistributedDataParallel(

@@ -24,7 +24,7 @@ from typing_extensions import override
 from nb_accelerate.comm.data_parallel import between_groups
 from nb_accelerate.strategies.ddp import is_alive
 from nb_accelerate.strategies.sharding import SHARDED_AS
-from nb_accelerate.strategies.shards import gather_whole, is_cut, local_part, settled, shard_like, shard_state
+from nb_accelerate.strategies.shards import gather_whole, is_split, local_part, settled, shard_like, shard_state
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class DTensorStrategy(Strategy):
     ) -> None:
         super().__init__(device, collectives, distributed_type)
         self.layout = layout
-        self.data_collectives = between_groups(collectives, layout.parts)
+        self.data_collectives = between_groups(collectives, layout.tp)
         self._mesh = layout.make(device.type)
 
     @property
@@ -116,7 +116,7 @@ class DTensorStrategy(Strategy):
                 mesh, placements = place
                 part = norm if is_max else norm**norm_type
                 for dimension, placement in enumerate(placements):
-                    if is_cut(placement):
+                    if is_split(placement):
                         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
                         dist.all_reduce(part, op, group=mesh.get_group(dimension))
                 norm = part if is_max else part ** (1 / norm_type)

@@ -21,8 +21,8 @@ from nb_accelerate.errors import ConfigError, NotPreparedError
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.ddp import is_alive
 from nb_accelerate.strategies.dtensors import DTensorStrategy
-from nb_accelerate.strategies.holdings import measure
-from nb_accelerate.strategies.layer_plan import LayerCutter
+from nb_accelerate.strategies.layer_plan import TensorParallelizer
+from nb_accelerate.strategies.model_memory import measure
 from nb_accelerate.strategies.sharding import is_sharded, shard_model
 from nb_accelerate.strategies.shards import is_shard
 from nb_accelerate.strategies.unwrapping import innermost
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from nb_accelerate.precision import Precision
-    from nb_accelerate.strategies.holdings import Holdings
     from nb_accelerate.strategies.mesh import MeshLayout
+    from nb_accelerate.strategies.model_memory import ModelMemory
     from nb_accelerate.strategies.strategy import ModelRequest
 
 
@@ -67,7 +67,7 @@ class FSDPStrategy(DTensorStrategy):
         collectives: how ranks exchange data.
         options: how.
         layout: of the ranks.
-        plan: which layers are cut for tensor parallelism before they are sharded; see `LayerCutter`.
+        plan: which layers are parallelized before the model is sharded; see `TensorParallelizer`.
     """
 
     refusals: ClassVar[Mapping[str, str]] = {
@@ -101,7 +101,7 @@ class FSDPStrategy(DTensorStrategy):
         self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
 
     @override
-    def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
         models = list(models)
         # While a block is gathered, its parameters are the whole ones, and the shards are held besides.
         shards = [one.sharded_param for model in map(innermost, models) for one in _fsdp_parameters(model)]
@@ -136,7 +136,7 @@ class FSDPStrategy(DTensorStrategy):
             dtype=self._dtype,
             collectives=self.collectives,
             device=self.device,
-            cut=LayerCutter(mesh["tp"], self._plan).cut if self.layout.parts > 1 else None,
+            parallelize=TensorParallelizer(mesh["tp"], self._plan).parallelize if self.layout.tp > 1 else None,
         )
         share_random_numbers(self.data_collectives)
         note_use(self._options, "the model that was prepared", advice="Set it before accelerator.prepare(model).")

@@ -1,8 +1,8 @@
-"""Cut layers over the ranks that compute them together: tensor parallelism, torch's ``parallelize_module``.
+"""Parallelize layers over the ranks that compute them together: tensor parallelism, torch's ``parallelize_module``.
 
-A plan says which layers are cut, and how. The weights of a layer become `DTensor` objects, its inputs and outputs are
-those of the whole layer where the styles fit together (``"colwise"``, then ``"rowwise"``), and all ranks of a group
-compute the same loss from the same rows. What no plan names is computed by each of them.
+A plan says which layers are parallelized, and how. The weights of such a layer become `DTensor` objects, its
+inputs and outputs are those of the whole layer where the styles fit together (``"colwise"``, then ``"rowwise"``), and
+all ranks of a group compute the same loss from the same rows. What no plan names is computed by each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer that is cut.
+    """A layer that is parallelized.
 
     Attributes:
         name: of the layer in its model.
@@ -38,8 +38,8 @@ class PlannedLayer:
     style: Any
 
 
-class LayerCutter:
-    """Cuts the layers of models that a plan names.
+class TensorParallelizer:
+    """Parallelizes the layers of models that a plan names.
 
     Args:
         mesh: of one dimension: the ranks that compute layers together.
@@ -50,12 +50,12 @@ class LayerCutter:
         self._mesh = mesh
         self._plan = plan
 
-    def cut(self, model: nn.Module, fill_layer: Callable[[nn.Module], object]) -> None:
-        """Cut layers in place. Layers that the user has cut over this mesh stay as they are.
+    def parallelize(self, model: nn.Module, fill_layer: Callable[[nn.Module], object]) -> None:
+        """Parallelize layers in place. Those that the user has parallelized over this mesh stay as they are.
 
         Args:
             model: the user's.
-            fill_layer: gives a layer the weights of rank 0 before it is cut.
+            fill_layer: gives a layer the weights of rank 0 before it is parallelized.
 
         Raises:
             ConfigError: the plan does not fit the model, or there is none.
@@ -76,7 +76,7 @@ class LayerCutter:
                 _tie_again(model, tied)
 
     def plan(self, model: nn.Module) -> list[PlannedLayer]:
-        """Return the layers of a model that are to be cut.
+        """Return the layers of a model that are to be parallelized.
 
         Raises:
             ConfigError: the plan does not fit the model, or there is none.
@@ -86,7 +86,7 @@ class LayerCutter:
         if not plan:
             raise ConfigError(
                 f"tp_size={self._mesh.size()} was asked for, and {type(model).__name__} brings no plan that says which "
-                "layers are cut (_tp_plan). Write one: ParallelismConfig(tp_size=..., tp_handler="
+                "layers are parallelized (_tp_plan). Write one: ParallelismConfig(tp_size=..., tp_handler="
                 'TorchTensorParallelConfig(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})).'
             )
         modules = dict(model.named_modules())
@@ -107,9 +107,9 @@ class LayerCutter:
             outside = next(name for name, _ in tied if name not in found)
             if plan is self._plan:
                 raise ConfigError(
-                    f"{inside[0]} and {outside} share a weight (tied weights), and the plan cuts {inside[0]} only. "
-                    "Name both or neither in the plan; an embedding is cut by 'embedding_rowwise', and the layer that "
-                    "is tied to it by 'colwise_gather_output'."
+                    f"{inside[0]} and {outside} share a weight (tied weights), and the plan shards {inside[0]} only. "
+                    "Name both or neither in the plan; an embedding is sharded by 'embedding_rowwise', and the layer "
+                    "that is tied to it by 'colwise_gather_output'."
                 )
             layers = [layer for layer in layers if layer.name not in inside]
         if not layers:
@@ -133,7 +133,7 @@ class LayerCutter:
         if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(module, (nn.Linear, nn.Embedding)):
             raise ConfigError(
                 f"The plan has {type(style).__name__} for {name}, which is a {type(module).__name__}; only Linear and "
-                "Embedding layers are cut so. Name the layers inside of it."
+                "Embedding layers are parallelized so. Name the layers inside of it."
             )
         size = self._mesh.size()
         uneven = None
@@ -144,13 +144,13 @@ class LayerCutter:
                 uneven = ("in_features", module.in_features)
         if uneven is not None and uneven[1] % size:
             raise ConfigError(
-                f"{name} has {uneven[0]}={uneven[1]}, which cannot be cut into {size} equal parts. Leave it out of the "
-                f"plan together with the layers that take its parts, or choose a tp_size that divides {uneven[1]}."
+                f"{name} has {uneven[0]}={uneven[1]}, which cannot be split into {size} equal parts. Leave it out of "
+                f"the plan together with the layers that take its parts, or choose a tp_size that divides {uneven[1]}."
             )
         return PlannedLayer(name, module, style)
 
     def _check_mesh(self, model: nn.Module) -> None:
-        """Refuse a model that was cut over other ranks.
+        """Refuse a model that was parallelized over other ranks.
 
         Raises:
             ConfigError: it was.
@@ -159,9 +159,9 @@ class LayerCutter:
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None and mesh.mesh.tolist() != self._mesh.mesh.tolist():
                 raise ConfigError(
-                    f"{name} of this {type(model).__name__} was cut over the ranks {mesh.mesh.tolist()}, and "
-                    f"parallelism_config lays out {self._mesh.mesh.tolist()}. Cut it over "
-                    "accelerator.torch_device_mesh['tp'], or give prepare the whole model, which cuts it by its plan."
+                    f"{name} of this {type(model).__name__} was parallelized over the ranks {mesh.mesh.tolist()}, and "
+                    f"parallelism_config lays out {self._mesh.mesh.tolist()}. Parallelize it over "
+                    "accelerator.torch_device_mesh['tp'], or give prepare the whole model, which applies its plan."
                 )
 
 
@@ -170,7 +170,7 @@ _NAMED_OTHERS = ("embedding_rowwise", "embedding_colwise", "sequence_parallel", 
 
 
 def _style_named(style: str, layer: str) -> Any:
-    """Return torch's style for one of the names that plans of transformers have; None for what is not cut.
+    """Return torch's style for one of the names that plans of transformers have; None for ``replicate``.
 
     Raises:
         ConfigError: there is none.
@@ -205,8 +205,8 @@ def _not_there(model: nn.Module, pattern: str) -> ConfigError:
     parameters = [name for name, _ in model.named_parameters() if _matches(name, pattern)]
     if parameters:
         return ConfigError(
-            f"The plan names {pattern!r}, which is a parameter of {type(model).__name__}. Layers are cut as a whole: "
-            f"write {pattern.rpartition('.')[0]!r}."
+            f"The plan names {pattern!r}, which is a parameter of {type(model).__name__}. Layers are parallelized as a "
+            f"whole: write {pattern.rpartition('.')[0]!r}."
         )
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
     return ConfigError(
@@ -225,10 +225,10 @@ def _ties(model: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def _tie_again(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
-    """Make layers share again a weight that each has cut for itself.
+    """Make layers share again a weight that each has sharded for itself.
 
     Raises:
-        ConfigError: they have cut it in different ways.
+        ConfigError: they have sharded it in different ways.
     """
     (first, key), *others = tied
     shared: Any = model.get_submodule(first).get_parameter(key)
@@ -236,8 +236,8 @@ def _tie_again(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
         own: Any = model.get_submodule(other).get_parameter(name)
         if own.placements != shared.placements:
             raise ConfigError(
-                f"{first} and {other} share a weight (tied weights), and the plan cuts it in two ways: "
-                f"{shared.placements} and {own.placements}. An embedding is cut by 'embedding_rowwise', and the layer "
-                "tied to it by 'colwise_gather_output'."
+                f"{first} and {other} share a weight (tied weights), and the plan shards it in two ways: "
+                f"{shared.placements} and {own.placements}. An embedding is sharded by 'embedding_rowwise', and the "
+                "layer tied to it by 'colwise_gather_output'."
             )
         model.get_submodule(other).register_parameter(name, shared)

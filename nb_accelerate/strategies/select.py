@@ -201,7 +201,7 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
         if engines.parallelism is not None and process.topology.world_size > 1:
             if engines.parallelism.tp_enabled:
                 raise ConfigError(
-                    f"tp_size={engines.parallelism.tp_size} was given, but layers are not cut over "
+                    f"tp_size={engines.parallelism.tp_size} was given, but tensor parallelism is not supported on "
                     f"{process.kind.label}s. Leave it out, and PARALLELISM_CONFIG_TP_SIZE too."
                 )
             engines.parallelism.check_ranks(process.topology.world_size)
@@ -218,10 +218,10 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
     asked = engines.parallelism
     layout = None if asked is None else layout_of(asked, process.topology)
     plan = None if asked is None or asked.tp_handler is None else asked.tp_handler.plan
-    if layout is not None and layout.parts == process.topology.world_size:
+    if layout is not None and layout.tp == process.topology.world_size:
         if engines.fsdp is not None:
             raise ConfigError(
-                f"fsdp_plugin (or ACCELERATE_USE_FSDP) and tp_size={layout.parts} were given, and all ranks compute "
+                f"fsdp_plugin (or ACCELERATE_USE_FSDP) and tp_size={layout.tp} were given, and all ranks compute "
                 "layers together, so that none are left to shard over. Leave FSDP out, or lower tp_size and write "
                 "dp_shard_size too."
             )

@@ -4,7 +4,7 @@ A block is whole on the device only until it has been sharded, so a model needs 
 
     for each block, then for the rest:  on meta? -> memory on the device -> weights of rank 0 -> fully_shard
 
-Layers that tensor parallelism cuts are filled and cut before.
+Layers of a tensor-parallel plan are filled and parallelized before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shard_model(
     dtype: torch.dtype | None,
     collectives: Collectives,
     device: torch.device,
-    cut: Callable[[nn.Module, Filler], object] | None = None,
+    parallelize: Callable[[nn.Module, Filler], object] | None = None,
 ) -> None:
     """Shard a model in place. Collective.
 
@@ -62,7 +62,7 @@ def shard_model(
         dtype: numbers that blocks compute in; None for those that the parameters have.
         collectives: of all ranks.
         device: where it is trained.
-        cut: cuts layers for tensor parallelism before they are sharded; None where they are not cut.
+        parallelize: applies tensor parallelism to layers before the model is sharded; None where there is none.
 
     Raises:
         ConfigError: rank 0 has no weights, blocks cannot be found, or parameters of a block are of several dtypes.
@@ -73,8 +73,8 @@ def shard_model(
     blocks = find_blocks(model, options)
     fill = Filler(collectives, device)
     with note_replaced(model):
-        if cut is not None:
-            cut(model, fill)
+        if parallelize is not None:
+            parallelize(model, fill)
         ignored = ignored_parameters(model, options)
         arguments = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
         policies = _Policies(options, dtype)

@@ -1,4 +1,4 @@
-"""Cut tensors into the shards of ranks, and put them together again. See `torch.distributed.tensor.DTensor`."""
+"""Split tensors into the shards of ranks, and put them together again. See `torch.distributed.tensor.DTensor`."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def gather_whole(value: Any, *, keep: bool) -> Any:
 def _gathered(value: Any) -> Any:
     """Return a DTensor whole, gathered along one dimension of its mesh after the other.
 
-    ``full_tensor`` does the same, and logs a warning for each mesh of several dimensions. Dimensions that were cut last
-    are gathered first: strided ones, which FSDP makes of what tensor parallelism has cut, and then from the right.
+    ``full_tensor`` does the same, and logs a warning for each mesh of several dimensions. Dimensions that were
+    sharded last are gathered first: strided ones, which FSDP makes of what tensor parallelism has sharded, and then
+    from the right.
     """
     from torch.distributed.tensor import Replicate
 
     placements = list(value.placements)
-    cut = [dim for dim in reversed(range(len(placements))) if not placements[dim].is_replicate()]
-    for dim in sorted(cut, key=lambda dim: not hasattr(placements[dim], "split_factor")):
+    split = [dim for dim in reversed(range(len(placements))) if not placements[dim].is_replicate()]
+    for dim in sorted(split, key=lambda dim: not hasattr(placements[dim], "split_factor")):
         placements[dim] = Replicate()
         value = value.redistribute(placements=placements)
     return value.to_local()
@@ -78,7 +79,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_cut(placement: Any) -> bool:
+def is_split(placement: Any) -> bool:
     """Return whether ranks along a dimension of a mesh hold different parts. ``is_shard`` leaves out strided ones."""
     return not placement.is_replicate() and not placement.is_partial()
 

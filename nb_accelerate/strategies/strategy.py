@@ -10,7 +10,7 @@ from torch import nn
 
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.holdings import layout_of, measure
+from nb_accelerate.strategies.model_memory import describe_sharding, measure
 from nb_accelerate.strategies.unwrapping import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
     from nb_accelerate.precision import Precision
-    from nb_accelerate.strategies.holdings import Holdings
+    from nb_accelerate.strategies.model_memory import ModelMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,11 @@ class Strategy:
     def sharding(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
         """Return how models are spread over ranks, in a few words; "" if every rank has all of them.
 
-        Exchanges nothing. The arguments are those of `holdings`.
+        Exchanges nothing. The arguments are those of `model_memory`.
         """
-        return layout_of(models, optimizers)
+        return describe_sharding(models, optimizers)
 
-    def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
         """Return how many bytes this rank holds for models and optimizers. Exchanges nothing.
 
         Args:

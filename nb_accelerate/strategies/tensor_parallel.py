@@ -9,7 +9,7 @@ from typing_extensions import override
 from nb_accelerate.comm.data_parallel import share_random_numbers
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.dtensors import DTensorStrategy
-from nb_accelerate.strategies.layer_plan import LayerCutter
+from nb_accelerate.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.strategies.sharding import Filler, check_weights, note_replaced
 from nb_accelerate.strategies.unwrapping import innermost
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nb_accelerate.strategies.mesh import MeshLayout
 
 
-class CutModel:
+class TensorParallelModel:
     """The `AveragesGradients` of a model whose ranks all read the same rows: there is nothing to average."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class TensorParallelStrategy(DTensorStrategy):
         collectives: how ranks exchange data.
         distributed_type: see `Strategy`.
         layout: of the ranks.
-        plan: see `LayerCutter`.
+        plan: see `TensorParallelizer`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TensorParallelStrategy(DTensorStrategy):
         check_weights(inner, self.collectives)
         fill = Filler(self.collectives, self.device)
         with note_replaced(inner):
-            LayerCutter(self.mesh, self._plan).cut(inner, fill)
+            TensorParallelizer(self.mesh, self._plan).parallelize(inner, fill)
             fill(inner)
         share_random_numbers(self.data_collectives)
         return model
@@ -80,4 +80,4 @@ class TensorParallelStrategy(DTensorStrategy):
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[], None] | None:
-        return GradientAverage(optimizer, self.collectives, lambda: [CutModel(model) for model in models])
+        return GradientAverage(optimizer, self.collectives, lambda: [TensorParallelModel(model) for model in models])

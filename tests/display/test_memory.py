@@ -7,28 +7,28 @@ import dataclasses
 from nb_accelerate.display.memory import advice, rows_that_fit, sharded_line, shortage
 from nb_accelerate.errors.out_of_memory import bytes_wanted, says_out_of_memory
 from nb_accelerate.magics.status import status_table
-from nb_accelerate.progress_page import Held, ProgressPage, Sample
+from nb_accelerate.progress_page import ProgressPage, RankMemory, Sample
 from nb_accelerate.progress_page.layout import SIZE
 from nb_accelerate.progress_page.sample import read
 from nb_accelerate.ranks.status import RankStatus
 
 GB = 10**9
-FULL = Held(
+FULL = RankMemory(
     parameters=2 * GB, gradients=2 * GB, optimizer=4 * GB, base=0, used=14 * GB, limit=15 * GB, peak=15 * GB
 )  # fmt: skip
-SHARDED = Held(parameters=GB, gradients=GB, optimizer=2 * GB, peak=9 * GB, sharding="FSDP, dp_shard 2")
+SHARDED = RankMemory(parameters=GB, gradients=GB, optimizer=2 * GB, peak=9 * GB, sharding="FSDP, dp_shard 2")
 
 
 def test_what_is_held_stays_on_the_page_from_one_call_to_the_next():
     memory = bytearray(SIZE)
     page = ProgressPage(memory)
     page.begin_request()
-    page.hold(SHARDED)
+    page.rank_memory(SHARDED)
     assert read(memory).held == SHARDED
     page.begin_request()
     assert read(memory).held == SHARDED
     odd = dataclasses.replace(SHARDED, parameters=-3, sharding="x" * 200)
-    page.hold(odd)
+    page.rank_memory(odd)
     assert (read(memory).held.parameters, read(memory).held.sharding) == (0, "x" * 95)
 
 
@@ -47,7 +47,7 @@ def test_the_rows_that_fit_are_those_for_whose_activations_there_is_room():
     assert rows_that_fit(FULL, rows=64, wanted=22 * GB) == 16
     assert rows_that_fit(FULL, rows=64, wanted=0) == 32  # it had not come to its peak
     assert rows_that_fit(FULL, rows=0, wanted=8 * GB) is None
-    assert rows_that_fit(Held(), rows=64, wanted=8 * GB) is None
+    assert rows_that_fit(RankMemory(), rows=64, wanted=8 * GB) is None
     waiting = dataclasses.replace(FULL, optimizer=0, pending=4 * GB, used=10 * GB)
     assert rows_that_fit(waiting, rows=64, wanted=22 * GB) == 16  # Adam's state comes with the first step
 

@@ -50,7 +50,7 @@ REASONS = (
     (r"fsdp|FullySharded|get_module_children_bottom_up|ensure_weights_retied", "Comes with FSDP"),
     (
         r"ContextParallel|context_parallel|SequenceParallel|device_mesh|get_model_tp_size|parallelism|tp_plugin",
-        "Sequences are not cut over ranks (context and sequence parallelism); a mesh is made by the `Accelerator`",
+        "Sequences are not split over ranks (context and sequence parallelism); a mesh is made by the `Accelerator`",
     ),
     (
         r"fp8|FP8|AORecipe|TERecipe|torchao|convert_model$|has_ao|has_transformer_engine|filter_first_and_last|opt_level",

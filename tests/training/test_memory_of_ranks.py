@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from nb_accelerate.progress_page import Held, here
+from nb_accelerate.progress_page import RankMemory, here
 from nb_accelerate.progress_page.sample import read
 
 WIDTH = 512
@@ -24,12 +24,12 @@ def make_model() -> nn.Module:
 WHOLE = 4 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of its parameters
 
 
-def held() -> Held:
+def held() -> RankMemory:
     here().measure()
     return read(here()._memory).held
 
 
-def train_and_measure(sharded: bool) -> list[Held]:
+def train_and_measure(sharded: bool) -> list[RankMemory]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
     model: Any = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

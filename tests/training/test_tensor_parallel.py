@@ -237,7 +237,7 @@ def test_all_ranks_of_one_group_draw_the_same_numbers_and_rows(run_ranks):
         ({"up": "colwse"}, "'colwse' for up, which is not a style.*Did you mean 'colwise'"),
         ({"norm": "colwise"}, "ColwiseParallel for norm, which is a LayerNorm"),
         ({"up": 3}, "3 for up, which is neither a style"),
-        ({"head": "colwise_gather_output"}, "head and embed share a weight .*cuts head only"),
+        ({"head": "colwise_gather_output"}, "head and embed share a weight .*shards head only"),
         ({"embed": "embedding_colwise", "head": "colwise_gather_output"}, "share a weight .*in two ways"),
     ],
 )
@@ -247,12 +247,12 @@ def test_a_plan_that_does_not_fit_is_refused(plan, message):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from nb_accelerate.strategies.layer_plan import LayerCutter
+    from nb_accelerate.strategies.layer_plan import TensorParallelizer
 
     init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         with pytest.raises(ConfigError, match=message):
-            LayerCutter(init_device_mesh("cpu", (2,)), plan).cut(Tied(), lambda _: None)
+            TensorParallelizer(init_device_mesh("cpu", (2,)), plan).parallelize(Tied(), lambda _: None)
     finally:
         destroy_process_group()
 
@@ -279,7 +279,7 @@ def test_options_that_cannot_be_are_refused(run_ranks):
     odd = {
         "parallelism_config": ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise"}))
     }
-    with pytest.raises(ConfigError, match="0 has out_features=3, which cannot be cut into 2 equal parts"):
+    with pytest.raises(ConfigError, match="0 has out_features=3, which cannot be split into 2 equal parts"):
         run_ranks(make, odd, nn.Sequential(nn.Linear(2, 3)))
 
 

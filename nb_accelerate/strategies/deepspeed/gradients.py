@@ -11,7 +11,7 @@ import torch
 
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.deepspeed.library import engines
-from nb_accelerate.strategies.holdings import tensors_in
+from nb_accelerate.strategies.model_memory import tensors_in
 
 _AVERAGED = "_nb_accelerate_averaged"
 """An attribute of an engine: whether it has averaged gradients since its last step."""

@@ -35,7 +35,7 @@ from nb_accelerate.strategies.deepspeed.library import (
 from nb_accelerate.strategies.deepspeed.pairing import optimizer_of, without_model
 from nb_accelerate.strategies.deepspeed.precision import DeepSpeedPrecision, mark_outputs
 from nb_accelerate.strategies.deepspeed.resolve import Run, engine_config
-from nb_accelerate.strategies.holdings import measure
+from nb_accelerate.strategies.model_memory import measure
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.deepspeed import DeepSpeedPlugin
     from nb_accelerate.precision import Precision
-    from nb_accelerate.strategies.holdings import Holdings
+    from nb_accelerate.strategies.model_memory import ModelMemory
     from nb_accelerate.strategies.strategy import ModelRequest
 
 
@@ -125,7 +125,7 @@ class DeepSpeedStrategy(Strategy):
         return f"ZeRO stage{'s' if len(stages) > 1 else ''} {named}, {self.collectives.world_size} ranks"
 
     @override
-    def holdings(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Holdings:
+    def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> ModelMemory:
         models = list(models)
         own = [model for model in models if model in engines]
         return measure(

@@ -19,8 +19,8 @@ _WITH_STORAGES = ("cpu", "cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holdings:
-    """Bytes, as in `nb_accelerate.progress_page.Held`."""
+class ModelMemory:
+    """What models and optimizers take on one rank, in bytes. For the fields see `RankMemory` of the progress page."""
 
     parameters: int = 0
     gradients: int = 0
@@ -35,7 +35,7 @@ def measure(
     parameters: Sequence[Tensor] = (),
     gradients: Sequence[Tensor] = (),
     states: Sequence[Tensor] = (),
-) -> Holdings:
+) -> ModelMemory:
     """Return what is held for models and optimizers.
 
     Args:
@@ -68,10 +68,10 @@ def measure(
         kept += own
         if not own:
             pending += _expected(optimizer)
-    return Holdings(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(kept, seen), pending=pending)
+    return ModelMemory(parameters=of_weights, gradients=of_gradients, optimizer=_bytes(kept, seen), pending=pending)
 
 
-def layout_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+def describe_sharding(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Return the axes of the mesh that models are sharded over: ``FSDP, dp_replicate 2 x dp_shard 4``; "" if none is.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Held`: what a rank holds in memory, and how it lies on a progress page."""
+"""`RankMemory`: what a rank holds in memory, and how it lies on a progress page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = _LAYOUT.size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankMemory:
     """What a rank held in memory when it was measured last. All numbers are bytes; 0 also means not known.
 
     Attributes:
@@ -58,7 +58,7 @@ class Held:
         _LAYOUT.pack_into(memory, at, *numbers, sharding.encode(errors="replace")[:95])
 
     @classmethod
-    def read(cls, memory: Buffer, at: int) -> Held:
+    def read(cls, memory: Buffer, at: int) -> RankMemory:
         """Read what `write` wrote; values that make no sense are 0."""
         *numbers, sharding = _LAYOUT.unpack_from(memory, at)
         names = [field.name for field in dataclasses.fields(cls)][:_NUMBERS]
