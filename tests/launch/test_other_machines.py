@@ -77,7 +77,8 @@ def test_a_launch_that_was_killed_is_noticed_and_one_that_is_done_is_no_trouble(
     second.close()
     assert first.wait_for(lambda: first.all[1].ended == DONE, soon())
     assert first.trouble("round") is None
-    third._peers[0].link.close()  # as the system does for a process that was killed
+    # What the system does for a process that was killed. close() alone ends no connection that a thread waits for.
+    third._peers[0].link._socket.shutdown(socket.SHUT_RDWR)
     assert first.wait_for(lambda: first.trouble("round") is not None, soon())
     assert "was killed, or that machine has gone down" in str(first.trouble("round"))
 
