@@ -57,7 +57,8 @@ class LossReport:
         if self._kind.reads_later:
             if before is None:
                 return
-            loss = before
+            # It was computed with its step. What is done to it on the host is no program that would have to be compiled.
+            loss = before.cpu()
         self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:
             if self._arrived is None:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -107,25 +108,43 @@ def test_a_tied_model_trains_as_in_plain_pytorch(every: int):
     assert greatest_difference(model, plain) < TOLERANCE
 
 
+def programs(epoch: Callable[[], None]) -> tuple[int, int, int, float]:
+    """How many programs an epoch submits, compiles and runs, and how many operations XLA was given for all of them."""
+
+    def counted() -> tuple[int, int, int, float]:
+        counters = [int(metrics.counter_value(name) or 0) for name in ("UncachedCompile", "ExecuteComputation")]
+        submitted, operations = (metrics.metric_data("TensorsGraphSize") or (0, 0.0))[:2]
+        return submitted, *counters, operations
+
+    torch_xla.sync()
+    before = counted()
+    epoch()
+    torch_xla.sync()
+    return tuple(now - then for now, then in zip(counted(), before, strict=True))
+
+
 @pytest.mark.may_leave("environment")  # torch_xla sets a variable when its loader is used for the first time
-def test_a_step_is_compiled_as_often_as_in_a_loop_of_torch_xla_alone():
+def test_programs_are_those_of_a_loop_of_torch_xla_that_keeps_its_loss(monkeypatch: pytest.MonkeyPatch):
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
-    def compilations() -> int:
-        return int(metrics.counter_value("UncachedCompile") or 0)
+    monkeypatch.setattr("nb_accelerate.accelerator.losses._REPORT_SECONDS", 0.0)  # the loss of each step is read
 
     # Each loop has shapes of its own, or the second would find what the first has compiled.
     bare = nn.Linear(31, 7).to("xla")
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
-    torch_xla.sync()
-    before = compilations()
     theirs = MpDeviceLoader(DataLoader(TensorDataset(torch.randn(64, 31)), batch_size=8), "xla:0")
-    for (inputs,) in theirs:
-        bare(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def alone() -> None:
+        for (inputs,) in theirs:
+            loss = bare(inputs).square().mean()
+            loss.backward()
+            kept.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    kept: list[torch.Tensor] = []
+    expected = programs(alone)
     theirs._parallel_loader.close()
-    alone = compilations() - before
 
     accelerator = Accelerator()
     model = nn.Linear(37, 7)
@@ -133,13 +152,15 @@ def test_a_step_is_compiled_as_often_as_in_a_loop_of_torch_xla_alone():
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(TensorDataset(torch.randn(64, 37)), batch_size=8)
     )
-    torch_xla.sync()
-    before = compilations()
-    for (inputs,) in loader:
-        accelerator.backward(model(inputs).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert compilations() - before == alone
+
+    def prepared() -> None:
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert programs(prepared) == expected
+    assert expected[2] == len(kept) == 8
 
 
 def test_without_a_prepared_loader_each_step_is_submitted():
