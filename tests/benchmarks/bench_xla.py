@@ -114,8 +114,13 @@ def _compare(actions: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
 
 
 def _lines() -> Iterator[str]:
+    import torch
     import torch_xla  # noqa: F401 - makes the device known to torch
 
+    # As in ranks that are forked. Threads of OpenMP that wait for batches to collate burn the cores that the device
+    # computes on, and only in one of the loops: they give up early where there are more threads than cores, and
+    # MpDeviceLoader starts some.
+    torch.set_num_threads(1)
     cases: list[tuple[str, dict[str, Callable[[], None]]]] = []
     for name, width, batch_size in (("a small MLP", 64, 16), ("a wider one", 512, 128)):
         cases.append((f"a step, {name}", {"bare": _bare(width, batch_size), "ours": _prepared(width, batch_size)}))
