@@ -57,7 +57,7 @@ class LossReport:
         if self._kind.reads_later:
             if before is None:
                 return
-            # It was computed with its step. What is done to it on the host is no program that would have to be compiled.
+            # It was computed with its step. On the host, what is done to it is no program that has to be compiled.
             loss = before.cpu()
         self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:

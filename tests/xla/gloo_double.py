@@ -8,26 +8,33 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-_FOLDER = Path(tempfile.gettempdir()) / f"gloo-double-{os.getpid()}"
+FOLDER = str(Path(tempfile.gettempdir()) / f"gloo-double-{os.getpid()}")
 
 
 def remove() -> None:
     """Remove what ranks have met through."""
-    shutil.rmtree(_FOLDER)
+    shutil.rmtree(FOLDER)
 
 
 def install(chips: int) -> None:
-    """Let this process, a notebook's kernel, find chips. Its forks play one each."""
+    """Let this process, a notebook's kernel, find chips. Its forks, and those of its servers, play one each."""
     os.environ["PJRT_DEVICE"] = "TPU"
+    here, others = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")
+    os.environ |= {"GLOO_DOUBLE": FOLDER, "PYTHONPATH": f"{here}{os.pathsep}{others}"}  # see sitecustomize.py
     from torch_xla._internal import pjrt
 
     from nb_accelerate.devices import xla
 
-    folder = str(_FOLDER)
-    _FOLDER.mkdir()
+    Path(FOLDER).mkdir()
     xla.num_chips = lambda: chips
+    play(FOLDER, pjrt)
+
+
+def play(folder: str, pjrt: ModuleType) -> None:
+    """Let this process and its forks play one of the chips each, when their runtime starts."""
     pjrt.initialize_multiprocess = lambda rank, world_size: join(rank, world_size, folder)
     pjrt.initialize_singleprocess = lambda: join(0, 1, folder)
 

@@ -135,6 +135,48 @@ def test_cells_run_on_a_persistent_rank_of_one_device(kernel: Kernel) -> None:
     kernel.run("%unload_ext nb_accelerate").ok()
 
 
+CELL = """%%distributed
+import torch
+from torch import nn
+from nb_accelerate import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(accelerator.process_index)
+model = nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {accelerator.device}")
+"""
+
+STEP = """%%distributed --out weights
+own = torch.full((2, 3), 1.0 + accelerator.process_index, device=accelerator.device)
+accelerator.backward(model(own).mean())
+optimizer.step()
+optimizer.zero_grad()
+accelerator.gather(model.weight.detach()).tolist()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.limit(150)
+def test_cells_run_on_ranks_of_four_chips_which_keep_their_state_after_an_error(kaggle: Kernel) -> None:
+    kaggle.run("%load_ext nb_accelerate").ok()
+    begun = kaggle.run(CELL).ok()
+    assert all(f"rank {rank} of 4 on xla:0" in begun.stdout for rank in range(4)), begun.stdout
+    kaggle.run(STEP).ok()
+    kaggle.run("first = weights").ok()
+    cell = kaggle.run("%%distributed\nif accelerator.process_index == 2: raise KeyError('of one core')")
+    assert cell.error == "KeyError"
+    assert "raise KeyError('of one core')" in cell.traceback
+    kaggle.run(STEP).ok()
+    # All began with the weights of rank 0, and the mean gradient of rows of 1, 2, 3 and 4 is 2.5.
+    kaggle.run(
+        "for rank in range(4):\n"
+        "    assert first[rank] == first[0] and weights[rank] == weights[0], (first, weights)\n"
+        "    for before, after in zip(first[rank], weights[rank], strict=True):\n"
+        "        assert before == first[0][0] and all(abs(b - a - 0.25) < 1e-5 for b, a in zip(before, after)), weights"
+    ).ok()
+    kaggle.run("%unload_ext nb_accelerate").ok()
+
+
 def test_four_chips_train_together_as_one_process_with_four_batches(kaggle: Kernel) -> None:
     cell = kaggle.run("values = notebook_launcher(train, (1, 13), num_processes=4, progress='text')").ok()
     assert "4 processes on XLA, xla (XLA is untouched here" in cell.stdout
