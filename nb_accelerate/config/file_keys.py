@@ -32,12 +32,11 @@ _TPU_PODS = (
     "commands",
     "tpu_env",
     "tpu_name",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
     "tpu_vm",
     "tpu_zone",
 )
-"""Keys of accelerate for TPU pods that are reached through gcloud. They are accepted and not used."""
+"""Keys of accelerate for TPU pods that are reached through gcloud. They are accepted and not used: what would use them
+is refused, see `_not_of_pods`."""
 
 NO_WORDS = ("0", "false", "no", "n", "off", "f")
 """How an environment variable says no."""
@@ -48,6 +47,15 @@ _YES_OR_NO = {"yes": True, "true": True, "no": False, "false": False}
 def _flag(key: str, value: object) -> bool:
     # Older files have 'no' in quotation marks, which YAML reads as text.
     return check_flag(key, _YES_OR_NO.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+def _not_of_pods(key: str, value: object) -> bool:
+    if _flag(key, value):
+        raise ConfigError(
+            f"{key}={value!r} asks for the machines of a TPU pod, which accelerate reaches through gcloud. This package "
+            f"starts processes on the machine where it runs, and needs no sudo there. Write {key}: false."
+        )
+    return False
 
 
 def _precision(key: str, value: object) -> str:
@@ -124,6 +132,8 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     "num_processes": _count,
     "rdzv_backend": _text,
     "same_network": _flag,
+    "tpu_use_cluster": _not_of_pods,
+    "tpu_use_sudo": _not_of_pods,
     "use_cpu": _flag,
     **dict.fromkeys(SECTIONS, _section),
 }
