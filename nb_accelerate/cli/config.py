@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,14 @@ class Machine:
         num_gpus: CUDA devices that are visible.
         num_cpus: cores this process may use.
         has_tpu: torch_xla is installed.
+        num_xla_devices: TPU chips, or other devices of torch_xla, that can have a process each.
         has_deepspeed: DeepSpeed is installed.
     """
 
     num_gpus: int = 0
     num_cpus: int = 1
     has_tpu: bool = False
+    num_xla_devices: int = 0
     has_deepspeed: bool = False
 
 
@@ -113,6 +116,7 @@ def _update(arguments: argparse.Namespace) -> int:
 def machine_here() -> Machine:
     """Return the hardware of this machine. PyTorch is imported only if there is the driver of a GPU."""
     from nb_accelerate.config.installed import is_installed
+    from nb_accelerate.devices.xla import XLA
     from nb_accelerate.launch.machine import look
 
     facts = look({})
@@ -120,25 +124,30 @@ def machine_here() -> Machine:
         num_gpus=facts.num_gpus,
         num_cpus=facts.num_cpus,
         has_tpu=is_installed("torch_xla"),
+        num_xla_devices=len(XLA.find(os.environ.get(XLA.visibility), False)),
         has_deepspeed=is_installed("deepspeed"),
     )
 
 
 def default_config(machine: Machine, mixed_precision: str = "no") -> dict[str, Any]:
     """Return the configuration of a machine, with the default answer to every question."""
+    if machine.num_gpus:
+        kind, devices = ("MULTI_GPU" if machine.num_gpus > 1 else "NO"), machine.num_gpus
+    else:
+        kind, devices = ("XLA" if machine.num_xla_devices else "NO"), machine.num_xla_devices
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": "MULTI_GPU" if machine.num_gpus > 1 else "NO",
+        "distributed_type": kind,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": mixed_precision,
         "num_machines": 1,
-        "num_processes": max(1, machine.num_gpus),
+        "num_processes": max(1, devices),
         "rdzv_backend": "static",
         "same_network": False,
-        "use_cpu": machine.num_gpus == 0,
+        "use_cpu": devices == 0,
     }
 
 
@@ -175,7 +184,11 @@ def ask_config(asker: Asker, machine: Machine) -> dict[str, Any]:
     if kind == "NO":
         found["num_processes"] = 1
     else:
-        usual = {"MULTI_CPU": min(machine.num_cpus, 2), "MULTI_GPU": machine.num_gpus, "XLA": 8}[kind]
+        usual = {
+            "MULTI_CPU": min(machine.num_cpus, 2),
+            "MULTI_GPU": machine.num_gpus,
+            "XLA": machine.num_xla_devices or 8,
+        }[kind]
         found["num_processes"] = _ask_processes(asker, usual, machines)
     if engine in ("FSDP", SPLIT) and (layout := ask_layout(asker, found["num_processes"], is_sharded=engine == "FSDP")):
         found["parallelism_config"] = layout

@@ -52,8 +52,8 @@ def _flag(key: str, value: object) -> bool:
 def _not_of_pods(key: str, value: object) -> bool:
     if _flag(key, value):
         raise ConfigError(
-            f"{key}={value!r} asks for the machines of a TPU pod, which accelerate reaches through gcloud. This package "
-            f"starts processes on the machine where it runs, and needs no sudo there. Write {key}: false."
+            f"{key}={value!r} asks for the machines of a TPU pod, which accelerate reaches through gcloud. This "
+            f"package starts processes on the machine where it runs, and needs no sudo there. Write {key}: false."
         )
     return False
 

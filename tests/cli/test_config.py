@@ -347,6 +347,14 @@ def test_what_a_tpu_is_asked_about():
     assert not any("model kept" in question or "GPU" in question for question in asker.asked)
 
 
+def test_a_tpu_that_is_there_is_used_by_default():
+    machine = Machine(has_tpu=True, num_xla_devices=1)
+    for found in (default_config(machine), ask_config(Scripted(("Mixed", "no")), machine)):
+        assert (found["distributed_type"], found["num_processes"], found["use_cpu"]) == ("XLA", 1, False)
+    both = default_config(Machine(has_tpu=True, num_xla_devices=8, num_gpus=2))
+    assert (both["distributed_type"], both["num_processes"]) == ("MULTI_GPU", 2)
+
+
 def test_answers_can_be_piped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "a.json"
     # Several processes on CPUs; one machine; two processes; an answer that is none; then defaults.
