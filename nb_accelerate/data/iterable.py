@@ -90,6 +90,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: fill up the last group with rows from the start.
         skip_batches: batches of the user's loader to leave out at the beginning.
 
+    Attributes:
+        rows_per_batch: rows of a batch of one rank.
+
     Raises:
         ConfigError: ``batch_size`` cannot be split.
     """
@@ -114,7 +117,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self._local = rows_per_rank(batch_size, num_processes, split_batches=split_batches)
+        self.rows_per_batch = rows_per_rank(batch_size, num_processes, split_batches=split_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the dataset, if it has one."""
@@ -131,19 +134,19 @@ class IterableDatasetShard(IterableDataset[Any]):
             even_batches=self.even_batches,
             drop_last=self.drop_last,
         )
-        rest = 0
+        rest, size = 0, self.rows_per_batch
         if plan.remainder:
-            rest = self._local if self.even_batches else plan.remainder - self.process_index * self._local
-        return plan.full_groups * self._local + min(max(rest, 0), self._local)
+            rest = size if self.even_batches else plan.remainder - self.process_index * size
+        return plan.full_groups * size + min(max(rest, 0), size)
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self._pieces())  # faster than a generator that yields each row
+        return chain.from_iterable(self.pieces())  # faster than a generator that yields each row
 
-    def _pieces(self) -> Iterator[Sequence[Any]]:
-        """Yield the rows of this rank, group by group."""
-        size = self._local * self.num_processes
-        first = self.process_index * self._local
-        end = first + self._local
+    def pieces(self) -> Iterator[Sequence[Any]]:
+        """Yield the rows of this rank, group by group: `rows_per_batch` of each but the last."""
+        size = self.rows_per_batch * self.num_processes
+        first = self.process_index * self.rows_per_batch
+        end = first + self.rows_per_batch
         rows = islice(self.dataset, self._rows_left_out(), None)
         start: Sequence[Any] = ()
         group: list[Any] = []
@@ -159,7 +162,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             group,
             start or group,
             self.process_index,
-            local_size=self._local,
+            local_size=self.rows_per_batch,
             group_size=size,
             even_batches=self.even_batches,
         )

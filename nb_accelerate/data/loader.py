@@ -181,7 +181,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             epoch=self.iteration + 1,
             evaluates=evaluates,
             step=self._first_position,
-            num_workers=self.num_workers,
+            num_workers=self._reader.source.loader.num_workers,
         )
         enter(reads)
         try:

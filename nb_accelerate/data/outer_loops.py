@@ -7,17 +7,17 @@ loop runs, and of sums and products of those. Everything else (``while``, a list
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import linecache
 import operator
 import re
+from collections import ChainMap
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nb_accelerate.errors.traceback_lines import is_ours, is_users
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -29,6 +29,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _IS_BAR = re.compile(r"[/\\]tqdm[/\\]")
 
 _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
+
+_MOST_FILES = 8
+"""Files and cells whose loops are remembered."""
+
+_known_loops: dict[str, tuple[list[str], list[ast.For]]] = {}
+"""By the name of a file: its lines, as `linecache` has them, and its loops."""
 
 _MOST_FRAMES = 40
 """Frames that are looked at, from the inside to the outside."""
@@ -61,12 +67,15 @@ def epoch_around() -> tuple[int, int] | None:
 
 
 def _in_frame(frame: FrameType) -> tuple[int, int] | None:
+    line = frame.f_lineno
+    loops = [loop for loop in _loops(frame.f_code.co_filename) if loop.body[0].lineno <= line <= _end(loop)]
+    ranges = [(loop.target, loop.iter) for loop in loops if _is_range(loop.iter)]
+    if not ranges:
+        return None
+    names = ChainMap(frame.f_locals, frame.f_globals)  # each look at f_locals of a function makes a new dict
     number, epochs = 0, 1
-    loops = [loop for loop in _loops(frame.f_code.co_filename) if loop.body[0].lineno <= frame.f_lineno <= _end(loop)]
-    for loop in loops:
-        if not _is_range(loop.iter):
-            continue
-        values, current = _range(loop.iter, frame), _value(loop.target, frame)
+    for target, call in ranges:
+        values, current = _range(call, names), _value(target, names)
         if values is None or type(current) is not int or current not in values:
             return None
         number = number * len(values) + values.index(current)
@@ -76,11 +85,16 @@ def _in_frame(frame: FrameType) -> tuple[int, int] | None:
 
 def _loops(filename: str) -> list[ast.For]:
     """Return the ``for`` loops of a file or cell, outer ones first."""
-    return _parsed("".join(linecache.getlines(filename)))
+    lines = linecache.getlines(filename)
+    known = _known_loops.get(filename)
+    if known is None or known[0] is not lines:  # `linecache` returns one list as long as a file is the same
+        if len(_known_loops) >= _MOST_FILES:
+            _known_loops.clear()
+        _known_loops[filename] = known = (lines, _parse("".join(lines)))
+    return known[1]
 
 
-@functools.lru_cache(maxsize=8)
-def _parsed(source: str) -> list[ast.For]:
+def _parse(source: str) -> list[ast.For]:
     try:
         tree = ast.parse(_MAGIC.sub(r"\1pass", source))
     except (SyntaxError, ValueError):  # it has been changed since, or is no file of Python's
@@ -96,22 +110,22 @@ def _is_range(node: ast.expr) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
 
 
-def _range(node: ast.Call, frame: FrameType) -> range | None:
+def _range(node: ast.Call, names: Mapping[str, Any]) -> range | None:
     """Return the range that a call makes; None if that cannot be read, or it is empty."""
     if node.keywords or not 1 <= len(node.args) <= 3:
         return None
-    values = [_value(one, frame) for one in node.args]
+    values = [_value(one, names) for one in node.args]
     if any(type(value) is not int for value in values) or values[2:] == [0]:
         return None
     return range(*values) or None
 
 
-def _value(node: ast.expr, frame: FrameType) -> Any:
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+        return names.get(node.id)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left, frame), _value(node.right, frame)
+        left, right = _value(node.left, names), _value(node.right, names)
         return _OPERATORS[type(node.op)](left, right) if type(left) is type(right) is int else None
     return None

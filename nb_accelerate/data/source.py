@@ -6,11 +6,11 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import IterableDataset
 
 from nb_accelerate.data.positions import SavedPosition
-from nb_accelerate.data.samplers import SHUFFLING, BatchSamplerShard
 from nb_accelerate.data.skipping import skipping
+from nb_accelerate.data.torch_iterator import accelerated
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class TorchSource:
         """
         loader = self.loader
         if not (epoch and loader.persistent_workers and loader._iterator is None):  # noqa: SLF001 - torch's
-            return self._sliced(iter(loader))
+            return accelerated(iter(loader), loader)
         # Workers that stay are started in a later epoch because training is resumed. They are seeded without drawing
         # the number for it: an uninterrupted run drew it in its first epoch.
         own, loader.generator = loader.generator, torch.Generator()
@@ -103,17 +103,6 @@ class TorchSource:
             return iter(loader)
         finally:
             loader.generator = own
-
-    def _sliced(self, batches: Any) -> Iterator[Any]:
-        """Replace the sampler iterator of torch's iterator by one that slices the order of the epoch, if it shuffles.
-
-        It yields the same rows and draws the same random numbers as torch's `BatchSampler`, without converting all row
-        numbers to a Python list before the first batch.
-        """
-        sampler: Any = self.loader.batch_sampler
-        if type(sampler) is BatchSampler and type(sampler.sampler) in SHUFFLING and not self.loader.num_workers:
-            batches._sampler_iter = iter(BatchSamplerShard(sampler, even_batches=False))  # noqa: SLF001 - torch's
-        return batches  # type: ignore[no-any-return]
 
     def state(self) -> dict[str, Any] | None:
         """Return the state of torchdata's loader; None if a position is only a number of batches."""

@@ -80,10 +80,6 @@ class StatefulSource(TorchSource):
         return super().open(epoch, resumed=resumed)
 
     @override
-    def _sliced(self, batches: Any) -> Iterator[Any]:
-        return iter(batches)  # torchdata counts what its own sampler yields
-
-    @override
     def state(self) -> dict[str, Any]:
         # torchdata would begin an epoch to have a state.
         state: dict[str, Any] = {} if self.loader._iterator is None else self.loader.state_dict()  # noqa: SLF001

@@ -12,6 +12,9 @@ from nb_accelerate.progress_page.layout import Collective, Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_TIMES = slice(layout.NANOSECONDS, layout.EXCHANGING + 1)
+"""Words with the nanoseconds of phases."""
+
 _ENDLESS = 10**18
 """Nanoseconds, some thirty years. Who has spent more in a phase has not written this word."""
 
@@ -33,7 +36,8 @@ class PhaseClock:
     """Functions that write the times of a page. Closures, since loops call them several times a step.
 
     Attributes:
-        enter: notes which phase begins, and how long the one before took; takes about 0.3 µs.
+        enter: notes which phase begins, and how long the one before took; takes about 0.17 µs, a third of it for the
+            system's clock.
         exchange: begins to wait for the exchange of gradients.
         forget: forgets all times.
     """
@@ -44,31 +48,37 @@ class PhaseClock:
 
 
 def clock_of(words: memoryview[int]) -> PhaseClock:
-    """Return a clock that writes to the words of a page."""
-    num_slots = layout.EXCHANGING - layout.NANOSECONDS + 1
-    spent = [0] * num_slots
-    slot, since = 0, 0
-    clock = time.monotonic_ns
+    """Return a clock that writes to the words of a page, and forget what times stood there.
+
+    The beginning of the current phase is not written: it is that of the counting, and all times later. See `_open`.
+    """
+    spent = [0] * layout.NUM_WORDS
+    slot, since = layout.NANOSECONDS, 0
+    clock, phase_word, first_slot = time.monotonic_ns, layout.PHASE, layout.NANOSECONDS
 
     def enter(phase: int) -> None:
         nonlocal slot, since
         now = clock()
-        spent[slot] = total = spent[slot] + now - since
-        words[layout.NANOSECONDS + slot] = total
-        words[layout.SINCE] = since = now
-        words[layout.PHASE] = slot = phase
+        # No call from here on: a signal's handler, which may enter a phase as well, runs before or after.
+        words[slot] = spent[slot] = spent[slot] + now - since
+        since = now
+        words[phase_word] = phase
+        slot = first_slot + phase
 
     def exchange() -> None:
         nonlocal slot
         enter(Phase.WAITING)
         words[layout.WAITS_IN] = Collective.backward
-        slot = layout.EXCHANGING - layout.NANOSECONDS
+        slot = layout.EXCHANGING
 
     def forget() -> None:
         nonlocal slot, since
-        spent[:] = [0] * num_slots
-        slot, since = 0, clock()
+        for index in range(first_slot, layout.EXCHANGING + 1):
+            words[index] = spent[index] = 0
+        slot = first_slot
+        words[layout.SINCE] = since = clock()
 
+    forget()
     return PhaseClock(enter, exchange, forget)
 
 
@@ -115,6 +125,6 @@ def _is_exchanging(words: Sequence[int] | memoryview[int]) -> bool:
 
 
 def _open(words: Sequence[int] | memoryview[int], now: int) -> int:
-    """Return the nanoseconds since the current phase began."""
+    """Return the nanoseconds since the current phase began: those since counting began that no phase has yet."""
     since = words[layout.SINCE]
-    return now - since if 0 < since < now else 0
+    return max(0, now - since - sum(words[_TIMES])) if since > 0 else 0

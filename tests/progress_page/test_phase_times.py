@@ -129,3 +129,29 @@ def test_who_waits_for_the_gradients_of_another_rank_waits_and_does_not_compute(
     assert first["exchanging"] >= 0.4
     assert first["DATA"] < 0.2 > slow["exchanging"]
     assert first["BACKWARD"] < 0.3
+
+
+def test_a_signal_that_enters_a_phase_while_another_begins_does_not_shift_later_times(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = bytearray(layout.SIZE)
+    interrupting: list[int] = []
+
+    def interrupted() -> int:
+        now = clock()
+        for phase in [interrupting.pop() for _ in interrupting]:
+            clock.wait(1)
+            page.enter(phase)
+        return now
+
+    monkeypatch.setattr("time.monotonic_ns", interrupted)
+    page = ProgressPage(memory)
+    page.begin_request()
+    page.enter(Phase.FORWARD)
+    clock.wait(10)
+    interrupting.append(Phase.SAVING)
+    page.enter(Phase.BACKWARD)
+    clock.wait(5)
+    page.enter(Phase.RUNNING)
+    clock.wait(7)
+    assert milliseconds(read(memory)) == {"FORWARD": 11, "BACKWARD": 6, "RUNNING": 7}  # 1 ms is counted twice
