@@ -66,6 +66,7 @@ def write_model(
     split = split_torch_state_dict_into_shards(tensors, filename_pattern=parts, max_shard_size=max_shard_size)
     staging = Staging.begin(folder, "model")
     try:
+        staging.release_replaced()
         for file, names in (split.filename_to_tensors or {name: []}).items():
             write({one: tensors[one] for one in names}, staging.path / file, safe_serialization=safe_serialization)
         if split.is_sharded:

@@ -209,6 +209,8 @@ class StateWriter:
     def write(self, content: Content) -> tuple[int, dict[str, FileRecord]]:
         """Write this rank's files; return its number and what they are."""
         own, safe = self.shared.own, self.safe_serialization
+        if self.shared.staging is not None:
+            self.shared.staging.release_replaced()
         with Recorder(own) as recorder:
             for number, state in enumerate(content.weights):
                 name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
