@@ -16,7 +16,7 @@ from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.protocol.messages import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 DUMP_SIGNAL = signal.SIGUSR2
 """Asks a rank for its stacks."""
@@ -82,6 +82,20 @@ def innermost(dump: str) -> str:
     """Return the function a rank is in; "" if it did not answer."""
     frames = main_thread(dump)
     return _said(frames, next((one for one in frames if is_users(one.filename)), frames[-1])) if frames else ""
+
+
+def users_line(frames: Iterable[Frame]) -> tuple[Frame, str] | None:
+    """Return the innermost frame of users' code, and the name by which it calls a collective; None without one.
+
+    Args:
+        frames: innermost first. None is taken that comes after the one returned.
+    """
+    inside: list[Frame] = []
+    for frame in frames:
+        inside.append(frame)
+        if is_users(frame.filename):
+            return frame, _said(inside, frame) if any(part in inside[0].filename for part in _COLLECTIVES) else ""
+    return None
 
 
 def _said(frames: Sequence[Frame], user: Frame) -> str:

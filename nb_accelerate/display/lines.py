@@ -41,6 +41,7 @@ class Lines(Drawing):
     """
 
     every = 1.0
+    shows_rows = False
 
     def __init__(self, paper: Paper, *, is_notebook: bool) -> None:
         self._paper = paper

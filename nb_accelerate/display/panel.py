@@ -45,7 +45,12 @@ _ANSWER = 0.3
 _KEPT_LINES = 200
 """Last lines of each rank that are kept of a run that is over."""
 
+_LINES_EVERY = 0.4
+"""Seconds between two looks at the user's lines: each takes a rank some tens of microseconds."""
+
 _ASK_EVERY = 5.0
+"""Seconds between two looks at the stacks of ranks that do not move."""
+
 DELAY = 1.0
 """Seconds before a panel appears: what is over by then needs none."""
 
@@ -74,6 +79,9 @@ class Watched(Protocol):
     def ask(self) -> None:
         """Ask ranks for their stacks; `stacks` has the answers later."""
 
+    def note_lines(self) -> None:
+        """Have ranks note the line of the user's code that they are at: later samples have it."""
+
     def stacks(self) -> Mapping[int, str]:
         """Return the stacks that have arrived, by rank."""
 
@@ -92,11 +100,13 @@ class Drawing(Protocol):
 
     Attributes:
         every: the least number of seconds between two drawings.
+        shows_rows: while the run is on, it shows what each rank does.
         is_redrawn: a drawing takes the place of the one before, so that what was said can be taken back.
         is_announced: something stands there already, which says that the run starts.
     """
 
     every: float
+    shows_rows: bool = True
     is_announced: bool = False
     is_redrawn: bool = False
 
@@ -143,6 +153,7 @@ class Panel:
         self._ask_at = 0.0
         self._answers_at = float("inf")
         self._inspect_at = 0.0
+        self._lines_at = 0.0
         self._memory: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
         self._stopped: set[int] = set()
@@ -207,6 +218,9 @@ class Panel:
     def _refresh(self, watched: Watched, now: float) -> None:
         self.due = now + self._look_every
         self._observe(watched, now)
+        if now >= self._lines_at and any(drawing.shows_rows for drawing in self._drawings):
+            self._lines_at = now + _LINES_EVERY
+            watched.note_lines()
         if self._state.stalled(now):
             if now >= self._ask_at:
                 self._ask_at, self._answers_at = now + _ASK_EVERY, now + _ANSWER

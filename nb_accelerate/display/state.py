@@ -21,7 +21,7 @@ from nb_accelerate.display.pace import Pace, remarks, summary
 from nb_accelerate.display.phase_times import PhaseTimes, parts, together
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.stragglers import slow_sentences, stragglers
-from nb_accelerate.display.track import METHODS, WORDS, LossHistory, Track, loss_of
+from nb_accelerate.display.track import METHODS, LossHistory, Track, loss_of
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
 
@@ -275,9 +275,8 @@ class PanelState:
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
-        doing = compiling([track], now) or WORDS[track.phase]
-        if track.sample.waits_in is not None:  # while it waits, and only then
-            doing = f"waits in {METHODS[track.sample.waits_in]}"
+        compiles = compiling([track], now)
+        doing = compiles or track.doing
         if track.sample.paused:
             return "paused"
         if is_stalled:
@@ -288,7 +287,9 @@ class PanelState:
             doing = f"evaluating {words.count(track.sample.step)} / {words.count(track.sample.total)}"
         if track.sample.saves and track.phase is not Phase.SAVING:
             doing += ", saving"
-        return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
+        if slow is not None and len(self._tracks) > MOST_ROWS:
+            return slow.words
+        return ", ".join(part for part in (doing, "" if compiles else track.place) if part)
 
     def _where(self, rank: int, doing: str) -> str:
         """Say where a stalled rank is: the innermost line of its stack, or the collective in which it waits."""

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display import words
+from nb_accelerate.display.code_lines import CodeLines, short_place
 from nb_accelerate.progress_page import Collective, Phase, Sample
 
 if TYPE_CHECKING:
@@ -77,13 +78,16 @@ class Track:
     Attributes:
         sample: the newest.
         moved_at: when something last changed.
+        lines: of the user's code that it was seen at.
         whole: batches of the whole run so far, and of how many; None if the number of epochs is not known.
     """
 
     def __init__(self, now: float) -> None:
         self.sample = Sample()
         self.moved_at = now
+        self.lines = CodeLines()
         self.whole: tuple[int, int] | None = None
+        self._waited_in: Collective | None = None
         self._moments: deque[_Moment] = deque()
         self._in_loops: Counter[Phase] = Counter()
 
@@ -92,6 +96,9 @@ class Track:
         if _progress(sample) != _progress(self.sample):
             self.moved_at = now
         self.sample = sample
+        self.lines.add(sample.line)
+        if sample.waits_in is not None:
+            self._waited_in = sample.waits_in
         self.whole = _whole(sample, self.whole)
         self._news()
         self._moments.append(_Moment(now, sample.loop, sample.step, sample.phase))
@@ -165,6 +172,21 @@ class Track:
             if moment.phase is not Phase.NOTHING:
                 recent[moment.phase] += 1
         return recent.most_common(1)[0][0]
+
+    @property
+    def doing(self) -> str:
+        """Return in a few words what it does mostly: the phase, or the collective that it waits in."""
+        if self.phase is not Phase.WAITING or self._waited_in is None:
+            return WORDS[self.phase]
+        line = self.lines.at(Phase.WAITING)
+        called = line.called if line is not None and self._waited_in is not Collective.backward else ""
+        return f"waits in {called or METHODS[self._waited_in]}"
+
+    @property
+    def place(self) -> str:
+        """Return the line of the user's code that it is at while it does that; "" if none is known."""
+        line = self.lines.at(self.phase)
+        return short_place(line) if line is not None else ""
 
     @property
     def looks(self) -> int:

@@ -22,6 +22,7 @@ from nb_accelerate.ranks.handle import RankHandle
 from nb_accelerate.worker.ends import NUDGE, NUMBER, RankEnds
 from nb_accelerate.worker.process_tree import open_process, send_signal
 from nb_accelerate.worker.server import EXIT_STATUS
+from nb_accelerate.worker.stack_writer import ASK_LINE, ASK_STACK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -179,9 +180,17 @@ class LocalRank(RankHandle):
     def dump_stacks(self, *, by_signal: bool = False) -> None:
         if by_signal:
             self.signal(DUMP_SIGNAL)
-        elif not self.closed:
+        else:
+            self._request(ASK_STACK)
+
+    @override
+    def note_line(self) -> None:
+        self._request(ASK_LINE)
+
+    def _request(self, what: bytes) -> None:
+        if not self.closed:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has not read earlier ones, or has ended
-                os.write(self._stack_requests, b"?")
+                os.write(self._stack_requests, what)
 
     @override
     def terminate(self) -> None:

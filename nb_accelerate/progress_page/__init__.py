@@ -9,6 +9,7 @@ was after it was killed. A word is written in one piece; a reader may see words 
 of one.
 """
 
+from nb_accelerate.progress_page.code_line import CodeLine
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.page import MAX_RECORD, ProgressPage, here, install
 from nb_accelerate.progress_page.rank_memory import RankMemory
@@ -18,6 +19,7 @@ from nb_accelerate.progress_page.sample import Bar, Sample
 __all__ = [
     "MAX_RECORD",
     "Bar",
+    "CodeLine",
     "Collective",
     "PageReader",
     "Phase",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 
-from nb_accelerate.progress_page import rank_memory
+from nb_accelerate.progress_page import code_line, rank_memory
 
 SIZE = 8192
 """Bytes: two pages of memory."""
@@ -63,6 +63,9 @@ WARNING_AT = 2048
 """A sentence about what is wrong, of a rank; empty if there is none."""
 WARNING = struct.Struct("=1024s")
 
+LINE_AT = 3072
+"""The line of the user's code that the rank was at when the notebook asked last, see `CodeLine`."""
+
 MEMORY_AT = 3584
 """What the rank holds in memory, see `RankMemory`: it stays from one call or cell to the next."""
 
@@ -72,7 +75,8 @@ COMMANDS_AT = 4096
 assert HEADER.size == NUM_WORDS * 8
 assert SCALARS_AT + NUM_SCALARS * SCALAR.size <= BARS_AT
 assert BARS_AT + NUM_BARS * BAR.size <= WARNING_AT
-assert WARNING_AT + WARNING.size <= MEMORY_AT
+assert WARNING_AT + WARNING.size <= LINE_AT
+assert LINE_AT + code_line.SIZE <= MEMORY_AT
 assert MEMORY_AT + rank_memory.SIZE <= COMMANDS_AT
 
 

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.code_line import CodeLine
 from nb_accelerate.progress_page.commands import CommandReader
 from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.progress_page.phase_times import clock_of
@@ -28,7 +29,7 @@ MAX_RECORD = 4000
 
 
 class ProgressPage:
-    """The progress page of a process, for writing. Only the main thread writes.
+    """The progress page of a process, for writing. Only the main thread writes, but for `note_line`.
 
     Args:
         memory: `layout.SIZE` bytes; by default some that nobody reads.
@@ -60,12 +61,18 @@ class ProgressPage:
         self.epochs_are_told = False
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
+        self._looks = 0
         self._reals[layout.LOSS] = layout.NO_LOSS
 
     @property
     def request(self) -> int:
         """Number of the call or cell."""
         return self._words[layout.REQUEST]
+
+    @property
+    def phase(self) -> int:
+        """Number of the `Phase` that is on."""
+        return self._words[layout.PHASE]
 
     @property
     def has_returned(self) -> bool:
@@ -229,6 +236,12 @@ class ProgressPage:
                 self._scalars[name] = index
             at = layout.SCALARS_AT + index * layout.SCALAR.size
             layout.SCALAR.pack_into(self._memory, at, _cut(str(name), 24), value)
+
+    def note_line(self, *, phase: int, filename: str, lineno: int, called: str) -> None:
+        """Note the line of the user's code that the main thread is at; see `CodeLine`. One other thread calls this."""
+        self._looks += 1
+        line = CodeLine(number=self._looks, phase=phase, filename=filename, lineno=lineno, called=called)
+        line.write(self._memory, layout.LINE_AT)
 
     # Waiting.
 

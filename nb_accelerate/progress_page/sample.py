@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
+from nb_accelerate.progress_page.code_line import CodeLine
 from nb_accelerate.progress_page.commands import is_paused
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.phase_times import seconds_exchanging, seconds_in
@@ -76,6 +77,7 @@ class Sample:
         compiled: programs that were compiled for the device, in loops.
         compiling: seconds that took.
         warning: a sentence about what is wrong; may be empty.
+        line: the line of the user's code that it was at when it was asked last; None if it was not.
     """
 
     request: int = 0
@@ -108,6 +110,7 @@ class Sample:
     compiled: int = 0
     compiling: float = 0.0
     warning: str = ""
+    line: CodeLine | None = field(default=None, compare=False)  # changes from look to look
 
     @property
     def steps(self) -> int:
@@ -168,6 +171,7 @@ def read(memory: Buffer) -> Sample:
         compiled=max(0, words[layout.COMPILED]),
         compiling=max(0, words[layout.COMPILING_MS]) / 1000,
         warning=_text(*layout.WARNING.unpack_from(memory, layout.WARNING_AT)),
+        line=CodeLine.read(memory, layout.LINE_AT),
     )
 
 

@@ -86,6 +86,10 @@ class RankHandle(ABC):
                 Python code may crash in it.
         """
 
+    def note_line(self) -> None:
+        """Have it write the line of the user's code that it is at to its page; nothing happens if it cannot."""
+        return
+
     @abstractmethod
     def terminate(self) -> None:
         """Ask its process to end."""

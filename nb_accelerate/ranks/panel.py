@@ -64,6 +64,12 @@ class RequestView:
         self._unasked = {rank.rank for rank in self._request.waiting}
         self._ask_ready()
 
+    def note_lines(self) -> None:
+        """Have the ranks that are busy note the line of the user's code that they are at."""
+        for rank in self._request.waiting:
+            if rank.is_ready and not rank.is_stopped:
+                rank.handle.note_line()
+
     def stacks(self) -> dict[int, str]:
         """Return the stacks that have come, by rank."""
         self._ask_ready()

@@ -1,4 +1,4 @@
-"""A thread of a rank that writes where the main thread is, when it is asked to."""
+"""A thread of a rank that writes where the main thread is, when it is asked to: its stack, or the user's line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import threading
 from traceback import walk_stack
 from typing import TYPE_CHECKING
 
+from nb_accelerate.diagnostics.stacks import users_line
+from nb_accelerate.progress_page import here
+from nb_accelerate.protocol.messages import Frame
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 _MAX_FRAMES = 400
 """Frames that are written, innermost first. Of a deeper stack, the outermost frame follows."""
+
+ASK_STACK, ASK_LINE = b"?", b"l"
+"""Requests. The answer to the second one stands on the progress page."""
 
 _CHUNK = 1 << 12
 """Bytes of requests that are read at once, and answered once."""
@@ -27,8 +35,8 @@ def write_stacks_on_request(requests: int, stacks: int) -> None:
     reads frames that may change meanwhile, and CPython 3.11 crashed in it.
 
     Args:
-        requests: read end of a pipe; a byte in it asks.
-        stacks: write end of the pipe for the answers, which look like those of `faulthandler.dump_traceback`.
+        requests: read end of a pipe; a byte in it asks, see `ASK_STACK`.
+        stacks: write end of the pipe for stacks, which look like those of `faulthandler.dump_traceback`.
     """
     threading.Thread(target=_serve, args=(requests, stacks), name="nb_accelerate-stacks", daemon=True).start()
 
@@ -38,14 +46,30 @@ def _serve(requests: int, stacks: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     main = threading.main_thread().ident
     try:
-        while os.read(requests, _CHUNK):
+        while asked := os.read(requests, _CHUNK):
+            phase = here().phase
             frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
-            answer = _listed(frame)
+            if ASK_LINE in asked:
+                _note_line(frame, phase)
+            answer = _listed(frame) if ASK_STACK in asked else b""
             del frame  # it would keep the variables of a function alive
             while answer:
                 answer = answer[os.write(stacks, answer) :]
     except OSError:  # the kernel is gone
         return
+
+
+def _note_line(frame: FrameType | None, phase: int) -> None:
+    """Write the user's line to the progress page, unless the main thread went on to another phase meanwhile."""
+    found = users_line(_frames(frame))
+    if found is not None and here().phase == phase:
+        line, called = found
+        here().note_line(phase=phase, filename=line.filename, lineno=line.lineno, called=called)
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    for one, lineno in walk_stack(frame):
+        yield Frame(filename=one.f_code.co_filename, lineno=lineno, name=one.f_code.co_name)
 
 
 def _listed(frame: FrameType | None) -> bytes:

@@ -302,3 +302,17 @@ def test_a_page_that_is_loaded_anew_while_a_cell_runs_is_told_of_the_kernel_and_
     client.shell_channel.send(session.msg("comm_close", control))
     notebook.interrupt()
     assert notebook.finish(cell).error == "KeyboardInterrupt"
+
+
+def test_what_a_rank_does_is_said_with_the_line_of_the_users_code(notebook: Kernel) -> None:
+    code = """\
+def uneven_gather():
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index:
+        time.sleep(2.5)
+    return len(accelerator.gather_for_metrics(torch.ones(2)))
+results = notebook_launcher(uneven_gather, (), 2, progress='widget')"""
+    tables = everything(notebook, code).tables
+    assert any(re.search(r"^ *1 .*running, cell \d+ line 4$", one, re.MULTILINE) for one in tables), tables[-2]
+    waits = r"^ *0 .*waits in gather_for_metrics, cell \d+ line 5$"
+    assert any(re.search(waits, one, re.MULTILINE) for one in tables), tables[-2]

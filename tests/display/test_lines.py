@@ -122,7 +122,7 @@ class Watched:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.asked = 0
+        self.asked = self.noted = 0
         self.answers: dict[int, str] = {}
 
     def look(self) -> list[Seen]:
@@ -130,6 +130,9 @@ class Watched:
 
     def ask(self) -> None:
         self.asked += 1
+
+    def note_lines(self) -> None:
+        self.noted += 1
 
     def stacks(self) -> dict[int, str]:
         return self.answers
@@ -218,6 +221,18 @@ def test_ranks_that_do_not_move_are_asked_where_they_are_now_and_then(clock: Clo
     assert "slow_part" in kept.drawn[-1].rows[0].now
     refresh_for(panel, clock, 20.0)
     assert 4 <= watched.asked <= 6
+
+
+def test_ranks_are_asked_for_users_lines_a_few_times_a_second_and_not_where_no_rows_are_seen(clock: Clock):
+    run = Run(2)
+    run.begin_loop()
+    panel, watched, _ = watch(run, 2)
+    refresh_for(panel, clock, 10.0)
+    assert 18 <= watched.noted <= 26
+    in_a_log = Watched(run)
+    panel = Panel(Facts(name="train", setup=()), range(2), Lines(Paper(), is_notebook=False), in_a_log)
+    refresh_for(panel, clock, 10.0)
+    assert in_a_log.noted == 0
 
 
 @pytest.mark.parametrize("before", [1.5, 1.75, 2.0, 2.25])

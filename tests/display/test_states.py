@@ -13,7 +13,7 @@ from hypothesis import Phase as HypothesisPhase, given, settings, strategies as 
 
 from nb_accelerate.display import html, text
 from nb_accelerate.display.view import FailureSummary, View
-from nb_accelerate.progress_page import Bar, Collective, Phase, Sample, layout
+from nb_accelerate.progress_page import Bar, CodeLine, Collective, Phase, Sample, layout
 from nb_accelerate.progress_page.sample import read
 
 # Its life.
@@ -244,6 +244,29 @@ def test_a_rank_that_does_not_move_while_others_wait_for_it_is_named():
     assert run.row(0).now == "waits in reduce, for 12 s"
     assert run.row(1).now == "running, for 12 s"
     assert run.view.outlook == ("no step for 12 s",)
+
+
+def test_what_a_rank_does_has_the_line_that_it_is_at_most_often_while_it_does_that():
+    run = Run(2)
+    run.begin_loop()
+    numbers = itertools.count(1)
+
+    def at(*where: tuple[Phase, int, str]) -> None:
+        for phase, lineno, called in where:
+            line = CodeLine(number=next(numbers), phase=phase, filename="/data/train.py", lineno=lineno, called=called)
+            run.put([0], phase=phase, line=line)
+            run.wait(1.0)
+
+    at((Phase.FORWARD, 6, ""), (Phase.FORWARD, 7, ""), (Phase.FORWARD, 6, ""), (Phase.BACKWARD, 9, ""))
+    run.put([0], phase=Phase.FORWARD)
+    run.wait(2.0)
+    assert run.row(0).now == "forward, train.py:6"
+    run.put([0], waits_in=Collective.all_gather)
+    at((Phase.WAITING, 12, "gather_for_metrics"))
+    assert run.row(0).now == "waits in gather_for_metrics, train.py:12"
+    run.put([0], phase=Phase.STEP, waits_in=None, line=None)
+    run.wait(2.0)
+    assert run.row(0).now == "optimizer step", "nothing is known of another call"
 
 
 def test_stacks_tell_where_they_are_and_who_waits():
