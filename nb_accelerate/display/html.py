@@ -68,8 +68,7 @@ def render_charts(view: View) -> str:
 
 def _header(view: View) -> str:
     setup = " · ".join(view.facts.setup)
-    rest = " · ".join(view.summary or view.outlook)
-    rest = f' <span class="nba-dim">· {escape(rest)}</span>' if rest else ""
+    rest = "".join(f' <span class="nba-dim">· {escape(part)}</span>' for part in view.summary or view.outlook)
     return (
         f'<header><span role="img" aria-label="{view.state}"{_CAREFUL if view.mark == "!" else ""}>{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "

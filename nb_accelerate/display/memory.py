@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.display import words
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from nb_accelerate.progress_page import RankMemory, Sample
 
@@ -150,15 +150,37 @@ def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
     ]
 
 
+def memory_table(known: Mapping[int, tuple[int, RankMemory]]) -> str:
+    """Return what each rank holds, a line each; columns without a number are left out, and all if there is none.
+
+    Args:
+        known: bytes in use now, and what was held when that was measured last, by rank.
+    """
+    titles = ("rank", "in use", *_HEAD[1:])
+    rows = [(str(rank), *_sizes((now, *_numbers(held)))) for rank, (now, held) in sorted(known.items())]
+    used = [0, *(column for column in range(1, len(titles)) if any(row[column] != "-" for row in rows))]
+    if len(used) == 1:
+        return ""
+    return "\n".join(_aligned([[row[column] for column in used] for row in (titles, *rows)]))
+
+
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
-    rows: list[Sequence[str]] = [_HEAD]
-    for rank in shown:
-        one = held[rank]
-        numbers = (one.parameters, one.gradients, one.optimizer, one.base + one.activations, one.peak, one.limit)
-        sizes = [words.size(number) if number else "-" for number in numbers]
-        rows.append([f"{rank}{' *' if rank == failed else ''}", *sizes])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    rows = [(f"{rank}{' *' if rank == failed else ''}", *_sizes(_numbers(held[rank]))) for rank in shown]
+    lines = [f"  {line}" for line in _aligned([_HEAD, *rows])]
     more = len(held) - len(shown)
     return [*lines, *([f"  and {words.plural(more, 'more rank')}"] if more else [])]
+
+
+def _numbers(one: RankMemory) -> tuple[int, ...]:
+    """Return the bytes of the columns of `_HEAD`."""
+    return one.parameters, one.gradients, one.optimizer, one.base + one.activations, one.peak, one.limit
+
+
+def _sizes(numbers: Iterable[int]) -> list[str]:
+    return [words.size(number) if number else "-" for number in numbers]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

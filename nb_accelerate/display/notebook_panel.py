@@ -20,16 +20,14 @@ import contextlib
 import threading
 import time
 import uuid
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.display import html
+from nb_accelerate.display import asides, html
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
 from nb_accelerate.display.panel import Drawing
-from nb_accelerate.display.words import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,7 +86,10 @@ class NotebookPanel(Drawing):
         self._buttons_id = uuid.uuid4().hex
         self._box: Any = None
         self._aside: Any = None
+        self._all_frames: Any = None
+        self._tools: Any = None
         self._controls: Any = None
+        self._memory_table = ""
         self._again: Any = None
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
@@ -106,6 +107,7 @@ class NotebookPanel(Drawing):
             self._thread.start()
             answer_new_pages(self._kernel)
         self._draws += 1
+        self._memory_table = view.memory
         if not view.charts or self._draws % _CHARTS_EVERY == 1:
             content = bundle(view)
             if content != self._last:
@@ -141,8 +143,8 @@ class NotebookPanel(Drawing):
         if self._again.is_asked_for:  # the page knows no display that could be left in the place of widgets
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + _TO_KEEP
             self._box.children = (self._again,)
-            _close(self._controls)
-            _close(self._aside)
+            for one in (self._controls, self._tools, self._aside):
+                _close(one)
         else:
             _close(self._box)
 
@@ -168,11 +170,22 @@ class NotebookPanel(Drawing):
         self._again = _html_of_new_pages()
         buttons = [
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
-            self._button("Stacks", "show where every rank is", self._show_stacks),
+            self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
+            self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
         ]
+        self._all_frames = ipywidgets.ToggleButton(
+            description="All frames",
+            tooltip="show each frame of libraries as well",
+            layout={"width": "auto", "flex": "0 0 auto", "display": "none"},
+        )
+        self._tools = ipywidgets.HBox(
+            [self._all_frames, ipywidgets.HTML(asides.COPY_BUTTON)],
+            layout={"margin": "0 0 0 5px", "display": "none", "align_items": "center"},
+        )
         margin = {"margin": "0 0 0 5px", "flex_flow": "row wrap"}
         self._controls = ipywidgets.HBox([*buttons, *self._logs()], layout=margin)
-        self._box = ipywidgets.VBox([self._again, self._controls, self._aside])
+        self._box = ipywidgets.VBox([self._again, self._controls, self._tools, self._aside])
+        self._box.add_class("nba-asides")
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
         import ipywidgets
@@ -183,25 +196,32 @@ class NotebookPanel(Drawing):
 
     def _toggle(self, aside: Callable[[], str]) -> None:
         """Show something below the panel, or no longer."""
-        if self._shown == aside:
-            self._shown, self._aside.value = None, ""
-        else:
-            self._shown = aside
+        self._open(None if self._shown == aside else aside)
 
-    def _show_stacks(self) -> None:
-        self._toggle(self._stacks)
-        if self._shown == self._stacks:
+    def _open(self, aside: Callable[[], str] | None) -> None:
+        self._shown = aside
+        if aside is None:
+            self._aside.value = ""
+        if aside == self._stacks:
             self._ask()
+        self._all_frames.layout.display = "" if aside == self._stacks else "none"
+        self._tools.layout.display = "none" if aside is None else ""
 
     def _ask(self) -> None:
         self._ask_at = time.monotonic() + _ASK_EVERY
         self._watched.ask()
 
     def _stacks(self) -> str:
-        found = {rank: self._where(dump) for rank, dump in sorted(self._watched.stacks().items()) if dump}
-        if not found:
-            return _pre("no answer yet")
-        return _aside("".join(_stack(rank, *frames) for rank, frames in found.items()))
+        found = {rank: self._where(dump) for rank, dump in self._watched.stacks().items() if dump}
+        return asides.stacks(found, whole=self._all_frames.value)
+
+    def _memory(self) -> str:
+        return asides.memory(self._memory_table)
+
+    def _log(self) -> str:
+        if self._log_of not in self._ranks:
+            return asides.log(f"rank {self._log_of} does not run this", self._log_of)
+        return asides.log(self._watched.log(self._log_of), self._log_of)
 
     def _logs(self) -> list[Any]:
         """Make a button for the log of a rank, and a field that chooses the rank.
@@ -224,15 +244,12 @@ class NotebookPanel(Drawing):
             layout={"width": "108px"},
         )
         field.observe(lambda change: self._show_log(change["new"]), "value")
-        return [button, field]
+        # One box, so that a narrow cell does not part them.
+        return [ipywidgets.HBox([button, field], layout={"flex": "0 0 auto"})]
 
     def _show_log(self, rank: int) -> None:
-        self._log_of, self._shown = rank, self._log
-
-    def _log(self) -> str:
-        if self._log_of not in self._ranks:
-            return _pre(f"rank {self._log_of} does not run this")
-        return _pre("".join(self._watched.log(self._log_of).splitlines(keepends=True)[-40:]) or "nothing yet")
+        self._log_of = rank
+        self._open(self._log)
 
 
 def _html_of_new_pages() -> Any:
@@ -260,21 +277,3 @@ def _close(widget: Any) -> None:
     for one in (widget, *looks):
         with contextlib.suppress(Exception):  # the front end may be gone
             one.close()
-
-
-def _stack(rank: int, users: list[str], others: list[str]) -> str:
-    """Return where a rank is: users' frames a line each, those of libraries in one line, whole when pointed at."""
-    lines = "".join(f"<div>  {escape(one)}</div>" for one in users)
-    whole = escape("\n".join(others))
-    inside = (
-        f'<div class="nba-frames nba-dim" title="{whole}">  in {escape(" ← ".join(others))}</div>' if others else ""
-    )
-    return f"<div><b>{named([rank])}</b></div>{inside}{lines}"
-
-
-def _pre(text: str) -> str:
-    return _aside(escape(text))
-
-
-def _aside(markup: str) -> str:
-    return f'<div class="nba"><pre class="nba-aside">{markup}</pre></div>'

@@ -15,13 +15,14 @@ from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.compiling import compiling, warnings_of
 from nb_accelerate.display.logged_values import LoggedValues
 from nb_accelerate.display.loss_jump import LossJump
-from nb_accelerate.display.memory import parts_of, sharded_line
+from nb_accelerate.display.memory import memory_table, parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
 from nb_accelerate.display.pace import Pace, remarks, summary
 from nb_accelerate.display.phase_times import PhaseTimes, parts, together
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.stragglers import slow_sentences, stragglers
 from nb_accelerate.display.track import METHODS, LossHistory, Track, loss_of
+from nb_accelerate.display.usage import of_cpu, of_gpu
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
 
@@ -158,6 +159,7 @@ class PanelState:
             else (),
             curve=self._losses.points,
             held=sharded_line({rank: track.sample.held for rank, track in self._tracks.items()}),
+            memory=memory_table({rank: (self._memory(rank), one.sample.held) for rank, one in self._tracks.items()}),
             logged=self._logged.curves,
             warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
             times=together(self._seconds(rank) for rank in self._times),
@@ -184,7 +186,7 @@ class PanelState:
 
     def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> Row:
         share: float | None
-        track, seen = self._tracks[rank], self._seen[rank]
+        track = self._tracks[rank]
         sample = track.sample
         loss = loss_of(sample)
         rate = track.rate
@@ -202,7 +204,7 @@ class PanelState:
             share = _part(sample.step, sample.total)
         if self._ended is not None and self._pace.has_steps:
             rate = self._pace.rate
-        memory = sample.memory or seen.memory
+        memory = self._memory(rank)
         return Row(
             ranks=str(rank),
             kind=kind,
@@ -218,6 +220,10 @@ class PanelState:
             now=self._now(rank, kind, now, slow, is_stalled=is_stalled),
             times=parts(self._seconds(rank)),
         )
+
+    def _memory(self, rank: int) -> int:
+        """Return the bytes of the device in use, or of the process where the device does not say."""
+        return self._tracks[rank].sample.memory or self._seen[rank].memory
 
     def _seconds(self, rank: int) -> Mapping[Phase, float]:
         """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
@@ -240,26 +246,11 @@ class PanelState:
         return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
-        """Return the median GPU utilisation at the last steps; "-" if no rank takes steps at the moment."""
-        known = [rank for rank in ranks if self._tracks[rank].sample.utilisation is not None]
-        if not known or self._ended is not None:
-            return ""
-        values = [
-            track.sample.utilisation or 0
-            for track in (self._tracks[rank] for rank in known if self._seen[rank].state == "running")
-            if not track.sample.evaluates and now - track.moved_at <= STALL
-        ]
-        return words.percent(median(values)) if values else "-"
+        ranks = ranks if self._ended is None else ()
+        return of_gpu(((self._tracks[rank], self._seen[rank]) for rank in ranks), moved_since=now - STALL)
 
     def _cpu(self, ranks: Sequence[int]) -> str:
-        """Return the median CPU use of the processes; "" where the device reports its own memory or utilisation."""
-        values = [
-            seen.cpu
-            for seen in (self._seen[rank] for rank in ranks)
-            if seen.cpu is not None and seen.state in ("starting", "running", "stopped")
-            if not seen.sample.memory and seen.sample.utilisation is None
-        ]
-        return words.percent(median(values)) if values and self._ended is None else ""
+        return of_cpu(self._seen[rank] for rank in ranks) if self._ended is None else ""
 
     def _now(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> str:
         track, seen = self._tracks[rank], self._seen[rank]
@@ -304,7 +295,7 @@ class PanelState:
         others = [rank for rank in rows if rank not in apart] or list(rows)
         middle = sorted(others, key=lambda rank: rows[rank].share or 0.0)[len(others) // 2]
         doing = Counter(rows[rank].now for rank in others).most_common(1)[0]
-        memory = max((self._tracks[rank].sample.memory or self._seen[rank].memory for rank in others), default=0)
+        memory = max((self._memory(rank) for rank in others), default=0)
         whole = Row(
             ranks=words.ranges(list(rows)),
             kind="done" if all(kinds[rank] == "done" for rank in others) else "",

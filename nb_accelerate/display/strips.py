@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _LEAST = 0.005
 """Part of the time that is not drawn any more."""
 
+_LEAST_SAID = 0.015
+"""The same for the line of words, which would be longer than a narrow cell."""
+
 
 def strip(times: Sequence[TimePart], whose: str) -> str:
     """Return a strip; its place, empty, if nothing is known.
@@ -40,7 +43,7 @@ def legend(times: Sequence[TimePart]) -> str:
     inside = " ".join(
         f'<span><i class="nba-t-{one.kind}" aria-hidden="true"></i> {_percent(one)}</span>'
         for one in times
-        if one.share >= _LEAST
+        if one.share >= _LEAST_SAID
     )
     return f'<p class="nba-legend">{inside}</p>'
 

@@ -146,6 +146,7 @@ class View:
         before: losses of earlier runs.
         charts: what was logged to be drawn here.
         held: how the model is spread over ranks, and what they hold of it; empty if it is not spread.
+        memory: what each rank holds, as a table of text; empty if nothing is known.
         warnings: sentences about what is wrong.
         times: where the time of all ranks together goes, as in `Row`.
         advice: a sentence about what slowed down a run that has ended, and what to try; "" if nothing is worth one.
@@ -168,6 +169,7 @@ class View:
     before: tuple[Curve, ...] = ()
     charts: tuple[Chart, ...] = ()
     held: str = ""
+    memory: str = ""
     warnings: tuple[str, ...] = ()
     times: tuple[TimePart, ...] = ()
     advice: str = ""

@@ -5,6 +5,7 @@ A rank's file descriptor 1 is a pipe to the kernel. ``sys.stdout`` and C code wr
 
     plain bytes ... | mark | kind | length | bytes for stderr | plain bytes ...
 
+So does what one rank prints for all (``accelerator.print``), which is shown without the number of the rank.
 An empty frame of the kind `DISPLAY` marks the place of something rich (a figure, say), whose data was sent over the
 rank's channel before the frame was written. One of the kind `RECORD` carries values that were logged, as JSON.
 
@@ -28,12 +29,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-StreamName = Literal["stdout", "stderr"]
-Kind = Literal["stderr", "display", "record"]
+StreamName = Literal["stdout", "stderr", "for_all"]
+"""Where text was printed. What is ``for_all`` belongs on stdout; one rank has printed it for all of them."""
+
+Kind = Literal["stderr", "display", "record", "for_all"]
 
 MARK_SIZE = 16
 _FIELDS = struct.Struct("!BH")
-_KINDS: tuple[Kind, ...] = ("stderr", "display", "record")
+_KINDS: tuple[Kind, ...] = ("stderr", "display", "record", "for_all")
 _HEAD = MARK_SIZE + _FIELDS.size
 MAX_PAYLOAD = select.PIPE_BUF - _HEAD
 """Bytes of text one frame can carry."""

@@ -9,7 +9,7 @@ that other ranks have not printed in time is shown for those that have, and thei
 from __future__ import annotations
 
 from collections import deque
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -55,13 +55,20 @@ class Merge(Generic[T]):
         show: called with ranks that have the same items, and with these items, one list for each of these ranks.
         hold: seconds that an item waits for an equal one of the other ranks; infinity waits until `finish`. Ranks
             that do the same are milliseconds apart.
+        apart: whether an item of the first rank waits for no other one and is compared with none.
     """
 
     def __init__(
-        self, ranks: Sequence[int], show: Callable[[tuple[int, ...], list[list[T]]], None], *, hold: float
+        self,
+        ranks: Sequence[int],
+        show: Callable[[tuple[int, ...], list[list[T]]], None],
+        *,
+        hold: float,
+        apart: Callable[[T], bool] = lambda _: False,
     ) -> None:
         self._show = show
         self._hold = hold
+        self._apart = apart
         self._waiting: dict[int, _Queue[T]] = {rank: _Queue() for rank in sorted(ranks)}
 
     @property
@@ -91,6 +98,20 @@ class Merge(Generic[T]):
             self._show_block()
 
     def _show_common(self) -> None:
+        self._show_agreed()
+        while self._show_apart():
+            self._show_agreed()
+
+    def _show_apart(self) -> bool:
+        """Show items that wait for no other ones; returns whether there were any."""
+        rank = next(iter(self._waiting))
+        queue = self._waiting[rank]
+        number = sum(1 for _ in takewhile(self._apart, queue.items))
+        if number:
+            self._show((rank,), [queue.take(number)])
+        return number > 0
+
+    def _show_agreed(self) -> None:
         agreed = 0
         for said in zip(*(queue.items for queue in self._waiting.values()), strict=False):
             if said.count(said[0]) < len(said):

@@ -61,13 +61,13 @@ class RankOutput:
         self.logged: dict[str, None] = {}
         self.alone = alone
         decoder = codecs.getincrementaldecoder("utf-8")
-        self._text = {name: decoder("replace") for name in ("stdout", "stderr")}
-        self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line()}
+        self._text = {name: decoder("replace") for name in ("stdout", "stderr", "for_all")}
+        self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line(), "for_all": _Line()}
         self._last: deque[str] = deque(maxlen=_MAX_LINES)
 
     @property
     def text(self) -> str:
-        """The last thousand lines, of both streams."""
+        """The last thousand lines, of all streams."""
         return "".join((*self._last, *(line.text[-_MAX_WIDTH:] for line in self._line.values())))
 
     @property

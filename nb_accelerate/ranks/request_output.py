@@ -76,7 +76,7 @@ class RequestOutput:
             rank is in one place. ``raw`` passes every line on as it comes.
         quiet: show nothing.
         prefix: returns the text in front of lines that some ranks have in common; by default it names the ranks,
-            unless these are all.
+            unless these are all, or the first of them has printed the line for all.
         has_bars: draw lines that redraw themselves (progress bars) in a display of their own.
         hold: seconds that a line waits for the same line of the other ranks.
 
@@ -105,7 +105,9 @@ class RequestOutput:
         self._prefix = prefix or self._unless_all
         self.alone = len(self._ranks) == 1 and prefix is None
         self._is_in_line = False
-        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=NEVER if style == "group" else hold)
+        hold = NEVER if style == "group" else hold
+        apart = _never if style == "group" or prefix is not None else _is_for_all
+        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart)
         self._bars: _Bars | None = None
 
     @property
@@ -118,11 +120,11 @@ class RequestOutput:
         if self._quiet:
             return
         if self.alone and rank in self._ranks:
-            self._sink.write(stream, text)
+            self._sink.write("stdout" if stream == "for_all" else stream, text)
             self._is_in_line = not text.endswith("\n")
             return
         if self._raw and not self._has_bars:
-            self._sink.write(stream, prefixed(text, self._prefix((rank,))))
+            self._sink.write("stdout" if stream == "for_all" else stream, prefixed(text, self._prefix((rank,))))
             return
         lines = _lines(text)
         if self._has_bars and "\r" in text:
@@ -209,13 +211,13 @@ class RequestOutput:
         lines: list[str] = []
         for same in zip(*said, strict=True):
             first = same[0]
-            is_line = isinstance(first, tuple)
-            if lines and (len(lines) == _LINES_AT_ONCE or not is_line or first[0] != stream):
+            goes_to = None if isinstance(first, _Shown) else "stderr" if first[0] == "stderr" else "stdout"
+            if lines and (len(lines) == _LINES_AT_ONCE or goes_to != stream):
                 self._sink.write(stream, "".join(lines))
                 lines.clear()
-            if is_line:
-                stream, text = first
-                lines.append(whose + text)
+            if isinstance(first, tuple):
+                stream = "stderr" if first[0] == "stderr" else "stdout"
+                lines.append(self._without_ranks(first[0], ranks, whose) + first[1])
             else:
                 self._publish(ranks, [one for one in same if isinstance(one, _Shown)], whose)
         if lines:
@@ -223,6 +225,11 @@ class RequestOutput:
 
     def _unless_all(self, ranks: Sequence[int]) -> str:
         return "" if tuple(ranks) == self._ranks else f"[{label(ranks)}] "
+
+    def _without_ranks(self, stream: StreamName, ranks: Sequence[int], whose: str) -> str:
+        """Return the prefix of a line: none of our own, if the first rank has printed it for all."""
+        is_for_all = stream == "for_all" and self._prefix == self._unless_all and self._ranks[0] in ranks
+        return "" if is_for_all else whose
 
     def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
         """Show a display of several ranks once.
@@ -307,6 +314,14 @@ def _as_message(display: Display) -> dict[str, Any]:
     if own is not None:
         found["transient"]["display_id"] = str(own)
     return {**found, "wait": bool(content.get("wait"))}
+
+
+def _is_for_all(item: _Item) -> bool:
+    return isinstance(item, tuple) and item[0] == "for_all"
+
+
+def _never(_: _Item) -> bool:
+    return False
 
 
 def _whole(line: _Line) -> _Line:

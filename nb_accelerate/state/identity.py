@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -89,13 +90,16 @@ class Identity(ABC):
         return self.use_distributed and self._process().distributed_type is not DistributedType.MULTI_CPU
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print, on the first process of each machine.
+        """Print, on the first process of each machine. A notebook shows it without the number of the process.
 
         Example::
 
             accelerator.print(f"training on {accelerator.num_processes} processes")
         """
         if self.is_local_main_process:
+            for_all = getattr(sys.stdout, "for_all", None)  # in a process that a launcher of ours has started
+            if for_all is not None and kwargs.get("file") is None:
+                kwargs["file"] = for_all
             print(*args, **kwargs)  # noqa: T201 - printing is what the user asked for
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:

@@ -21,26 +21,33 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from nb_accelerate.protocol.output import Kind
 
 _ENCODING, _ERRORS = "utf-8", "backslashreplace"
 
 
-class _StderrFrames(io.RawIOBase):
-    """Writes to descriptor 1, in frames, what is printed to stderr."""
+class _Frames(io.RawIOBase):
+    """Writes to descriptor 1, in frames of one kind.
 
-    def __init__(self, mark: bytes) -> None:
-        self._mark = mark
+    Args:
+        mark: of the frames.
+        kind: of the frames.
+        fd: the descriptor that C code and subprocesses write to in the place of this.
+    """
+
+    def __init__(self, mark: bytes, kind: Kind, fd: int) -> None:
+        self._mark, self._kind, self._fd = mark, kind, fd
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
         # For subprocess.run(stderr=sys.stderr) and faulthandler: descriptor 2 is a pipe to the kernel too.
-        return 2
+        return self._fd
 
     def write(self, data: Buffer, /) -> int:
         payload = memoryview(data).cast("B")[:MAX_PAYLOAD]
-        os.write(1, frame(self._mark, payload))
+        os.write(1, frame(self._mark, payload, self._kind))
         return len(payload)
 
 
@@ -58,7 +65,12 @@ class _RankStream(io.TextIOWrapper):
 
     Text is written to the descriptor without the layers between, which costs a third. Threads do not write into each
     other's lines, however long.
+
+    Attributes:
+        for_all: a stream for what is printed on one rank for all of them; None if this stream has none.
     """
+
+    for_all: _RankStream | None = None
 
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(_AtOnce(raw), _ENCODING, _ERRORS)
@@ -103,8 +115,9 @@ def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
         os.close(source)
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
     out = _RankStream(io.FileIO(1, "w", closefd=False))
-    err = _RankStream(_StderrFrames(mark))
-    for stream in (out, err):
+    err = _RankStream(_Frames(mark, "stderr", 2))
+    out.for_all = _RankStream(_Frames(mark, "for_all", 1))
+    for stream in (out, err, out.for_all):
         os.register_at_fork(after_in_child=stream.renew_lock)
     sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = err  # type: ignore[misc]

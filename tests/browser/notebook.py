@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbformat
+from axe_playwright_python.async_playwright import Axe
 
 from browser.server import THEMES
 
@@ -175,6 +176,12 @@ class Notebook:
         """Give the window another size, in pixels."""
         self._chromium.wait_for(self._page.set_viewport_size({"width": width, "height": height}))
 
+    def clear(self, cell: int) -> None:
+        """Remove the output of a cell, as the menu does."""
+        clear = "app.commands.execute('notebook:clear-cell-output')"
+        choose = "app.shell.currentWidget.content.activeCellIndex = cell"
+        self.evaluate(f"cell => {{ const app = window.jupyterapp; {choose}; return {clear}; }}", cell)
+
     def hide_sidebar(self) -> None:
         """Hide JupyterLab's list of files, as its menu does."""
         self.evaluate(
@@ -186,6 +193,17 @@ class Notebook:
         self._chromium.wait_for(_answer_questions(self._page))
         self._chromium.wait_for(self._page.reload(wait_until="domcontentloaded"), _OPEN)
         self.wait_until("() => document.querySelector('.jp-Notebook .jp-CodeCell') !== null", timeout=_OPEN)
+
+    def violations(self, *selectors: str) -> list[str]:
+        """What axe-core finds serious or critical in elements of these kinds, one line each."""
+        there = [one for one in selectors if self.evaluate("one => document.querySelector(one) !== null", one)]
+        found = self._chromium.wait_for(Axe().run(self._page, {"include": [[one] for one in there]}))
+        return [
+            f"{one['id']}: {node['target']} {node['failureSummary']} {node['html'][:300]}"
+            for one in found.response["violations"]
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"]
+        ]
 
     def close(self) -> None:
         self._chromium.wait_for(self._context.close())

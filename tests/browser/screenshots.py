@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -20,12 +20,12 @@ from browser.server import JupyterServer, Theme, Where
 
 WIDTHS = (1280, 700, 420)
 THEMES: tuple[Theme, ...] = ("dark", "light")
-_UNTIL_GONE = 17.0
-"""Seconds after which a frame that is not drawn again says so."""
+_GONE = "() => [...document.querySelectorAll('.nba-gone')].some(one => getComputedStyle(one).visibility === 'visible')"
+"""Whether a frame that is not drawn again says so: after 15 seconds, and once more after a change of the theme."""
 
 SETUP = """
 import os, time
-import torch
+import torch, torch._dynamo  # which forked ranks have from here
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from nb_accelerate import Accelerator, attach, notebook_launcher
@@ -55,33 +55,64 @@ def train(state, steps=100, epochs=30, pause=0.05):
             if rank == 1 and state == "slow":
                 time.sleep(3 * pause)
             loss = nn.functional.mse_loss(model(x), y)
-            if state == "nan" and step > 40:
+            if state.startswith("nan") and step > 40:
                 loss = loss * float("nan")
+            if state == "out-of-memory" and rank == 1 and step == 40:
+                torch.empty(10**15)
             accelerator.backward(loss)
-            if state != "nan":
+            if not state.startswith("nan"):
                 optimizer.step()
             optimizer.zero_grad()
             time.sleep(pause)
         accelerator.print(f"epoch {epoch + 1} is over")
 """
 
-# What a cell says when its state is reached; states with False go on until they are interrupted.
-STATES: dict[str, tuple[int, str, str, bool]] = {
-    "running": (2, "", "2 / 30", False),
-    "done": (2, "steps=40, epochs=2", "✓", True),
-    "slow": (8, "pause=0.1", "slower than the", False),
-    "stuck": (8, "", "for it in", False),
-    "stuck-before": (2, "", "for it in", False),
-    "nan": (2, "steps=60, epochs=1", "The loss is nan", True),
-    "failed": (2, "", "✗", True),
-    "killed": (2, "", "✗", True),
+
+class State(NamedTuple):
+    """What is pictured.
+
+    Attributes:
+        ranks: how many.
+        arguments: of the function, but for the first.
+        said: what the cell says when its state is reached.
+        ends: the run ends by itself; others are interrupted.
+        opened: a button that is pressed before, or "chart".
+        launch: more arguments of the launch.
+    """
+
+    ranks: int
+    arguments: str
+    said: str
+    ends: bool
+    opened: str = ""
+    launch: str = ""
+
+
+STATES = {
+    "running": State(2, "", "2 / 30", False),
+    "ranks-8": State(8, "", "2 / 30", False),
+    "ranks-64": State(64, "pause=0.5", "2 / 30", False, launch=", start_method='fork'"),
+    "chart": State(2, "", "2 / 30", False, opened="chart"),
+    "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
+    "memory": State(2, "", "2 / 30", False, opened="Memory"),
+    "log": State(2, "steps=5, pause=0.1, epochs=60", "12 / 60", False, opened="Log"),
+    "done": State(2, "steps=40, epochs=2", "✓", True),
+    "slow": State(8, "pause=0.1", "slower than the", False),
+    "stuck": State(8, "", "for it in", False),
+    "stuck-before": State(2, "", "for it in", False),
+    "nan": State(2, "", "The loss is nan", False),
+    "nan-done": State(2, "steps=60, epochs=1", "!", True),
+    "failed": State(2, "", "✗", True),
+    "killed": State(2, "", "✗", True),
+    "out-of-memory": State(2, "", "✗", True),
 }
 
 
-def picture(notebook: Notebook, cell: int, state: str) -> None:
-    """Picture the output of a cell in windows of all widths, in both themes."""
+def picture(notebook: Notebook, cell: int, state: str, *, ready: str = "() => true") -> None:
+    """Picture the output of a cell in windows of all widths, in both themes, when it is ready there."""
     for theme in THEMES:
         notebook.change_theme(theme)
+        notebook.wait_until(ready, timeout=60)
         for width in WIDTHS:
             notebook.resize(width)
             notebook.scroll_to(cell)
@@ -95,26 +126,32 @@ def end(notebook: Notebook) -> None:
     notebook.wait_until_done(60)
 
 
-def picture_states(notebook: Notebook, wanted: list[str]) -> None:
+def picture_states(notebook: Notebook, where: Where, wanted: list[str]) -> None:
     """Picture the states that a cell runs into, and those of `wanted` alone if there are any."""
-    for cell, (state, (_, _, said, ends)) in enumerate(STATES.items(), start=1):
-        if wanted and state not in wanted:
+    for cell, (name, state) in enumerate(STATES.items(), start=1):
+        if wanted and name not in wanted:
             continue
         notebook.run(cell)
-        if state == "running":
+        if name == "running":
             notebook.wait_until("() => document.querySelector('.nba') !== null", timeout=90)
-            print(notebook.screenshot("starting", cell=cell), flush=True)
-        notebook.wait_for_output(cell, said, timeout=120)
-        picture(notebook, cell, state)
-        if ends:
+            print(notebook.screenshot(f"{where}-starting", cell=cell), flush=True)
+        notebook.wait_for_output(cell, state.said, timeout=120)
+        if state.opened == "chart":
+            notebook.click(f".jp-Notebook .jp-Cell:nth-child({cell + 1}) .nba-chart summary")
+        elif state.opened:
+            notebook.press_button(cell, state.opened)
+            notebook.wait_until("() => document.querySelector('.nba-aside') !== null")
+        if state.ends:
             notebook.wait_until_done(120)
-        else:
+        picture(notebook, cell, f"{where}-{name}")
+        if not state.ends:
             end(notebook)
-        if state in ("running", "nan"):
-            picture(notebook, cell, "interrupted" if state == "running" else "nan-done")
+        if name in ("running", "nan", "ranks-64"):
+            picture(notebook, cell, f"{where}-{name}-interrupted")
+        notebook.clear(cell)
 
 
-def picture_reload(notebook: Notebook, cell: int) -> None:
+def picture_reload(notebook: Notebook, where: Where, cell: int) -> None:
     """Picture a page that was loaded anew while a cell runs, the panel in another cell, and the end of the kernel."""
     notebook.run(cell)
     notebook.wait_until("() => document.querySelector('.nba [role=progressbar]') !== null", timeout=120)
@@ -122,25 +159,27 @@ def picture_reload(notebook: Notebook, cell: int) -> None:
     notebook.save()
     notebook.reload()
     notebook.wait_until("() => document.querySelector('.nba-again .nba') !== null", timeout=60)
-    picture(notebook, cell, "reloaded")
+    picture(notebook, cell, f"{where}-reloaded")
     notebook.interrupt()
     notebook.wait_for_output(cell, "■", timeout=60)
     notebook.wait_until(IDLE)
     notebook.run(cell + 1)
     notebook.wait_for_output(cell + 1, "■", timeout=60)
-    picture(notebook, cell + 1, "attached")
+    picture(notebook, cell + 1, f"{where}-attached")
     notebook.run(cell)
     notebook.wait_until(f"() => document.querySelectorAll('.jp-Cell')[{cell}].innerText.includes('Interrupt')")
     notebook.kernel.kill()
-    time.sleep(_UNTIL_GONE)  # it is the picture of what appears by itself
-    picture(notebook, cell, "kernel-gone")
+    notebook.click(".jp-Dialog button.jp-mod-accept", timeout=60)
+    picture(notebook, cell, f"{where}-kernel-gone", ready=_GONE)
 
 
 def picture_all(server: JupyterServer, chromium: Chromium, where: Where, wanted: list[str]) -> None:
     """Picture all states, or those of `wanted`."""
     name = f"states-{where}.ipynb"
-    cells = [f"notebook_launcher(train, ({state!r},), {ranks}, kwargs=dict({more}))"
-             for state, (ranks, more, _, _) in STATES.items()]  # fmt: skip
+    cells = [
+        f"notebook_launcher(train, ({name!r},), {state.ranks}, kwargs=dict({state.arguments}){state.launch})"
+        for name, state in STATES.items()
+    ]
     cells = [SETUP, *cells, "notebook_launcher(train, ('',), 2)", "attach()"]
     (server.notebooks / name).write_text(notebook_of(cells), encoding="utf-8")
     notebook = Notebook(server, chromium, name, where, THEMES[0])
@@ -148,9 +187,9 @@ def picture_all(server: JupyterServer, chromium: Chromium, where: Where, wanted:
     notebook.run(0)
     notebook.wait_until_done(90)
     if wanted != ["reloaded"]:
-        picture_states(notebook, wanted)
+        picture_states(notebook, where, wanted)
     if not wanted or "reloaded" in wanted:
-        picture_reload(notebook, len(STATES) + 1)
+        picture_reload(notebook, where, len(STATES) + 1)
     notebook.close()
 
 

@@ -168,6 +168,32 @@ def test_equal_lines_are_shown_once_and_others_with_their_rank(notebook: Kernel)
     ]
 
 
+def test_what_accelerator_prints_has_no_rank_and_stays_in_its_place(notebook: Kernel) -> None:
+    notebook.set_timeouts("nb_accelerate.launch.Launch", fold=600.0)
+    code = """\
+def talk():
+    from nb_accelerate import Accelerator
+    accelerator = Accelerator(cpu=True)
+    print("begins")
+    accelerator.print("rank", accelerator.process_index, "tells")
+    print("same")
+    accelerator.print("half", end=" ")
+    accelerator.print("a line")
+    print("same again")
+    print("on", accelerator.process_index)
+    accelerator.print("ends")
+    accelerator.print("to a file", file=sys.stderr)
+import sys
+notebook_launcher(talk, (), {ranks}, progress='off'{more})"""
+    cell = notebook.run(code.format(ranks=2, more="")).ok()
+    lines = "begins\nrank 0 tells\nsame\nhalf a line\nsame again\n[rank 0] on 0\nends\n[rank 1] on 1\n"
+    assert (cell.stdout, cell.stderr) == (lines, "[rank 0] to a file\n")
+    one = notebook.run(code.format(ranks=1, more="")).ok()
+    assert one.stdout == "begins\nrank 0 tells\nsame\nhalf a line\nsame again\non 0\nends\n"
+    template = notebook.run(code.format(ranks=2, more=", log_line_prefix_template='<${rank}> '")).ok()
+    assert "<0> rank 0 tells" in template.stdout.splitlines(), "who asks for a prefix gets it"
+
+
 def test_text_of_any_kind_arrives(notebook: Kernel) -> None:
     cell = notebook.run("launch(lambda: (print('grüße 你好 🎉'), os.write(1, b'\\xff bytes\\n')))").ok()
     assert cell.stdout == "grüße 你好 🎉\n� bytes\n"
