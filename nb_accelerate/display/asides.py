@@ -53,16 +53,16 @@ def memory(table: str) -> str:
     Args:
         table: see `nb_accelerate.display.memory.memory_table`.
     """
-    return _pre(escape(table or "nothing is known yet"), "memory of ranks")
+    return _pre(escape(table or "nothing is known yet"), "memory of ranks", "nba-table")
 
 
 def log(text: str, rank: int) -> str:
     """Return the last lines that a rank has printed."""
     lines = "".join(text.splitlines(keepends=True)[-_LAST_LINES:])
-    return _pre(escape(lines or "nothing yet"), f"log of rank {rank}", newest_last=True)
+    return _pre(escape(lines or "nothing yet"), f"log of rank {rank}", "nba-newest-last")
 
 
-def _pre(markup: str, label: str, *, newest_last: bool = False) -> str:
-    """Return text in which one can scroll, also by the keyboard; at its end first if that is the newest."""
-    kind = "nba-aside nba-newest-last" if newest_last else "nba-aside"
-    return f'<div class="nba"><pre class="{kind}" tabindex="0" aria-label="{label}">{markup}</pre></div>'
+def _pre(markup: str, label: str, kind: str = "") -> str:
+    """Return text in which one can scroll, also by the keyboard."""
+    names = f"nba-aside {kind}".strip()
+    return f'<div class="nba"><pre class="{names}" tabindex="0" aria-label="{label}">{markup}</pre></div>'

@@ -150,8 +150,16 @@ def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
     kind = f' class="nba-{row.kind}"' if row.kind else ""
     return (
         f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
-        f'<td class="nba-now"><div title="{escape(row.said)}">{escape(row.said)}</div></td></tr>'
+        f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
+
+
+def _now(row: Row) -> str:
+    """Return what a row says last. The line of the code is an element: narrow cells leave it out."""
+    if not row.place:
+        return escape(row.said)
+    place = f", {row.place}"
+    return f'{escape(row.said.removesuffix(place))}<span class="nba-place">{escape(place)}</span>'
 
 
 def _bar(row: Row) -> str:

@@ -87,7 +87,7 @@ class NotebookPanel(Drawing):
         self._box: Any = None
         self._aside: Any = None
         self._all_frames: Any = None
-        self._tools: Any = None
+        self._copy: Any = None
         self._controls: Any = None
         self._memory_table = ""
         self._again: Any = None
@@ -113,6 +113,8 @@ class NotebookPanel(Drawing):
             if content != self._last:
                 self._last = content
                 self._show(content)
+        if self._draws == 1:  # the place of the buttons, below the table whatever is printed until they are there
+            self._send("display_data", self._buttons_id, {"data": {}, "metadata": {}})
         if self._thread.is_alive() or self._box is None:
             return
         if self._again.is_asked_for:
@@ -125,7 +127,7 @@ class NotebookPanel(Drawing):
                 self._aside.value = said
         if not self._has_buttons:
             self._has_buttons = True
-            self._send("display_data", self._buttons_id, {"data": self._view_of_buttons(), "metadata": {}})
+            self._send("update_display_data", self._buttons_id, {"data": self._view_of_buttons(), "metadata": {}})
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
@@ -136,15 +138,15 @@ class NotebookPanel(Drawing):
             self._show(bundle(view))
         elif self._is_shown:
             self._show({"data": {"text/plain": view.facts.brief if self.is_announced else ""}, "metadata": {}})
-        if self._has_buttons:
+        if self._draws:
             self._send("update_display_data", self._buttons_id, {"data": {}, "metadata": {}})
         if self._box is None:
             return
         if self._again.is_asked_for:  # the page knows no display that could be left in the place of widgets
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + _TO_KEEP
             self._box.children = (self._again,)
-            for one in (self._controls, self._tools, self._aside):
-                _close(one)
+            _close(self._controls)
+            _close(self._aside)
         else:
             _close(self._box)
 
@@ -178,13 +180,10 @@ class NotebookPanel(Drawing):
             tooltip="show each frame of libraries as well",
             layout={"width": "auto", "flex": "0 0 auto", "display": "none"},
         )
-        self._tools = ipywidgets.HBox(
-            [self._all_frames, ipywidgets.HTML(asides.COPY_BUTTON)],
-            layout={"margin": "0 0 0 5px", "display": "none", "align_items": "center"},
-        )
+        self._copy = ipywidgets.HTML(asides.COPY_BUTTON, layout={"flex": "0 0 auto", "display": "none"})
         margin = {"margin": "0 0 0 5px", "flex_flow": "row wrap"}
-        self._controls = ipywidgets.HBox([*buttons, *self._logs()], layout=margin)
-        self._box = ipywidgets.VBox([self._again, self._controls, self._tools, self._aside])
+        self._controls = ipywidgets.HBox([*buttons, *self._logs(), self._all_frames, self._copy], layout=margin)
+        self._box = ipywidgets.VBox([self._again, self._controls, self._aside])
         self._box.add_class("nba-asides")
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:
@@ -205,7 +204,7 @@ class NotebookPanel(Drawing):
         if aside == self._stacks:
             self._ask()
         self._all_frames.layout.display = "" if aside == self._stacks else "none"
-        self._tools.layout.display = "none" if aside is None else ""
+        self._copy.layout.display = "none" if aside is None else ""
 
     def _ask(self) -> None:
         self._ask_at = time.monotonic() + _ASK_EVERY

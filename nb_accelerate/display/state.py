@@ -186,10 +186,11 @@ class PanelState:
 
     def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> Row:
         share: float | None
-        track = self._tracks[rank]
+        track, seen = self._tracks[rank], self._seen[rank]
         sample = track.sample
         loss = loss_of(sample)
         rate = track.rate
+        moves = seen.state == "running" and self._ended is None and not (is_stalled or sample.paused)
         if self._state == "done" and sample.steps:
             step = words.count(sample.steps)
             share = 1.0
@@ -218,6 +219,7 @@ class PanelState:
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
             now=self._now(rank, kind, now, slow, is_stalled=is_stalled),
+            place=track.place if moves else "",
             times=parts(self._seconds(rank)),
         )
 
@@ -266,8 +268,7 @@ class PanelState:
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
-        compiles = compiling([track], now)
-        doing = compiles or track.doing
+        doing = compiling([track], now) or track.doing
         if track.sample.paused:
             return "paused"
         if is_stalled:
@@ -278,9 +279,7 @@ class PanelState:
             doing = f"evaluating {words.count(track.sample.step)} / {words.count(track.sample.total)}"
         if track.sample.saves and track.phase is not Phase.SAVING:
             doing += ", saving"
-        if slow is not None and len(self._tracks) > MOST_ROWS:
-            return slow.words
-        return ", ".join(part for part in (doing, "" if compiles else track.place) if part)
+        return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
 
     def _where(self, rank: int, doing: str) -> str:
         """Say where a stalled rank is: the innermost line of its stack, or the collective in which it waits."""

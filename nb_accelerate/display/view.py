@@ -62,6 +62,7 @@ class Row:
         gpu: percent of its time in which the device computed.
         cpu: percent of one core that the process used.
         now: what it does, in words.
+        place: the line of the user's code at which it does that.
         label: of a bar.
         times: where its time goes: lately, and in a run that has ended, from the first step to the last.
     """
@@ -78,13 +79,15 @@ class Row:
     gpu: str = ""
     cpu: str = ""
     now: str = ""
+    place: str = ""
     label: str = ""
     times: tuple[TimePart, ...] = ()
 
     @property
     def said(self) -> str:
-        """Return the label of a bar and what it does now, as one text."""
-        return " · ".join(part for part in (self.label, self.now) if part)
+        """Return the label of a bar, and what it does now and where, as one text."""
+        doing = ", ".join(part for part in (self.now, self.place) if part)
+        return " · ".join(part for part in (self.label, doing) if part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,7 +159,7 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     panel, buttons = shown.values()
     assert panel[0] == {"text/plain"}
     assert all(kinds == {"text/html", "text/plain"} for kinds in panel[1:])
-    assert buttons == [{"application/vnd.jupyter.widget-view+json"}, set()], "shown once, and gone at the end"
+    assert buttons == [set(), {"application/vnd.jupyter.widget-view+json"}, set()], "shown once, and gone at the end"
     frames = sent.tables
     assert all(one.startswith(("○ train", "● train")) for one in frames[:-1])
     assert frames[-1].startswith("✓ train")

@@ -10,11 +10,12 @@ import pytest
 from fixtures.panels import Run
 from hypothesis import given, settings, strategies as st
 
-from nb_accelerate.display import html, text, words
+from nb_accelerate.display import asides, html, text, words
 from nb_accelerate.display.bars import bar_rows
+from nb_accelerate.display.memory import memory_table
 from nb_accelerate.display.track import LossHistory
 from nb_accelerate.display.view import FailureSummary, View
-from nb_accelerate.progress_page import Bar, Phase
+from nb_accelerate.progress_page import Bar, Held, Phase
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -377,3 +378,22 @@ def test_counts_rates_sizes_and_spans():
     assert [words.size(n) for n in (840e6, 11.2e9)] == ["840 MB", "11.2 GB"]
     assert [words.brief(n) for n in (12.4, 119, 180)] == ["12 s", "119 s", "3 min"]
     assert [words.plural(n, "rank") for n in (1, 1200)] == ["1 rank", "1,200 ranks"]
+
+
+def test_stacks_have_users_frames_first_and_those_of_libraries_in_one_line_or_all():
+    frames = {1: (["train, Cell In[1] line 4"], ["send<, /x/a.py:1", "write, /x/b.py:2"]), 0: (["no answer"], [])}
+    folded = asides.stacks(frames, whole=False)
+    order = ["rank 0", "no answer", "rank 1", "train, Cell In[1] line 4", "send&lt;, /x/a.py:1 ← write"]
+    assert [folded.index(one) for one in order] == sorted(folded.index(one) for one in order)
+    whole = asides.stacks(frames, whole=True)
+    assert whole.count("in send&lt;, /x/a.py:1</div>") == whole.count("in write, /x/b.py:2</div>") == 1
+    assert "no answer yet" in asides.stacks({}, whole=True)
+
+
+def test_the_table_of_memory_has_the_columns_that_are_known():
+    held = Held(parameters=2_100_000_000, used=3_000_000_000, base=1_000_000)
+    lines = memory_table({1: (2_500_000_000, held), 0: (0, Held())}).splitlines()
+    assert lines[0].split() == ["rank", "in", "use", "parameters", "the", "rest"]
+    assert [line.split()[:2] for line in lines[1:]] == [["0", "-"], ["1", "2.5"]]
+    assert len({len(line) for line in lines}) == 1
+    assert memory_table({0: (0, Held())}) == ""

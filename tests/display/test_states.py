@@ -260,10 +260,10 @@ def test_what_a_rank_does_has_the_line_that_it_is_at_most_often_while_it_does_th
     at((Phase.FORWARD, 6, ""), (Phase.FORWARD, 7, ""), (Phase.FORWARD, 6, ""), (Phase.BACKWARD, 9, ""))
     run.put([0], phase=Phase.FORWARD)
     run.wait(2.0)
-    assert run.row(0).now == "forward, train.py:6"
+    assert run.row(0).said == "forward, train.py:6"
     run.put([0], waits_in=Collective.all_gather)
     at((Phase.WAITING, 12, "gather_for_metrics"))
-    assert run.row(0).now == "waits in gather_for_metrics, train.py:12"
+    assert run.row(0).said == "waits in gather_for_metrics, train.py:12"
     run.put([0], phase=Phase.STEP, waits_in=None, line=None)
     run.wait(2.0)
     assert run.row(0).now == "optimizer step", "nothing is known of another call"
