@@ -15,7 +15,7 @@ from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.memory import memory_table
 from nb_accelerate.display.track import LossHistory
 from nb_accelerate.display.view import FailureSummary, View
-from nb_accelerate.progress_page import Bar, Held, Phase
+from nb_accelerate.progress_page import Bar, RankMemory, Phase
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -391,9 +391,9 @@ def test_stacks_have_users_frames_first_and_those_of_libraries_in_one_line_or_al
 
 
 def test_the_table_of_memory_has_the_columns_that_are_known():
-    held = Held(parameters=2_100_000_000, used=3_000_000_000, base=1_000_000)
-    lines = memory_table({1: (2_500_000_000, held), 0: (0, Held())}).splitlines()
+    held = RankMemory(parameters=2_100_000_000, used=3_000_000_000, base=1_000_000)
+    lines = memory_table({1: (2_500_000_000, held), 0: (0, RankMemory())}).splitlines()
     assert lines[0].split() == ["rank", "in", "use", "parameters", "the", "rest"]
     assert [line.split()[:2] for line in lines[1:]] == [["0", "-"], ["1", "2.5"]]
     assert len({len(line) for line in lines}) == 1
-    assert memory_table({0: (0, Held())}) == ""
+    assert memory_table({0: (0, RankMemory())}) == ""
