@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.blocks import repeated_blocks
 
 if TYPE_CHECKING:
@@ -16,16 +17,25 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nb_accelerate.config.dynamo import TorchDynamoPlugin
+    from nb_accelerate.devices import DeviceKind
 
 
-def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+def compiled(model: nn.Module, plugin: TorchDynamoPlugin, kind: DeviceKind) -> nn.Module:
     """Return a model compiled as the plugin says; one that is compiled already is returned as it is.
 
     Called last by ``prepare``, around the wrapper of the strategy, so that torch sees where gradients are exchanged.
+
+    Raises:
+        ConfigError: the backend cannot compile for the device.
     """
     if not plugin.is_on or hasattr(model, "_orig_mod"):
         return model
     arguments = plugin.to_compile()
+    if kind.compile_backends and arguments["backend"] not in kind.compile_backends:
+        raise ConfigError(
+            f"dynamo_backend={arguments['backend']!r} does not compile for an {kind.label}. Write one of "
+            f"{', '.join(map(repr, kind.compile_backends))}, or leave it out."
+        )
     if plugin.use_regional_compilation:
         blocks = repeated_blocks(model)
         for block in blocks:

@@ -202,7 +202,7 @@ class PreparingSlice(PreparedSlice):
     def _finish_model(self, model: nn.Module) -> nn.Module:
         """Compile a model that the strategy has prepared, and remember it."""
         core = self.core
-        prepared = compiled(model, core.dynamo)
+        prepared = compiled(model, core.dynamo, core.process.kind)
         note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)

@@ -34,11 +34,15 @@ class DynamoBackend(str, Enum):
     TENSORRT = "TENSORRT"
     AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
     TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    OPENXLA = "OPENXLA"
     TVM = "TVM"
 
     def __str__(self) -> str:
         return self.value
 
+
+_RENAMED = dict.fromkeys(("aot_torchxla_trace_once", "torchxla_trace_once"), "openxla")
+"""Backends of accelerate that torch_xla has under another name since its 2.1."""
 
 _BACKENDS = tuple(member.value.lower() for member in DynamoBackend)
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -95,7 +99,8 @@ class TorchDynamoPlugin(KwargsHandler):
         """Return the arguments of `torch.compile` that differ from their defaults."""
         given = self.to_kwargs()
         given.pop("use_regional_compilation", None)
-        return given | {"backend": str(self.backend).lower()}
+        name = str(self.backend).lower()
+        return given | {"backend": _RENAMED.get(name, name)}
 
 
 def resolve_dynamo(

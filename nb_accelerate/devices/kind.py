@@ -61,6 +61,7 @@ class DeviceKind:
         passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
         pins_memory: copies from it to pinned memory of the host need not be waited for.
         mixed_precision: names of the precisions that autocast, and the loss scaler of fp16, offer on it.
+        compile_backends: those of torch.compile that work on it, by torch's names; empty where all may.
         label: what one of them is called in messages.
         all_or_one: ranks of a machine use all of them or one; its runtime knows no other number.
 
@@ -117,6 +118,7 @@ class DeviceKind:
     passes_device_ids: bool = False
     pins_memory: bool = False
     mixed_precision: tuple[str, ...] = ("fp16", "bf16")
+    compile_backends: tuple[str, ...] = ()
     label: str = "GPU"
     all_or_one: bool = False
 

@@ -87,6 +87,7 @@ XLA = DeviceKind(
     distributed_type="XLA",
     backend="xla",
     mixed_precision=("bf16",),
+    compile_backends=("openxla", "aot_eager", "eager"),
     label="XLA device",
     all_or_one=True,
     start_runtime=by_name("nb_accelerate.process.xla:start_runtime"),

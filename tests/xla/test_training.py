@@ -240,6 +240,33 @@ def test_gpt2_with_tied_embeddings_trains_as_in_plain_pytorch(precision: str, to
     assert greatest_difference(model, plain) < tolerance
 
 
+@pytest.mark.may_leave("threads")  # of tqdm
+@pytest.mark.parametrize("backend", ["openxla", "aot_torchxla_trace_once"])
+def test_a_compiled_model_trains_as_in_plain_pytorch(backend: str):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(16, 4)
+    accelerator = Accelerator(dynamo_backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(inputs), batch_size=4))
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in inputs.split(4):
+        plain(batch).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert greatest_difference(accelerator.unwrap_model(model, keep_torch_compile=False), plain) < TOLERANCE
+
+
+def test_a_backend_that_cannot_compile_for_xla_is_refused_with_those_that_can():
+    accelerator = Accelerator(dynamo_backend="inductor")
+    with pytest.raises(ConfigError, match="dynamo_backend='inductor' does not compile for an XLA device"):
+        accelerator.prepare(nn.Linear(2, 2))
+
+
 def test_fp16_is_refused_with_the_alternative():
     with pytest.raises(ConfigError, match="Write mixed_precision='no' or 'bf16'"):
         Accelerator(mixed_precision="fp16")
