@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,6 +210,26 @@ class LossScaler(torch.amp.GradScaler):
         if self.is_enabled():
             with self._changing_scale():
                 super().update(new_scale)
+
+    @override
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Do what torch does, for the gradients on each mesh by themselves: it takes no mix of DTensors and others."""
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+        if len(by_mesh) < 2:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found: dict[torch.device, Tensor] = {}
+        for parameters in by_mesh.values():
+            part: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # all that torch reads
+            parts = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
+            for device, value in parts.items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+        return found
 
     @override
     def get_scale(self) -> float:
