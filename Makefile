@@ -14,8 +14,8 @@ RIVALS     := $(VENV)/rivals
 XLA        := .venv-xla
 XLA_PINS   := tests/requirements-xla.txt
 
-# DeepSpeed in an environment of its own, in front of the packages of .venv: with it, `pip install` and tests of .venv
-# would see another set of packages than users without it have.
+# DeepSpeed and torchao in an environment of their own, in front of the packages of .venv: with them, `pip install` and tests of .venv
+# would see another set of packages than users without them have.
 WITH_DEEPSPEED := .venv-deepspeed
 # The site is made from sources and saved outputs: its environment has neither torch nor this package.
 DOCS       := .venv-docs
@@ -43,7 +43,7 @@ test: $(READY) ## Run the tests, except the slow ones
 test-slow: $(READY) ## Run the slow tests and those that need a browser
 	@$(RUN) -m pytest -m "slow or browser" $(ARGS) || [ $$? -eq 5 ]
 
-test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed, in an environment with it
+test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed or torchao, in an environment with them
 	@$(WITH_DEEPSPEED)/bin/python -m pytest tests/with_deepspeed $(ARGS)
 
 docs: $(DOCS)/ready ## Build the documentation site, build/docs/index.html
@@ -118,7 +118,7 @@ $(RIVALS): $(READY) tests/requirements-bench.txt
 
 # pip sees the packages of .venv as installed, torch too, so it brings no second one.
 $(WITH_DEEPSPEED)/ready: $(READY) tests/requirements-deepspeed.txt
-	@echo "installing DeepSpeed in $(WITH_DEEPSPEED)"
+	@echo "installing DeepSpeed and torchao in $(WITH_DEEPSPEED)"
 	@$(RUN) -m venv --clear $(WITH_DEEPSPEED)
 	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(WITH_DEEPSPEED)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
 	@$(WITH_DEEPSPEED)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-deepspeed.txt

@@ -106,7 +106,8 @@ class Accelerator(
     Args:
         device_placement: move models and batches to the device.
         split_batches: the batch size of a loader is that of all processes together.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; else ``ACCELERATE_MIXED_PRECISION``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` (linear layers in 8 bits, by torchao); else
+            ``ACCELERATE_MIXED_PRECISION``.
         gradient_accumulation_steps: number of batches for one optimizer step, 1 by default. The environment variable
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` takes precedence. Use `accumulate` in the loop.
         cpu: train on the CPU; else ``ACCELERATE_USE_CPU``.
@@ -121,7 +122,7 @@ class Accelerator(
         step_scheduler_with_optimizer: False advances prepared schedulers at every call, whether or not the
             optimizer stepped.
         kwargs_handlers: arguments for torch: `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-            `InitProcessGroupKwargs`, `AutocastKwargs`, `ProfileKwargs`.
+            `InitProcessGroupKwargs`, `AutocastKwargs`, `AORecipeKwargs`, `ProfileKwargs`.
         dynamo_backend: compile models with this backend of `torch.compile`, ``"inductor"`` say; else
             ``ACCELERATE_DYNAMO_BACKEND``.
         dynamo_plugin: how models are compiled, in detail.

@@ -21,6 +21,7 @@ from nb_accelerate.config.accumulation import resolve_accumulation
 from nb_accelerate.config.checks import check_flag
 from nb_accelerate.config.dynamo import resolve_dynamo
 from nb_accelerate.config.env import Environment
+from nb_accelerate.config.fp8 import resolve_fp8
 from nb_accelerate.config.handlers import Handlers
 from nb_accelerate.config.loader import resolve_loader
 from nb_accelerate.config.options import note_use
@@ -202,6 +203,7 @@ def build_core(
     accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environment)
     loader = resolve_loader(split_batches, dataloader_config)
     handlers = Handlers.collect(kwargs_handlers)
+    fp8 = resolve_fp8(chosen_precision, handlers.fp8, environment)
     engines = resolve_engines(
         plugins, ddp=handlers.ddp, before=before.engines if before is not None else None, environment=environment
     )
@@ -235,6 +237,7 @@ def build_core(
             process.kind,
             autocast=handlers.autocast,
             scaler=handlers.scaler,
+            fp8=fp8,
             scaler_before=shared.scaler,
         )
     )

@@ -101,9 +101,9 @@ class IdentitySlice(Slice, Identity):
         return self.is_fsdp2
 
     @property
-    def fp8_backend(self) -> None:
-        """None: models are not trained in 8-bit numbers."""
-        return
+    def fp8_backend(self) -> str | None:
+        """What trains layers in 8-bit numbers: ``"AO"``, which is torchao; None if nothing does."""
+        return "AO" if self.core.precision.name == "fp8" else None
 
     @property
     def gradient_state(self) -> GradientState:

@@ -55,7 +55,7 @@ class TrainingSlice(Slice):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
+        """The precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         return self.core.precision.name
 
     @property

@@ -220,10 +220,9 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
         (
             Flag(
                 name="mixed_precision",
-                help="what Accelerator() takes by default: no, fp16 or bf16",
+                help="what Accelerator() takes by default: no, fp16, bf16 or fp8 (by torchao)",
                 convert=str.lower,
-                choices=("no", "fp16", "bf16"),
-                differs="fp8 is refused",
+                choices=("no", "fp16", "bf16", "fp8"),
             ),
             Flag(name="dynamo_backend", help="compile models: inductor, eager ...", convert=str, metavar="NAME"),
             Flag(
@@ -336,7 +335,7 @@ REFUSED = (
         "megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings",
     ),
     Refused(
-        reason="fp8 is not in this version. Write --mixed_precision bf16",
+        reason="How layers compute in 8 bits is said in code. Write AORecipeKwargs in kwargs_handlers",
         switches="fp8_use_autocast_during_eval",
         valued="fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo "
         "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",

@@ -13,6 +13,7 @@ import torch
 
 from nb_accelerate.config.env import Environment
 from nb_accelerate.devices import DEVICE_KINDS
+from nb_accelerate.devices.cuda import CUDA
 from nb_accelerate.process.devices import device_kind
 from nb_accelerate.topology import read_topology
 
@@ -86,7 +87,7 @@ def is_fp16_available() -> bool:
 
 def check_cuda_fp8_capability() -> bool:
     """Return whether the CUDA device has 8-bit floating point units (Ada, Hopper and newer)."""
-    return torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+    return torch.cuda.is_available() and CUDA.supports_fp8()
 
 
 def is_fp8_available() -> bool:

@@ -142,6 +142,9 @@ class ConfigFile:
                 found[name] = _as_text(self.values[key])
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
             found["ACCELERATE_USE_CPU"] = "true"
+        if self.get("mixed_precision") == PrecisionType.FP8:
+            section = self.section("fp8_config")
+            found |= {f"ACCELERATE_FP8_{key.upper()}": _as_text(value) for key, value in section.items()}
         found |= mesh_variables(self.section("parallelism_config"))
         found |= dynamo_variables(self.section("dynamo_config"))
         return found

@@ -59,7 +59,7 @@ def _not_of_pods(key: str, value: object) -> bool:
 
 
 def _precision(key: str, value: object) -> str:
-    return check_choice(key, _unquoted(value), (*PrecisionType.list(), "fp8"))
+    return check_choice(key, _unquoted(value), PrecisionType.list())
 
 
 def _distributed_type(key: str, value: object) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nb_accelerate.config.checks import described
+from nb_accelerate.config.fp8 import AORecipeKwargs
 from nb_accelerate.config.kwargs import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -26,6 +27,7 @@ class Handlers:
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     process_group: InitProcessGroupKwargs | None = None
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    fp8: AORecipeKwargs | None = None
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
     @classmethod
@@ -40,6 +42,7 @@ class Handlers:
             GradScalerKwargs: "scaler",
             InitProcessGroupKwargs: "process_group",
             AutocastKwargs: "autocast",
+            AORecipeKwargs: "fp8",
             ProfileKwargs: "profile",
         }
         known = ", ".join(kind.__name__ for kind in places)

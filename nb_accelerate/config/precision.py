@@ -17,6 +17,7 @@ class PrecisionType(str, Enum):
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
 
     def __str__(self) -> str:
         return self.value

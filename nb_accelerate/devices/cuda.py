@@ -124,12 +124,19 @@ def _memory_left(_ranks: int) -> int:
     return int(free) + int(torch.cuda.memory_reserved()) - int(torch.cuda.memory_allocated())
 
 
+def _supports_fp8() -> bool:
+    import torch
+
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)  # Ada and newer
+
+
 CUDA = DeviceKind(
     name="cuda",
     distributed_type="MULTI_GPU",
     backend="nccl",
     passes_device_ids=True,
     pins_memory=True,
+    mixed_precision=("fp16", "bf16", "fp8"),
     visibility="CUDA_VISIBLE_DEVICES",
     hidden="",
     find=visible_devices,
@@ -152,6 +159,7 @@ CUDA = DeviceKind(
     memory_peak=by_name("torch.cuda:max_memory_allocated"),
     utilisation=by_name("torch.cuda:utilization"),
     supports_bf16=by_name("torch.cuda:is_bf16_supported"),
+    supports_fp8=_supports_fp8,
     pci_address=lambda index: pci_address(_properties(index)),
     describe=lambda index: name_and_memory(_properties(index)),
     uuid=_uuid,

@@ -60,7 +60,7 @@ class DeviceKind:
         is_host: this is the processor: any number of ranks share it, and it needs no driver.
         passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
         pins_memory: copies from it to pinned memory of the host need not be waited for.
-        mixed_precision: names of the precisions that autocast, and the loss scaler of fp16, offer on it.
+        mixed_precision: names of the precisions that autocast, the loss scaler of fp16 and torchao offer on it.
         compile_backends: those of torch.compile that work on it, by torch's names; empty where all may.
         label: what one of them is called in messages.
         all_or_one: ranks of a machine use all of them or one; its runtime knows no other number.
@@ -106,6 +106,7 @@ class DeviceKind:
         reads_later: numbers that it computes are read a step later, because reading one at once would run what was
             recorded so far as a program of its own.
         supports_bf16: whether this device computes in bfloat16.
+        supports_fp8: whether it computes in 8-bit floating point numbers, where ``mixed_precision`` has fp8.
         pci_address: where the device with a number is on the PCI bus; None if that is not known.
         uuid: a name of the device with a number that is unique over all machines; None if it has none.
         describe: product name and memory of the device with a number; "" if torch does not say.
@@ -153,6 +154,7 @@ class DeviceKind:
     utilisation: Callable[[], int] | None = None
     reads_later: bool = False
     supports_bf16: Callable[[], bool] = lambda: True
+    supports_fp8: Callable[[], bool] = lambda: True
     pci_address: Callable[[int], str | None] = lambda _: None
     describe: Callable[[int], str] = lambda _: ""
     uuid: Callable[[int], str | None] = lambda _: None

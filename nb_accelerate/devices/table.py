@@ -15,6 +15,7 @@ CPU = DeviceKind(
     distributed_type="MULTI_CPU",
     backend="gloo",
     is_host=True,
+    mixed_precision=("fp16", "bf16", "fp8"),
     memory_used=memory_used,
     memory_left=memory_left,
     memory_peak=memory_peak,

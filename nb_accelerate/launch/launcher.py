@@ -80,7 +80,7 @@ def notebook_launcher(
         args: its positional arguments.
         num_processes: number of ranks on this machine. None is what the configuration file says (see ``nb-accelerate
             config``); without one it is one for each TPU chip or GPU, or one on a machine without.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: `Accelerator()`'s default in the ranks.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: `Accelerator()`'s default in the ranks.
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
         master_addr: on several machines, the address of machine 0 as the others see it.
         node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.

@@ -94,7 +94,7 @@ class AcceleratorState(ProcessView):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: ``"no"``, ``"fp16"`` or ``"bf16"``."""
+        """The precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         choices = self._fixed[1] if self._fixed else newest_choices()
         return choices.mixed_precision if choices else str(resolve_precision(None, Environment()))
 

@@ -8,6 +8,7 @@ from nb_accelerate.config.dynamo import (
     DynamoBackend as DynamoBackend,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
+from nb_accelerate.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from nb_accelerate.config.kwargs import (
     AutocastKwargs as AutocastKwargs,

@@ -54,7 +54,7 @@ REASONS = (
     ),
     (
         r"fp8|FP8|AORecipe|TERecipe|torchao|convert_model$|has_ao|has_transformer_engine|filter_first_and_last|opt_level",
-        "Comes with 8-bit training",
+        "Layers compute in 8 bits by torchao, which replaces them in place; TransformerEngine is not used",
     ),
     (r"bnb|Bnb|load_and_quantize", "Comes with quantised weights (bitsandbytes)"),
     (

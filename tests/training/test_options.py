@@ -35,7 +35,7 @@ from nb_accelerate.process.rng import set_seed
             lambda: Accelerator(mixed_precision="bf61"),
             r"mixed_precision='bf61'.*Did you mean 'bf16'.*'no', 'fp16', 'bf16'",
         ),
-        (lambda: Accelerator(mixed_precision="fp8"), r"mixed_precision='fp8' is not a choice"),
+        (lambda: Accelerator(mixed_precision="fp4"), r"mixed_precision='fp4' is not a choice"),
         (lambda: Accelerator(gradient_accumulation_steps=0), r"gradient_accumulation_steps=0 is too small.*at least 1"),
         (lambda: Accelerator(gradient_accumulation_steps="4"), r"'4' is of type str, not a whole number"),
         (lambda: Accelerator(gradient_accumulation_steps=True), r"of type bool, not a whole number"),

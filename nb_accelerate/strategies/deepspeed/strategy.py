@@ -140,6 +140,11 @@ class DeepSpeedStrategy(Strategy):
 
     @override
     def adapt_precision(self, precision: Precision) -> Precision:
+        if precision.name == "fp8":
+            raise ConfigError(
+                "mixed_precision='fp8' was asked for, and DeepSpeed keeps the weights of models that it trains in 16 "
+                "bits. Write mixed_precision='bf16', or shard the model with fsdp_plugin instead of deepspeed_plugin."
+            )
         configured = self.plugin.precision
         if configured is not None and precision.name not in {"no", configured}:
             raise ConfigError(
