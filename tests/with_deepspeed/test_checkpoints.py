@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from fixtures.deepspeed_runs import epoch, make_loader, make_model, plugin
 from safetensors.torch import load_file
 from torch import nn
 
-from nb_accelerate import Accelerator
+from nb_accelerate import Accelerator, DeepSpeedPlugin
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 
@@ -122,7 +123,9 @@ def test_checkpoints_that_do_not_fit_or_are_damaged_are_refused_and_change_nothi
     assert share.name in messages[3]
     shape = "0.weight is of shape (16, 6) in the checkpoint and (8, 6) here"
     assert shape in run_ranks(load_into_another_model, folder)[0]
-    assert "was saved by 2 ranks, and this run has 1" in run_ranks(refused, (folder, 2), world_size=1)[0][0]
+    said = run_ranks(refused, (folder, 2), world_size=1)[0][0]
+    assert "was saved by 2 ranks, and this run has 1" in said
+    assert "deepspeed.checkpoint.ds_to_universal" in said
 
 
 def save_where_one_cannot_write(folder):
@@ -179,3 +182,40 @@ def load_planted(tmp_path):
     with pytest.raises(ConfigError, match="async_save"):
         accelerator.save_state(tmp_path / "other", async_save=True)
     assert isinstance(accelerator.unwrap_model(things[0]), nn.Sequential)
+
+
+def train_three_steps(folder, load, stage):
+    """Train a small model from the state that DeepSpeed has converted, or two steps before it is saved."""
+    config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 4}
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin({**config, "checkpoint": {"load_universal": load}})
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    if load:
+        model.load_checkpoint(str(folder), tag="pytorch_model_universal")
+    losses = []
+    for step in range(3 if load else 5):
+        if step == 2 and not load:
+            accelerator.save_state(folder)
+        loss = (model(rows) - 1).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[-3:]
+
+
+@pytest.mark.slow
+@pytest.mark.limit(180)
+def test_a_converted_state_goes_on_with_other_numbers_of_ranks(run_ranks, tmp_path):
+    folder = tmp_path / "state"
+    expected = run_ranks(train_three_steps, folder, False, 2, deadline=60)[0]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", folder / "pytorch_model", "--output_folder", folder / "pytorch_model_universal"]
+    subprocess.run([*command, *folders], check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    for ranks in (1, 3):
+        found = run_ranks(train_three_steps, folder, True, 2, world_size=ranks, deadline=60)[0]
+        assert found == pytest.approx(expected, abs=1e-6)

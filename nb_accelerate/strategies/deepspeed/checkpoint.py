@@ -105,7 +105,8 @@ def check_engine(
     if shares and shares != set(range(ranks)):
         raise CheckpointError(
             f"{folder} was saved by {max(shares) + 1} ranks, and this run has {ranks}. DeepSpeed does not share out "
-            f"states anew. Start {max(shares) + 1} ranks; {_weights_alone(folder)}"
+            f"states anew. Start {max(shares) + 1} ranks; {'' if stage == 3 else _converted(folder, tag)}"
+            f"{_weights_alone(folder)}"
         )
     if weights_only:
         own = f"zero_pp_rank_{engine.global_rank}_"
@@ -114,6 +115,16 @@ def check_engine(
                 state = read(str(folder / tag / name), mmap=True)
                 if name.endswith("_model_states.pt"):
                     _check_shapes(engine, folder / tag / name, state, strict=strict)
+
+
+def _converted(folder: Path, tag: str) -> str:
+    """Return a part of a sentence that says how DeepSpeed reads its states of stages 1 and 2 on other ranks."""
+    return (
+        f"or convert it, `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+        f"{folder / tag} --output_folder {folder / tag}_universal`, write "
+        '"checkpoint": {"load_universal": true} in the DeepSpeed configuration, and after prepare '
+        f"model.load_checkpoint({str(folder)!r}, tag='{tag}_universal'), for the weights and the optimizer; "
+    )
 
 
 def _weights_alone(folder: Path) -> str:
