@@ -1,4 +1,4 @@
-"""`LoadersSlice`: skip the first batches of one, and train on uneven numbers of batches."""
+"""`LoadersSlice`: leave out the first batches of a loader, and train where ranks have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LoadersSlice(Slice):
-    """Methods about prepared loaders."""
+    """The methods of `Accelerator` about prepared loaders."""
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoaderShard:
         """Return a loader that leaves out the first batches of every epoch; use it for the one that is resumed.

@@ -1,4 +1,4 @@
-"""Restrict this process to the processor cores near its device."""
+"""Restrict this process to the processor cores of the NUMA node of its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEVICES = Path("/sys/bus/pci/devices")
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Let this process run only on cores of the memory node that its device is connected to.
+    """Let this process run only on cores of the NUMA node that its device is connected to.
 
     It leaves cores alone where the machine does not say which those are, and never takes one that the process was
     not allowed to use before (in a container, say).
@@ -37,7 +37,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def near_cores(address: str, devices: Path = _DEVICES) -> set[int]:
-    """Return the cores next to a device on the PCI bus; none if the machine does not say.
+    """Return the cores of the NUMA node of a device on the PCI bus; none if the machine does not say.
 
     Args:
         address: such as ``0000:3b:00.0``.

@@ -1,0 +1,221 @@
+"""What a panel says about losses, memory, the use of devices, and progress bars."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from fixtures.panels import LOOK, Run
+
+from nb_accelerate.display import html, text
+from nb_accelerate.progress_page import Bar, Phase
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
+def test_a_loss_that_is_no_number_marks_its_rank(loss: str):
+    run = Run(2)
+    run.begin_loop()
+    run.put([0], loss=0.5)
+    run.put([1], loss=float(loss))
+    run.train(1.0)
+    assert [(row.kind, row.loss) for row in run.view.rows] == [("", "0.5000"), ("bad", loss)]
+    assert all(point[1] == 0.5 for point in run.view.curve), "the curve is that of the others"
+
+
+def test_a_logged_loss_comes_before_the_one_of_backward():
+    run = Run(1)
+    run.begin_loop()
+    run.put(loss=4.0, scalars={"train/loss": 2.0, "lr": 0.1})
+    run.train(1.0)
+    assert run.row(0).loss == "2.0000"
+
+
+def test_the_summary_has_steps_samples_a_second_and_the_loss():
+    run = Run(2)
+    run.begin_loop(rows=10)
+    run.put([0], loss=1.0)
+    run.put([1], loss=2.0)
+    run.train(10.0)
+    assert run.end().summary == ("80 steps", "80.0 samples/s", "loss 1.5000")
+
+
+def test_memory_is_that_of_the_device_and_its_peak_is_kept():
+    run = Run(2)
+    run.begin_loop()
+    run.put([0], memory=3_000_000_000, peak=11_200_000_000)
+    run.train(1.0)
+    assert run.row(0).memory == "3.0 GB"
+    run.put([0], memory=1_000_000_000)
+    run.train(1.0)
+    assert "peak 11.2 GB" in run.end().remarks
+
+
+def test_each_device_says_how_busy_it_is_and_nothing_is_said_of_the_cpu_then():
+    run = Run(2)
+    run.begin_loop()
+    run.put(memory=1_000_000_000, cpu=100.0)
+    run.put([0], utilisation=97)
+    run.put([1], utilisation=12)
+    run.train(1.0)
+    assert [row.gpu for row in run.view.rows] == ["97 %", "12 %"]
+    assert [row.cpu for row in run.view.rows] == ["", ""]
+
+
+def test_devices_that_do_not_say_how_busy_they_are_have_no_column():
+    run = Run(2)
+    run.begin_loop()
+    run.put(memory=1_000_000_000, cpu=100.0)
+    run.train(1.0)
+    assert {(row.gpu, row.cpu) for row in run.view.rows} == {("", "")}
+    assert re.search("memory</th><th [^>]*>now</th>", html.render(run.view))
+    assert text.table(run.view).splitlines()[1].split() == ["rank", "step", "epoch", "it/s", "memory", "now"]
+
+
+def test_without_a_device_it_is_the_cpu_that_is_busy():
+    run = Run(3)
+    run.begin_loop()
+    run.put([0], cpu=97.4)
+    run.put([1], cpu=3.0)
+    run.train(1.0)
+    assert [row.cpu for row in run.view.rows] == ["97 %", "3 %", ""]
+    assert {row.gpu for row in run.view.rows} == {""}
+
+
+def test_what_a_step_was_told_is_not_said_of_what_comes_after_it():
+    run = Run(2)
+    run.begin_loop()
+    run.put(utilisation=0)
+    run.train(1.0)
+    assert run.row(0).gpu == "0 %"
+    run.begin_loop([0], loop=2, evaluates=True)
+    run.wait(3.0)
+    assert (run.row(0).gpu, run.row(1).gpu) == ("-", "0 %"), "an evaluation asks nobody"
+    run.wait(3.0)
+    assert run.row(1).gpu == "-", "it has not moved for a while"
+    assert run.end().rows[1].gpu == ""
+
+
+def test_of_many_ranks_it_is_the_median_of_those_that_are_well():
+    run = Run(64)
+    run.begin_loop()
+    run.put(cpu=50.0)
+    run.put(range(20), cpu=10.0)
+    run.put([63], cpu=0.0, loss=float("nan"))
+    run.train(2.0)
+    whole, bad = run.view.rows
+    assert (whole.cpu, bad.cpu) == ("50 %", "0 %")
+    run.put(utilisation=90)
+    run.put([3], utilisation=20)
+    run.train(1.0)
+    assert [row.gpu for row in run.view.rows] == ["90 %", "90 %"]
+
+
+def test_a_rank_that_has_ended_uses_nothing():
+    run = Run(2)
+    run.begin_loop()
+    run.put(cpu=40.0)
+    run.train(1.0)
+    run.put([1], state="returned")
+    run.look()
+    assert [row.cpu for row in run.view.rows] == ["40 %", ""]
+    assert {row.cpu for row in run.end().rows} == {""}
+
+
+def bar(count: float, total: float | None = 100, **more: object) -> Bar:
+    return Bar(label="steps", count=count, total=total, seconds=5.0, **more)  # type: ignore[arg-type]
+
+
+def test_bars_of_ranks_that_are_alike_are_one_row():
+    run = Run(4)
+    run.put(request=1, phase=Phase.RUNNING)
+    for rank in range(4):
+        run.put([rank], bars=(bar(50 + rank % 2),))
+    run.look()
+    (row,) = run.view.bars
+    assert (row.ranks, row.label) == ("0-3", "steps")
+    assert row.step in ("50 / 100", "51 / 100")
+    assert run.view.rows == (), "the bar says it all"
+
+
+def test_bars_that_differ_have_a_row_each():
+    run = Run(3)
+    for rank in range(3):
+        run.put([rank], bars=(bar(20 * rank),))
+    run.look()
+    assert [(row.ranks, row.step) for row in run.view.bars] == [("0", "0 / 100"), ("1", "20 / 100"), ("2", "40 / 100")]
+
+
+def test_a_bar_that_stands_still_is_a_stall():
+    run = Run(2)
+    run.put(bars=(bar(5),), request=1, phase=Phase.RUNNING)
+    run.look()
+    run.wait(6.0)
+    assert run.state.stalled(run.now) == [0, 1]
+    run.put(bars=(bar(5, ended=True),))
+    run.wait(6.0)
+    assert run.state.stalled(run.now) == []
+
+
+def test_a_loss_that_is_nan_is_told_with_its_step_and_at_the_end_too():
+    run = Run(2)
+    run.begin_loop()
+    run.train(2.0)
+    assert run.view.warnings == ()
+    run.put([1], loss=math.nan)
+    run.look()
+    first = run.view.warnings
+    run.train(2.0)
+    assert first == run.view.warnings == ("The loss is nan since about step 16 on rank 1.",)
+    run.put([0], loss=math.inf)
+    run.look()
+    assert run.view.warnings == ("The loss is nan since about step 16.",)
+    assert run.end().warnings == ("The loss is nan since about step 16.",)
+
+
+def test_a_loss_that_is_finite_again_is_told_no_longer():
+    run = Run(1)
+    run.begin_loop()
+    run.put(loss=math.inf)
+    run.train(1.0)
+    assert run.view.warnings == ("The loss is inf since about step 1.",)
+    run.put(loss=1.0)
+    run.look()
+    assert run.view.warnings == ()
+
+
+def test_a_loss_that_jumps_is_told_until_it_is_back():
+    run = Run(2)
+    run.begin_loop()
+
+    def steps(number, loss):
+        for _ in range(number):
+            run.put(step=run.ranks[0].sample.step + 1, loss=loss)
+            run.now += LOOK
+            run.look()
+
+    steps(30, 0.5)
+    assert run.view.warnings == ()
+    steps(1, 50.0)
+    assert run.view.warnings == ("The loss jumped from 0.5000 to 50.00 at about step 31.",)
+    steps(80, 0.5)
+    assert run.view.warnings == ()
+
+
+def test_a_run_that_ended_with_a_loss_that_is_nan_is_marked():
+    run = Run(2)
+    run.begin_loop()
+    run.train(3.0)
+    run.put(loss=float("nan"))
+    run.look()
+    view = run.end()
+    assert (view.state, view.mark) == ("done", "!")
+    assert text.table(view).startswith("! train")
+
+
+def test_full_bars_of_epochs_that_are_over_are_one_row():
+    run = Run(2)
+    bars = [Bar(label=f"epoch {n}", count=50, total=50, seconds=2, ended=True) for n in (1, 2, 3)]
+    run.put(request=1, bars=(*bars, Bar(label="epoch 4", count=10, total=50, seconds=1)))
+    run.look()
+    assert [(row.label, row.step) for row in run.view.bars] == [("epoch 4 (after 3 more)", "10 / 50")]

@@ -1,0 +1,311 @@
+"""Checkpoints that are written in the background, while training goes on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.panels import LOOK, Run
+from fixtures.ranks import RunRanks
+from torch import nn
+
+import nb_accelerate
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.checkpoint import state
+from nb_accelerate.checkpoint.background import StoreExchange, saves
+from nb_accelerate.checkpoint.host_copies import HostCopies
+from nb_accelerate.errors import CheckpointError
+from nb_accelerate.process import context, group
+from nb_accelerate.progress_page import Phase, here, layout, page
+from nb_accelerate.progress_page.sample import read
+from nb_accelerate.strategies.parts import OptimizerPart
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    context.reset()
+    yield
+    saves.close()
+    group.close()
+
+
+def _filled(value: float) -> tuple[Accelerator, nn.Linear, Any]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(nn.Linear(300, 300), torch.optim.AdamW([torch.zeros(1)]))
+    plain = accelerator.unwrap_model(model)
+    with torch.no_grad():
+        plain.weight.fill_(value)
+    return accelerator, plain, optimizer
+
+
+def test_what_is_saved_in_the_background_is_what_was_there_when_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    may_write = threading.Event()
+    write = state.StateWriter.write
+
+    def write_later(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(state.StateWriter, "write", write_later)
+    accelerator, model, _ = _filled(1.0)
+    handle = accelerator.save_state(tmp_path / "state", async_save=True)
+    assert not handle.done()
+    with pytest.raises(TimeoutError, match="goes on"):
+        handle.wait(0.01)
+    model.weight.data.fill_(2.0)
+    drawn = torch.rand(3)
+    may_write.set()
+    assert handle.wait() == tmp_path / "state"
+    assert handle.done()
+    assert accelerator.wait_for_checkpoint() == tmp_path / "state"
+    assert accelerator.wait_for_checkpoint() is None
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, torch.ones(300, 300))
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_an_error_in_the_background_is_raised_once_and_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    accelerator, model, _ = _filled(1.0)
+    accelerator.save_state(tmp_path / "state", async_save=True).wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        accelerator.save_state(tmp_path / "state", async_save=True)
+        with pytest.raises(OSError, match="No space"):
+            accelerator.save_state(tmp_path / "state")
+    assert sorted(os.listdir(tmp_path)) == ["state"]
+    model.weight.data.fill_(2.0)
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, torch.ones(300, 300))
+
+
+def test_ranks_that_save_in_the_background_all_learn_how_it_ended(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> Any:
+        import torch
+        from training.test_background_saves import _filled
+
+        from nb_accelerate.checkpoint import state
+
+        accelerator, model, _ = _filled(1.0)
+        handle = accelerator.save_state(where, async_save=True)
+        accelerator.reduce(torch.ones(1))  # collectives of the training go on meanwhile
+        handle.wait()
+        told = []
+        write = state.write
+        if accelerator.process_index == 1:
+            state.write = lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("on purpose"))
+        accelerator.save_state(where, async_save=True)
+        try:
+            accelerator.wait_for_checkpoint()
+        except (CheckpointError, ZeroDivisionError) as error:
+            told.append(str(error))
+        state.write = write
+        model.weight.data.fill_(3.0)
+        accelerator.load_state(where)
+        # The end of the function waits for the last one.
+        accelerator.save_state(f"{where}/last", async_save=True)
+        return told, model.weight.mean().item(), accelerator.core.registry.copies.num_bytes
+
+    first, second = run_ranks(save, str(tmp_path / "state"))
+    assert first[:2] == (["on rank 1: ZeroDivisionError: on purpose"], 1.0)
+    assert second[:2] == (["on purpose"], 1.0)
+    assert first[2] > second[2]  # one rank writes the weights
+    assert nb_accelerate.checkpoints(tmp_path / "state" / "last")[0].is_whole
+
+
+def test_buffers_are_used_again_and_tied_tensors_stay_tied(caplog: pytest.LogCaptureFixture):
+    copies = HostCopies()
+    tensor = torch.arange(6.0)
+    tree = [{"a": tensor, "b": tensor, "c": tensor[2:]}, ("text", 3, [torch.ones(2, dtype=torch.int8)])]
+    first = copies.copy(tree)
+    assert first[0]["a"] is first[0]["b"]
+    assert first[0]["a"].data_ptr() != tensor.data_ptr()
+    assert torch.equal(first[0]["c"], tensor[2:])
+    places = [one.data_ptr() for one in copies._buffers]
+    tensor.add_(1)
+    second = copies.copy(tree)
+    assert [one.data_ptr() for one in copies._buffers] == places
+    assert torch.equal(second[0]["a"], tensor)
+    copies.copy([torch.ones(4)])
+    assert copies.num_bytes == 16
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_second_signal_ends_a_process_that_had_no_handler(tmp_path: Path):
+    program = (
+        "import os, signal, sys, torch\n"
+        "from nb_accelerate import Accelerator\n"
+        "from nb_accelerate.config.project import ProjectConfiguration\n"
+        "project = ProjectConfiguration(sys.argv[1], save_on_signal='SIGTERM')\n"
+        "accelerator = Accelerator(cpu=True, project_config=project)\n"
+        "loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0)))\n"
+        "for _, batches in accelerator.resumable(loader, 1):\n"
+        "    for _ in batches:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+
+
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch):
+    """Hold saves back until it is set."""
+    may_write = threading.Event()
+    write = state.StateWriter.write
+
+    def write_later(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(state.StateWriter, "write", write_later)
+    yield may_write
+    may_write.set()
+
+
+def test_a_save_whose_wait_was_interrupted_is_still_waited_for(tmp_path: Path, held_back: threading.Event):
+    accelerator, model, _ = _filled(1.0)
+    accelerator.save_state(tmp_path / "state", async_save=True)
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.wait_for_checkpoint()
+    interrupt.join()
+    model.weight.data.fill_(2.0)
+    held_back.set()
+    assert accelerator.wait_for_checkpoint() == tmp_path / "state"
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, torch.ones(300, 300))
+
+
+def test_the_panel_says_that_a_checkpoint_is_saved_in_the_background_as_long_as_it_is(
+    tmp_path: Path, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    memory = bytearray(layout.SIZE)
+    monkeypatch.setattr(page, "_page", page.ProgressPage(memory))
+    here().begin_request()
+    panel = Run(1)
+
+    def now() -> str:
+        panel.ranks[0] = replace(panel.ranks[0], sample=read(memory))
+        panel.wait(LOOK)
+        return panel.row(0).now
+
+    accelerator, _, _ = _filled(1.0)
+    here().enter(Phase.FORWARD)
+    assert now() == "forward"
+    handle = accelerator.save_state(tmp_path / "state", async_save=True)
+    here().enter(Phase.FORWARD)
+    assert now() == "forward, saving"
+    held_back.set()
+    handle.wait()
+    assert now() == "forward"
+
+
+def test_a_save_whose_thread_could_not_be_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    accelerator, _, _ = _filled(1.0)
+    with monkeypatch.context() as refused:
+        refused.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            accelerator.save_state(tmp_path / "state", async_save=True)
+    assert accelerator.wait_for_checkpoint() is None
+    assert not here()._words[layout.SAVES]  # or a launcher would wait for it
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_was_forked_does_not_wait_for_the_save_of_the_other(tmp_path: Path, held_back: threading.Event):
+    accelerator, _, _ = _filled(1.0)
+    accelerator.save_state(tmp_path / "state", async_save=True)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if saves.join() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    held_back.set()
+    assert accelerator.wait_for_checkpoint() == tmp_path / "state"
+
+
+def test_only_the_copies_stay_in_memory_while_they_are_written(tmp_path: Path, held_back: threading.Event):
+    accelerator, _, _ = _filled(1.0)
+    handle = accelerator.save_state(tmp_path / "state", async_save=True)
+    assert not [one for one in gc.get_objects() if type(one) is OptimizerPart]  # which holds what it gathered
+    assert accelerator.core.registry.copies.num_bytes
+    accelerator.free_memory()
+    assert not accelerator.core.registry.copies.num_bytes
+    held_back.set()
+    handle.wait()
+    assert nb_accelerate.checkpoints(tmp_path / "state", read=True)[0].is_whole
+
+
+def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> None:
+        from training.test_background_saves import _filled
+
+        from nb_accelerate.checkpoint import state
+
+        accelerator, _, _ = _filled(1.0)
+        state.write = lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("on purpose"))
+        accelerator.save_state(where, async_save=True)
+        sys.exit(0)
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        run_ranks(save, str(tmp_path / "state"))
+
+
+def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_path: Path):
+    def save(where: str) -> bool:
+        from training.test_background_saves import _filled
+
+        accelerator, _, _ = _filled(1.0)
+        handle = accelerator.save_state(where, async_save=True)
+        accelerator.end_training()
+        return handle.done()
+
+    assert run_ranks(save, str(tmp_path / "state")) == [True, True]
+
+
+def test_what_is_planted_in_the_store_is_refused_and_never_run(run_ranks: RunRanks, tmp_path: Path):
+    def exchange(ran: str) -> None:
+        from training.test_background_saves import _Planted
+
+        torch.distributed.init_process_group("gloo")
+        told = StoreExchange.open("a save")
+        if told._rank == 1:
+            told._store.set("0/1", pickle.dumps(_Planted(Path(ran))))
+        else:
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                told.gather(lambda: "written")
+        torch.distributed.barrier()
+
+    run_ranks(exchange, str(tmp_path / "ran"))
+    assert not (tmp_path / "ran").exists()
+
+
+class _Planted:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
