@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ON_RANKS = ("%%time", "%%timeit", "%%prun", "%%capture")
 """Cell magics about Python code, which is the ranks'. All others, ``%%bash`` say, are the notebook's."""
 
-_OURS = ("%%distributed", "%%rank", "%%local")
+_OURS = ("%%distributed", "%%rank", "%%local", "%%distribute")
 
 _HERE = ("%distributed", "%load_ext", "%unload_ext", "%reload_ext")
 

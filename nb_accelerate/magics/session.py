@@ -8,6 +8,7 @@ from nb_accelerate.config.env import Environment
 from nb_accelerate.magics.auto import AutoMode
 from nb_accelerate.magics.cells import Cells
 from nb_accelerate.magics.commands import Commands
+from nb_accelerate.magics.distribute import Distribute
 from nb_accelerate.magics.names import RankNames
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Session:
         manager.register_function(cells.rank, magic_kind="cell", magic_name="rank")
         manager.register_function(cells.local, magic_kind="cell", magic_name="local")
         manager.register_function(commands.run, magic_kind="line", magic_name="distributed")
+        manager.register_function(Distribute(self._shell).run, magic_kind="cell", magic_name="distribute")
         self._auto.register()
         self._names.register()
         if Environment().keep_warm:
@@ -43,7 +45,7 @@ class Session:
         """Take everything back, and end the ranks."""
         self._auto.unregister()
         self._names.unregister()
-        for kind, names in (("cell", ("distributed", "rank", "local")), ("line", ("distributed",))):
+        for kind, names in (("cell", ("distributed", "rank", "local", "distribute")), ("line", ("distributed",))):
             for name in names:
                 self._shell.magics_manager.magics[kind].pop(name, None)
         from nb_accelerate import pool

@@ -1,0 +1,69 @@
+"""The cell magic ``%%distribute``: show what makes a plain training loop a distributed one, and put it in its place."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from nb_accelerate.magics import args
+from nb_accelerate.magics.args import HELP, Option
+from nb_accelerate.magics.loop_rewriting import rewrite
+from nb_accelerate.magics.plain import plain_errors
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_OPTIONS = (
+    Option(("--launch",), "launch", "Also put the loop in a function, and launch it on all devices."),
+    Option(("--accept",), "accept", "Replace the cell without asking."),
+)
+
+HELP_TEXT = args.help_text(
+    "%%distribute [--launch] [--accept]",
+    "Show the changes that make the plain PyTorch loop of this cell one with an Accelerator, ask, and replace it.\n"
+    "The cell is not run. A loop that is not wholly understood is left alone, with the line and the reason.",
+    (*_OPTIONS, HELP),
+)
+
+
+class Distribute:
+    """The cell magic.
+
+    Args:
+        shell: of the kernel.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+
+    def run(self, line: str, cell: str) -> None:
+        """Rewrite the cell; replaced below by the whole help."""
+        with plain_errors():
+            parsed = args.parse(line, (*_OPTIONS, HELP), usage="%%distribute alone, and the loop below")
+            if parsed.get("help"):
+                _say(HELP_TEXT)
+                return
+            new = rewrite(cell, launch=bool(parsed.get("launch")))
+        changes = difflib.unified_diff(
+            cell.splitlines(), new.text.splitlines(), "this cell", "distributed", lineterm=""
+        )
+        _say("\n".join([*changes, *new.notes]))
+        if not parsed.get("accept") and not _is_accepted():
+            _say("nothing was changed. To replace the cell without a question: %%distribute --accept")
+            return
+        self._shell.set_next_input(new.text.rstrip("\n"), replace=True)  # type: ignore[no-untyped-call]
+        _say("the cell is replaced; run it")
+
+    run.__doc__ = HELP_TEXT
+
+
+def _is_accepted() -> bool:
+    try:
+        reply = input("Replace this cell? [y/N] ")
+    except (EOFError, NotImplementedError):  # nobody is there, or IPython's StdinNotImplementedError
+        return False
+    return reply.strip().lower() in ("y", "yes")
+
+
+def _say(text: str) -> None:
+    print(text)  # noqa: T201 - it was asked for

@@ -1,0 +1,258 @@
+"""``%%distribute``: plain loops become distributed ones that train alike, or are left alone with a reason."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nb_accelerate import notebook_launcher
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.magics.distribute import Distribute
+from nb_accelerate.magics.loop_rewriting import rewrite
+
+START = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+y = x.sum(dim=1, keepdim=True)
+history = []
+"""
+
+ACCUMULATION = "accumulation over two batches, the loss in the call"
+
+LOOPS = {
+    "a regression in a cell": START
+    + """
+device = "cuda" if torch.cuda.is_available() else "cpu"  # whichever is there
+model = nn.Linear(4, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+for epoch in range(3):
+    total = 0.0
+    for a, b in loader:
+        a, b = a.to(device), b.to(device)
+        loss = nn.functional.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    history.append(total / len(loader))
+""",
+    "a classifier with a scheduler for each epoch, and validation": START
+    + """
+labels = (y[:, 0] > 0).long()
+train = DataLoader(TensorDataset(x, labels), batch_size=16, shuffle=True)
+valid = DataLoader(TensorDataset(x, labels), batch_size=32)
+device = torch.device("cpu")
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+model = model.to(device)
+criterion = nn.CrossEntropyLoss()
+opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=2)
+for epoch in range(4):
+    model.train()
+    for inputs, targets in train:
+        opt.zero_grad()
+        loss = criterion(model(inputs.to(device)), targets.to(device))
+        loss.backward()
+        opt.step()
+    scheduler.step()
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for inputs, targets in valid:
+            right += (model(inputs.to(device)).argmax(1) == targets.to(device)).sum().item()
+    history.append(1 - right / 64)
+""",
+    "a function with clipping and a scheduler for each batch": START
+    + '''
+def fit(epochs):
+    """Fit, and give the losses."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to("cpu")
+    data = DataLoader(TensorDataset(x, y), batch_size=8)
+    optim = torch.optim.AdamW(net.parameters(), lr=0.02)
+    warmup = torch.optim.lr_scheduler.LinearLR(optim, 0.1, 1.0, 16)
+    losses = []
+    for _ in range(epochs):
+        for step, (a, b) in enumerate(data):
+            loss = ((net(a) - b) ** 2).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optim.step()
+            warmup.step()
+            optim.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+    return losses
+
+
+history = fit(3)
+''',
+    ACCUMULATION: START
+    + """
+model = nn.Linear(4, 1)
+loader = DataLoader(TensorDataset(x, y), batch_size=4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for epoch in range(2):
+    for i, (a, b) in enumerate(loader):
+        (nn.functional.mse_loss(model(a), b) / 2).backward()
+        if (i + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    history.append(nn.functional.mse_loss(model(x), y).item())
+""",
+    "a class in the cell, weights that are saved": START
+    + """
+import tempfile
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, a):
+        return self.layer(a)
+
+net = Net()  # größer wäre besser
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+optimizer = torch.optim.RMSprop(net.parameters(), lr=0.01)
+with tempfile.TemporaryDirectory() as folder:
+    for epoch in range(3):
+        for a, b in loader:
+            optimizer.zero_grad()
+            loss = (net(a) - b).abs().mean()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        torch.save(net.state_dict(), f"{folder}/net.pt")
+        assert set(net.state_dict()) == {"layer.weight", "layer.bias"}
+""",
+}
+
+
+def run_cells(cells: list[str]) -> list[Any]:
+    histories = []
+    for text in cells:
+        names: dict[str, Any] = {"__name__": "cell"}
+        exec(compile(text, "cell", "exec"), names)
+        histories.append([float(value) for value in names["history"]])
+    return histories
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[int, list[Any]]:
+    new = [rewrite(cell).text for cell in LOOPS.values()]
+    # One thread: sums of floats depend on how many there are.
+    plain = notebook_launcher(run_cells, (list(LOOPS.values()),), num_processes=1)
+    return {0: plain, **{n: notebook_launcher(run_cells, (new,), num_processes=n) for n in (1, 2)}}
+
+
+@pytest.mark.parametrize("number", range(len(LOOPS)), ids=list(LOOPS))
+def test_a_rewritten_loop_has_the_losses_of_the_plain_one(runs: dict[int, list[Any]], number: int):
+    [plain], [one] = runs[0], runs[1]
+    assert one[number] == pytest.approx(plain[number], abs=1e-6)
+
+
+@pytest.mark.parametrize("number", range(len(LOOPS)), ids=list(LOOPS))
+def test_a_rewritten_loop_learns_on_two_ranks_that_agree(runs: dict[int, list[Any]], number: int):
+    first, second = (rank[number] for rank in runs[2])
+    assert first == pytest.approx(second, abs=1e-6)
+    assert first[-1] < first[0]
+
+
+def test_two_ranks_accumulate_like_one_process_over_twice_the_batches(runs: dict[int, list[Any]]):
+    number = list(LOOPS).index(ACCUMULATION)
+    [plain] = run_cells([LOOPS[ACCUMULATION].replace("/ 2).backward", "/ 4).backward").replace("% 2 == 0", "% 4 == 0")])
+    assert runs[2][0][number] == pytest.approx(plain, abs=1e-5)
+
+
+def test_comments_and_layout_stay():
+    cell = LOOPS["a regression in a cell"]
+    kept = [line for line in rewrite(cell).text.splitlines() if line in cell.splitlines()]
+    assert "device = accelerator.device  # whichever is there" in rewrite(cell).text
+    assert len(kept) == len(cell.splitlines()) - 3  # device, backward, item
+
+
+def test_what_every_rank_does_for_itself_is_said():
+    notes = rewrite(LOOPS["a classifier with a scheduler for each epoch, and validation"]).notes
+    assert "valid is not shared out: every rank reads all of it" in notes
+    assert any(note.startswith("scheduler steps once for each epoch") for note in notes)
+
+
+def test_with_launch_the_cell_launches_itself():
+    new = rewrite(LOOPS["a regression in a cell"], launch=True).text
+    launched = []
+    source = new.replace("from nb_accelerate import notebook_launcher", "")
+    exec(source, {"notebook_launcher": launched.append})
+    assert launched[0].__name__ == "train"
+
+
+PLAIN = LOOPS["a regression in a cell"]
+
+UNSURE = {
+    "no loop": ("x = 1\n", "no loss.backward()"),
+    "two losses": (PLAIN.replace("        loss.backward()\n", "        loss.backward()\n" * 2), "line 20: a second"),
+    "arguments of backward": (PLAIN.replace("backward()", "backward(retain_graph=True)"), "line 19: backward()"),
+    "a closure": (PLAIN.replace("step()", "step(closure)"), "line 20: optimizer.step() has arguments"),
+    "two optimizers": (
+        PLAIN.replace("loader = ", "other = torch.optim.Adam(model.parameters())\nloader = "),
+        "line 13: a second optimizer",
+    ),
+    "all rows at once": (PLAIN.replace("in loader", "in [(x, y)]"), "line 15: the loop goes over"),
+    "distributed already": (
+        PLAIN.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = "),
+        "line 12: DistributedDataParallel",
+    ),
+    "one GPU that is meant": (PLAIN.replace("a.to(device)", "a.cuda(1)"), "line 16: 'a.cuda(1)' chooses one GPU"),
+    "an attribute of the model": (
+        PLAIN.replace("model(a)", "model.predict(a)"),
+        "line 17: model.predict",
+    ),
+    "a loader in the loop": (
+        PLAIN.replace("loader = ", "other = ").replace("    total = 0.0", "    loader = DataLoader(other.dataset)"),
+        "is inside a loop or a branch",
+    ),
+    "a device from elsewhere": (PLAIN.replace("device = ", "where = "), "'device' is made elsewhere"),
+    "a magic": (f"%time\n{PLAIN}", "line 1: this is not Python"),
+}
+
+
+@pytest.mark.parametrize("mistake", UNSURE)
+def test_an_unsure_loop_is_left_alone_with_the_reason(mistake: str):
+    cell, reason = UNSURE[mistake]
+    with pytest.raises(ConfigError) as raised:
+        rewrite(cell)
+    assert reason in str(raised.value)
+    assert str(raised.value).endswith("Nothing was changed")
+
+
+def distribute(line: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[Any]]:
+    replaced: list[Any] = []
+    shell = SimpleNamespace(set_next_input=lambda text, replace: replaced.append((text, replace)))
+    monkeypatch.setattr("builtins.input", lambda _: answer)
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        Distribute(shell).run(line, PLAIN)  # type: ignore[arg-type]
+    return shown.getvalue(), replaced
+
+
+def test_the_cell_is_replaced_when_the_changes_are_accepted(monkeypatch: pytest.MonkeyPatch):
+    shown, replaced = distribute("", "y", monkeypatch)
+    assert "-        loss.backward()" in shown
+    assert "+        accelerator.backward(loss)" in shown
+    assert replaced == [(rewrite(PLAIN).text.rstrip("\n"), True)]
+
+
+def test_the_cell_stays_when_they_are_not(monkeypatch: pytest.MonkeyPatch):
+    shown, replaced = distribute("", "", monkeypatch)
+    assert "nothing was changed" in shown
+    assert replaced == []
+
+
+def test_nobody_is_asked_where_the_line_accepts(monkeypatch: pytest.MonkeyPatch):
+    assert len(distribute("--accept", "n", monkeypatch)[1]) == 1
