@@ -51,7 +51,7 @@ class Distribute:
         if not parsed.get("accept") and not _is_accepted():
             _say("nothing was changed. To replace the cell without a question: %%distribute --accept")
             return
-        self._shell.set_next_input(new.text.rstrip("\n"), replace=True)  # type: ignore[no-untyped-call]
+        self._shell.set_next_input(new.text.rstrip("\n"), replace=True)
         _say("the cell is replaced; run it")
 
     run.__doc__ = HELP_TEXT

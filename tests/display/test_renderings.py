@@ -15,7 +15,7 @@ from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.memory import memory_table
 from nb_accelerate.display.track import LossHistory
 from nb_accelerate.display.view import FailureSummary, View
-from nb_accelerate.progress_page import Bar, RankMemory, Phase
+from nb_accelerate.progress_page import Bar, Phase, RankMemory
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
