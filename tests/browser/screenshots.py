@@ -91,7 +91,7 @@ class State(NamedTuple):
 STATES = {
     "running": State(2, "", "2 / 30", False),
     "ranks-8": State(8, "", "2 / 30", False),
-    "ranks-64": State(64, "pause=0.5", "2 / 30", False, launch=", start_method='fork'"),
+    "ranks-64": State(64, "pause=0.5", "1 / 30", False, launch=", start_method='fork'"),
     "chart": State(2, "", "2 / 30", False, opened="chart"),
     "stacks": State(2, "", "2 / 30", False, opened="Stacks"),
     "memory": State(2, "", "2 / 30", False, opened="Memory"),
