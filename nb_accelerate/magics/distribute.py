@@ -43,15 +43,15 @@ class Distribute:
             if parsed.get("help"):
                 _say(HELP_TEXT)
                 return
-            new = rewrite(cell, launch=bool(parsed.get("launch")))
-        changes = difflib.unified_diff(
-            cell.splitlines(), new.text.splitlines(), "this cell", "distributed", lineterm=""
-        )
+            # An empty line in the place of the magic's: lines are counted as the notebook shows them.
+            new = rewrite(f"\n{cell}", launch=bool(parsed.get("launch")))
+            text = new.text.removeprefix("\n").rstrip("\n")
+        changes = difflib.unified_diff(cell.splitlines(), text.splitlines(), "this cell", "distributed", lineterm="")
         _say("\n".join([*changes, *new.notes]))
         if not parsed.get("accept") and not _is_accepted():
             _say("nothing was changed. To replace the cell without a question: %%distribute --accept")
             return
-        self._shell.set_next_input(new.text.rstrip("\n"), replace=True)
+        self._shell.set_next_input(text, replace=True)
         _say("the cell is replaced; run it")
 
     run.__doc__ = HELP_TEXT

@@ -68,6 +68,9 @@ _OF_MODEL = frozenset(
 )
 """Attributes of a model that its wrapper has too, or that are rewritten."""
 
+_AROUND_LOADERS = frozenset({"enumerate", "tqdm", "tqdm_notebook"})
+"""Calls that give each batch of a loader once, in its order."""
+
 _LOOPS = (ast.For, ast.While)
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -233,14 +236,16 @@ def _the_optimizer(scope: ast.Module | ast.FunctionDef) -> tuple[ast.Assign, str
 
 def _the_loader(loop: ast.For, scope: ast.Module | ast.FunctionDef) -> str:
     loaders = {name for name, (_, call) in _makers(scope).items() if _last_name(call.func) == "DataLoader"}
-    over = {one.id for one in walk(loop.iter, ast.Name)} & loaders
-    if len(over) != 1:
+    over = loop.iter
+    while isinstance(over, ast.Call) and _last_name(over.func) in _AROUND_LOADERS and over.args:
+        over = over.args[0]
+    if not isinstance(over, ast.Name) or over.id not in loaders:
         raise unsure(
             loop,
             f"the loop goes over {ast.unparse(loop.iter)!r}, which is not one DataLoader made beside it, so nothing "
             "says how ranks share the rows",
         )
-    return over.pop()
+    return over.id
 
 
 def _makers(scope: ast.Module | ast.FunctionDef) -> dict[str, tuple[ast.Assign, ast.Call]]:

@@ -95,7 +95,7 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
 
 
 def _insert_accelerator(loop: TrainingLoop, edits: _Edits) -> None:
-    top = loop.tree.body[0]
+    top = next(one for one in loop.tree.body if not (isinstance(one, ast.ImportFrom) and one.module == "__future__"))
     if isinstance(top, (ast.FunctionDef, ast.ClassDef)) and top.decorator_list:
         raise unsure(top, "a decorated definition before anything else; put an import above it")
     edits.insert_before(top, "from nb_accelerate import Accelerator")
@@ -202,7 +202,8 @@ def _launched(text: str, loop: TrainingLoop) -> str:
     body = [f"    {line}" if line.strip() else line for line in lines[head:]]
     while body and not body[0].strip():
         body.pop(0)
-    imports = [*lines[:head], "from nb_accelerate import notebook_launcher"]
+    ours = "from nb_accelerate import Accelerator"
+    imports = [f"{ours}, notebook_launcher" if line == ours else line for line in lines[:head]]
     return "\n".join([*imports, "", "", "def train():", *body, "", "", "notebook_launcher(train)", ""])
 
 

@@ -178,6 +178,12 @@ def test_comments_and_layout_stay():
     assert len(kept) == len(cell.splitlines()) - 3  # device, backward, item
 
 
+def test_an_import_from_the_future_stays_first():
+    cell = f"from __future__ import annotations\n{PLAIN}"
+    first, second, *_ = rewrite(cell).text.splitlines()
+    assert (first, second) == ("from __future__ import annotations", "from nb_accelerate import Accelerator")
+
+
 def test_what_every_rank_does_for_itself_is_said():
     notes = rewrite(LOOPS["a classifier with a scheduler for each epoch, and validation"]).notes
     assert "valid is not shared out: every rank reads all of it" in notes
@@ -187,7 +193,8 @@ def test_what_every_rank_does_for_itself_is_said():
 def test_with_launch_the_cell_launches_itself():
     new = rewrite(LOOPS["a regression in a cell"], launch=True).text
     launched = []
-    source = new.replace("from nb_accelerate import notebook_launcher", "")
+    source = new.replace("Accelerator, notebook_launcher\n", "Accelerator\n")
+    assert source != new
     exec(source, {"notebook_launcher": launched.append})
     assert launched[0].__name__ == "train"
 
@@ -196,22 +203,27 @@ PLAIN = LOOPS["a regression in a cell"]
 
 UNSURE = {
     "no loop": ("x = 1\n", "no loss.backward()"),
-    "two losses": (PLAIN.replace("        loss.backward()\n", "        loss.backward()\n" * 2), "line 20: a second"),
-    "arguments of backward": (PLAIN.replace("backward()", "backward(retain_graph=True)"), "line 19: backward()"),
-    "a closure": (PLAIN.replace("step()", "step(closure)"), "line 20: optimizer.step() has arguments"),
+    "two losses": (PLAIN.replace("        loss.backward()\n", "        loss.backward()\n" * 2), "line 21: a second"),
+    "arguments of backward": (PLAIN.replace("backward()", "backward(retain_graph=True)"), "line 20: backward()"),
+    "a closure": (PLAIN.replace("step()", "step(closure)"), "line 21: optimizer.step() has arguments"),
     "two optimizers": (
         PLAIN.replace("loader = ", "other = torch.optim.Adam(model.parameters())\nloader = "),
         "line 13: a second optimizer",
     ),
-    "all rows at once": (PLAIN.replace("in loader", "in [(x, y)]"), "line 15: the loop goes over"),
+    "all rows at once": (PLAIN.replace("in loader", "in [(x, y)]"), "line 16: the loop goes over"),
+    "two sources in step": (
+        PLAIN.replace("a, b in loader", "(a, b), _ in zip(loader, y)"),
+        "line 16: the loop goes over",
+    ),
+    "rows that are counted": (PLAIN.replace("len(loader)", "len(loader.dataset)"), "line 23: loader.dataset counts"),
     "distributed already": (
         PLAIN.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = "),
         "line 12: DistributedDataParallel",
     ),
-    "one GPU that is meant": (PLAIN.replace("a.to(device)", "a.cuda(1)"), "line 16: 'a.cuda(1)' chooses one GPU"),
+    "one GPU that is meant": (PLAIN.replace("a.to(device)", "a.cuda(1)"), "line 17: 'a.cuda(1)' chooses one GPU"),
     "an attribute of the model": (
         PLAIN.replace("model(a)", "model.predict(a)"),
-        "line 17: model.predict",
+        "line 18: model.predict",
     ),
     "a loader in the loop": (
         PLAIN.replace("loader = ", "other = ").replace("    total = 0.0", "    loader = DataLoader(other.dataset)"),
@@ -231,13 +243,13 @@ def test_an_unsure_loop_is_left_alone_with_the_reason(mistake: str):
     assert str(raised.value).endswith("Nothing was changed")
 
 
-def distribute(line: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[Any]]:
+def distribute(line: str, answer: str, monkeypatch: pytest.MonkeyPatch, cell: str = PLAIN) -> tuple[str, list[Any]]:
     replaced: list[Any] = []
     shell = SimpleNamespace(set_next_input=lambda text, replace: replaced.append((text, replace)))
     monkeypatch.setattr("builtins.input", lambda _: answer)
     shown = io.StringIO()
     with redirect_stdout(shown):
-        Distribute(shell).run(line, PLAIN)  # type: ignore[arg-type]
+        Distribute(shell).run(line, cell)  # type: ignore[arg-type]
     return shown.getvalue(), replaced
 
 
@@ -256,3 +268,8 @@ def test_the_cell_stays_when_they_are_not(monkeypatch: pytest.MonkeyPatch):
 
 def test_nobody_is_asked_where_the_line_accepts(monkeypatch: pytest.MonkeyPatch):
     assert len(distribute("--accept", "n", monkeypatch)[1]) == 1
+
+
+def test_lines_are_counted_from_the_magic_as_the_notebook_does(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="line 17: the loop goes over"):
+        distribute("", "y", monkeypatch, UNSURE["all rows at once"][0])
