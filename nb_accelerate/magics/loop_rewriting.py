@@ -41,13 +41,16 @@ class _Edits:
             self.found.append((start, end, text))
 
     def insert_before(self, node: ast.stmt, line: str) -> None:
-        at = self._lines[node.lineno - 1]
-        self.found.append((at, at, f"{' ' * node.col_offset}{line}\n"))
+        self._insert(self._lines[node.lineno - 1], node, line)
 
     def insert_after(self, node: ast.stmt, line: str) -> None:
         assert node.end_lineno is not None
-        at = self._lines[node.end_lineno]
-        self.found.append((at, at, f"{' ' * node.col_offset}{line}\n"))
+        self._insert(self._lines[node.end_lineno], node, line)
+
+    def _insert(self, at: int, beside: ast.stmt, line: str) -> None:
+        start = self._lines[beside.lineno - 1]
+        indent = self.source.encode()[start : start + beside.col_offset].decode()  # tabs stay tabs
+        self.found.append((at, at, f"{indent}{line}\n"))
 
     def text(self) -> str:
         result = self.source.encode()
@@ -91,6 +94,10 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
     text = edits.text()
     if launch:
         text = _launched(text, loop)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"the changed cell could not be read ({error}). Nothing was changed") from error
     return Rewritten(text, tuple(_notes(scope, loop)))
 
 
@@ -137,10 +144,16 @@ def _rewrite_devices(scope: ast.AST, edits: _Edits) -> None:
     names = [one for one in walk(scope, ast.Name) if one.id == "device"]
     if names and not any(isinstance(one.ctx, ast.Store) for one in names):
         raise unsure(names[0], "'device' is made elsewhere; write device = 'cpu' beside the loop, which is replaced")
+    moved_to = {
+        ast.unparse(value)
+        for call in walk(scope, ast.Call)
+        for value in [*(call.args[:1] if is_method(call, "to") else ()), *_values(call, "device")]
+    }
     for made in walk(scope, ast.Assign):
-        if _is_device(made.value):
+        name = ast.unparse(made.targets[0])
+        if _is_device(made.value) and (name in moved_to or not _is_device_word(made.value)):
             edits.replace(made.value, "accelerator.device")
-        elif ast.unparse(made.targets[0]) == "device":
+        elif name == "device":
             raise unsure(made, f"{ast.unparse(made)!r} is not a device that is understood")
     for call in walk(scope, ast.Call):
         if is_method(call, "cuda"):
@@ -193,7 +206,7 @@ def _launched(text: str, loop: TrainingLoop) -> str:
             )
     if any(isinstance(one, ast.Name) and one.id == "train" for one in ast.walk(tree)):
         raise ConfigError("the name 'train' is used already, so --launch cannot use it. Nothing was changed")
-    lines = text.splitlines()
+    lines = text.split("\n")[:-1]
     head = 0
     for statement in tree.body:
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -229,4 +242,4 @@ def _notes(scope: ast.AST, loop: TrainingLoop) -> list[str]:
 
 
 def _line_of(source: str, number: int) -> str:
-    return source.splitlines()[number - 1]
+    return source.split("\n")[number - 1]

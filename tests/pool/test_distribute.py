@@ -184,6 +184,16 @@ def test_an_import_from_the_future_stays_first():
     assert (first, second) == ("from __future__ import annotations", "from nb_accelerate import Accelerator")
 
 
+def test_tabs_stay_tabs_and_texts_that_are_no_devices_stay():
+    cell = "mode = 'cpu'\nwhere = 'cuda'\n" + PLAIN.replace("    ", "\t").replace("(4, 1)", "(4, 1).to(where)")
+    body = "\n".join(f"\t{line}" if line else "" for line in cell.splitlines())
+    new = rewrite(f"def fit():\n{body}\n").text
+    assert "\n\taccelerator = Accelerator()\n" in new
+    assert "\n\tmodel, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n" in new
+    assert "\tmode = 'cpu'\n" in new
+    assert "\twhere = accelerator.device\n" in new
+
+
 def test_what_every_rank_does_for_itself_is_said():
     notes = rewrite(LOOPS["a classifier with a scheduler for each epoch, and validation"]).notes
     assert "valid is not shared out: every rank reads all of it" in notes
