@@ -38,6 +38,7 @@ class Cells:
         self._auto = auto
         self._defaults = defaults
         self._search_path: list[str] = []
+        self._autoreloads = False
 
     def distributed(self, line: str, cell: str) -> CellHandle | None:
         """Run the cell on every rank; replaced below by the whole help."""
@@ -82,6 +83,7 @@ class Cells:
         if replaced:
             _show(replaced)
         self._send_search_path(pool)
+        self._send_autoreload(pool)
         variables = self._shell.user_ns
         if parsed.get("background"):
             return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
@@ -98,6 +100,15 @@ class Cells:
 
         pool.call(use_search_path, list(sys.path))
         self._search_path = list(sys.path)
+
+    def _send_autoreload(self, pool: Pool) -> None:
+        """Have ranks reload edited modules where the notebook does; each time, as some of them may be new."""
+        from nb_accelerate.worker.autoreload import Autoreload, use_autoreload
+
+        wanted = Autoreload.of(self._shell)
+        if (self._autoreloads or wanted != Autoreload()) and pool.is_idle and not pool.lost:
+            pool.call(use_autoreload, wanted)
+            self._autoreloads = wanted != Autoreload()
 
     def _read(self, cell: str, head: str | None) -> CellSource:
         """Check the cell here, once, before any rank sees it."""

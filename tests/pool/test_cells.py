@@ -418,6 +418,22 @@ def test_folders_that_the_notebook_adds_to_its_search_path_are_those_of_the_rank
     notebook.run("sys.path.pop(0)").ok()
 
 
+def test_modules_that_the_notebook_reloads_are_reloaded_on_ranks_too(notebook: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "edited_module.py"
+    module.write_text("def answer():\n    return 41\n")
+    notebook.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n%load_ext autoreload\n%autoreload 2").ok()
+    cell = "%%distributed\nprint(answer())"
+    notebook.run("%%distributed\nfrom edited_module import answer").ok()
+    assert notebook.run(cell).ok().stdout == "41\n"
+    module.write_text("def answer():\n    return 'edited'\n")  # of another length: times of files may be equal
+    assert notebook.run(cell).ok().stdout == "edited\n"
+    notebook.run("%autoreload 0").ok()
+    notebook.run("%%distributed\n1").ok()
+    module.write_text("def answer():\n    return 'edited once more'\n")
+    assert notebook.run(cell).ok().stdout == "edited\n"
+    notebook.run("sys.path.pop(0)").ok()
+
+
 def test_a_name_that_only_ranks_have_is_told_to_be_there(notebook: Kernel) -> None:
     notebook.run("%%distributed\nonly_there = 1").ok()
     cell = notebook.run("only_there + 1")
