@@ -302,6 +302,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(
                 name="timeout", help="seconds after which the launch is ended", convert=float, is_ours=True, metavar="S"
             ),
+            Flag(name="bell", help="ring the terminal's bell at the end, however it ends", is_ours=True),
             Flag(name="dry_run", help="print commands and environments, and start nothing", is_ours=True),
         ),
     ),

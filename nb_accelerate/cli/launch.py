@@ -75,6 +75,14 @@ def _add_notebook_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return _launch(arguments)
+    finally:
+        if arguments.bell and sys.stderr.isatty():
+            print("\a", end="", file=sys.stderr, flush=True)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
     if arguments.target.endswith(".ipynb") and not (arguments.module or arguments.no_python):
         return _run_notebook(arguments)
     for name in ("output_dir", "html", "parameter", "parameters_file", "function"):
