@@ -7,8 +7,6 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import innermost
-from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
 from nb_accelerate.display.advice import advice
 from nb_accelerate.display.bars import bar_rows
@@ -20,8 +18,9 @@ from nb_accelerate.display.not_finite import NotFiniteLosses
 from nb_accelerate.display.pace import Pace, remarks, summary
 from nb_accelerate.display.phase_times import PhaseTimes, parts, together
 from nb_accelerate.display.seen import Seen
+from nb_accelerate.display.standstill import Standstill
 from nb_accelerate.display.stragglers import slow_sentences, stragglers
-from nb_accelerate.display.track import METHODS, LossHistory, Track, loss_of
+from nb_accelerate.display.track import LossHistory, Track, loss_of
 from nb_accelerate.display.usage import of_cpu, of_gpu
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
@@ -182,7 +181,7 @@ class PanelState:
             return "done" if self._state not in ("failed", "interrupted") else ""
         if state == "stopped" or slow is not None:
             return "late"
-        return "late" if stalled and not self._waits(rank) else ""
+        return "late" if stalled and not self._standstill.waits(rank) else ""
 
     def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> Row:
         share: float | None
@@ -272,7 +271,7 @@ class PanelState:
         if track.sample.paused:
             return "paused"
         if is_stalled:
-            return f"{self._where(rank, doing)}, for {words.brief(now - track.moved_at)}"
+            return f"{self._standstill.where(rank, doing)}, for {words.brief(now - track.moved_at)}"
         if track.phase is Phase.RUNNING and track.sample.in_loop:
             doing = "between steps"
         if track.phase is Phase.EVALUATING and track.sample.total:
@@ -280,13 +279,6 @@ class PanelState:
         if track.sample.saves and track.phase is not Phase.SAVING:
             doing += ", saving"
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
-
-    def _where(self, rank: int, doing: str) -> str:
-        """Say where a stalled rank is: the innermost line of its stack, or the collective in which it waits."""
-        if rank not in self._stacks:
-            return doing
-        waits = who_waits({rank: self._stacks[rank]})
-        return f"waits in {innermost(self._stacks[rank])}" if waits.waits else waits.place
 
     def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind], now: float) -> tuple[Row, ...]:
         apart = [rank for rank, kind in kinds.items() if kind in ("late", "bad")]
@@ -335,47 +327,15 @@ class PanelState:
         began = sample.in_loop or sample.phase is Phase.WAITING or any(not bar.ended for bar in sample.bars)
         return began and now - track.moved_at > STALL
 
-    def _waits(self, rank: int) -> bool:
-        if rank in self._stacks:
-            return who_waits({rank: self._stacks[rank]}).waits
-        return self._tracks[rank].sample.phase in (Phase.WAITING, Phase.BACKWARD)
-
-    def _stall_words(self, stalled: set[int], now: float) -> tuple[str, ...]:
-        stopped = [rank for rank, seen in self._seen.items() if seen.state == "stopped"]
-        sentences = [
-            f"Rank {rank} is stopped (SIGSTOP). To let it go on: kill -CONT {self._seen[rank].pid}" for rank in stopped
-        ]
-        waiting = [rank for rank in stalled if rank not in stopped and self._waits(rank)]
-        elsewhere = sorted(stalled - set(waiting) - set(stopped))
-        returned = [rank for rank, seen in self._seen.items() if seen.state == "returned"]
-        waited_in = self._place(waiting)
-        who = f"{words.capitalized(words.named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
-        if elsewhere and (waiting or len(elsewhere) < len(self._tracks)):
-            since = now - min(self._tracks[rank].moved_at for rank in elsewhere)
-            verb = "has" if len(elsewhere) == 1 else "have"
-            text = f"{words.capitalized(words.named(elsewhere))} {verb} not moved for {words.brief(since)}"
-            text += self._place(elsewhere, ": ")
-            if waiting:
-                text += f"; {who[0].lower()}{who[1:]} for {_it(elsewhere)}{waited_in}"
-            sentences.append(text + ".")
-        elif waiting and returned:
-            have = "has" if len(returned) == 1 else "have"
-            sentences.append(f"{who}{waited_in} for {words.named(returned)}, which {have} returned.")
-        elif waiting and stopped:
-            sentences[-1] += f". {who} for {_it(stopped)}{waited_in}."
-        return tuple(sentences) or ((self._hang,) if self._hang else ())
+    @property
+    def _standstill(self) -> Standstill:
+        return Standstill(self._seen, self._tracks, self._stacks)
 
     def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
-        on_now = (*self._stall_words(stalled, now), *slow) if self._ended is None else ()
+        still = self._standstill.sentences(stalled, now) or ((self._hang,) if self._hang else ())
+        on_now = (*still, *slow) if self._ended is None else ()
         said = warnings_of(track.sample for track in self._tracks.values())
         return (*on_now, *said, *self._not_finite.sentences(len(self._tracks)), *self._jump.sentences())
-
-    def _place(self, ranks: Sequence[int], before: str = " ") -> str:
-        dumps = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
-        if dumps:
-            return before + who_waits(dumps).place
-        inside = {self._tracks[rank].sample.waits_in for rank in ranks} - {None}
-        return f"{before}in {METHODS[next(iter(inside))]}" if len(inside) == 1 else ""  # type: ignore[index]
 
     # The whole.
 
@@ -405,7 +365,3 @@ class PanelState:
 
 def _part(done: int, total: int) -> float:
     return min(1.0, done / total) if total else 1.0
-
-
-def _it(ranks: Sequence[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"

@@ -1,0 +1,93 @@
+"""Sentences about ranks that have not moved for a while: which one is to blame, and who waits where for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nb_accelerate.diagnostics.stacks import innermost
+from nb_accelerate.diagnostics.waits import who_waits
+from nb_accelerate.display import words
+from nb_accelerate.display.track import METHODS
+from nb_accelerate.progress_page import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nb_accelerate.display.seen import Seen
+    from nb_accelerate.display.track import Track
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """What is known of ranks, some of which stand still.
+
+    Attributes:
+        seen: each rank from outside.
+        tracks: each rank's way so far.
+        stacks: those that have arrived.
+    """
+
+    seen: Mapping[int, Seen]
+    tracks: Mapping[int, Track]
+    stacks: Mapping[int, str]
+
+    def waits(self, rank: int) -> bool:
+        """Return whether a rank waits for others: by its stack, or without one by its phase."""
+        if rank in self.stacks:
+            return who_waits({rank: self.stacks[rank]}).waits
+        return self.tracks[rank].sample.phase in (Phase.WAITING, Phase.BACKWARD)
+
+    def where(self, rank: int, doing: str) -> str:
+        """Say where a rank is: the innermost line of its stack, or the collective in which it waits.
+
+        Args:
+            rank: its number.
+            doing: what to say without a stack.
+        """
+        if rank not in self.stacks:
+            return doing
+        waits = who_waits({rank: self.stacks[rank]})
+        return f"waits in {innermost(self.stacks[rank])}" if waits.waits else waits.place
+
+    def sentences(self, stalled: set[int], now: float) -> tuple[str, ...]:
+        """Return what to tell the user.
+
+        Args:
+            stalled: ranks that have not moved for some time.
+            now: `time.monotonic`.
+        """
+        stopped = [rank for rank, seen in self.seen.items() if seen.state == "stopped"]
+        sentences = [
+            f"Rank {rank} is stopped (SIGSTOP). To let it go on: kill -CONT {self.seen[rank].pid}" for rank in stopped
+        ]
+        waiting = [rank for rank in stalled if rank not in stopped and self.waits(rank)]
+        elsewhere = sorted(stalled - set(waiting) - set(stopped))
+        returned = [rank for rank, seen in self.seen.items() if seen.state == "returned"]
+        waited_in = self._place(waiting)
+        who = f"{words.capitalized(words.named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+        if elsewhere and (waiting or len(elsewhere) < len(self.tracks)):
+            since = now - min(self.tracks[rank].moved_at for rank in elsewhere)
+            verb = "has" if len(elsewhere) == 1 else "have"
+            text = f"{words.capitalized(words.named(elsewhere))} {verb} not moved for {words.brief(since)}"
+            text += self._place(elsewhere, ": ")
+            if waiting:
+                text += f"; {who[0].lower()}{who[1:]} for {_it(elsewhere)}{waited_in}"
+            sentences.append(text + ".")
+        elif waiting and returned:
+            have = "has" if len(returned) == 1 else "have"
+            sentences.append(f"{who}{waited_in} for {words.named(returned)}, which {have} returned.")
+        elif waiting and stopped:
+            sentences[-1] += f". {who} for {_it(stopped)}{waited_in}."
+        return tuple(sentences)
+
+    def _place(self, ranks: Sequence[int], before: str = " ") -> str:
+        dumps = {rank: self.stacks[rank] for rank in ranks if rank in self.stacks}
+        if dumps:
+            return before + who_waits(dumps).place
+        inside = {self.tracks[rank].sample.waits_in for rank in ranks} - {None}
+        return f"{before}in {METHODS[next(iter(inside))]}" if len(inside) == 1 else ""  # type: ignore[index]
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
