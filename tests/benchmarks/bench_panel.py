@@ -23,7 +23,7 @@ from nb_accelerate.display.notebook_panel import NotebookPanel
 from nb_accelerate.display.panel import Action, Panel
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.view import Facts
-from nb_accelerate.progress_page import PageReader, Phase, ProgressPage
+from nb_accelerate.progress_page import PageReader, Phase, ProgressPage, layout
 
 RANKS = 64
 STEPS = 20
@@ -66,7 +66,7 @@ def _a_step(page: ProgressPage) -> Any:
 
 
 def _writing() -> list[str]:
-    page = ProgressPage(mmap.mmap(-1, 4096))
+    page = ProgressPage(mmap.mmap(-1, layout.SIZE))
     page.begin_request()
     empty = _nanoseconds(lambda: None)
     one = _nanoseconds(lambda: page.step(7)) - empty
@@ -176,8 +176,9 @@ def _training() -> list[str]:
 WRITER = """
 import sys, time
 from nb_accelerate.progress_page import ProgressPage, Phase
+from nb_accelerate.progress_page import layout
 import mmap
-pages = [ProgressPage(mmap.mmap(int(fd), 4096)) for fd in sys.argv[1:]]
+pages = [ProgressPage(mmap.mmap(int(fd), layout.SIZE)) for fd in sys.argv[1:]]
 for page in pages:
     page.begin_request()
     page.begin_loop(total=100_000, rows=2048, epoch=1, evaluates=False)
@@ -207,6 +208,9 @@ class _Ranks:
 
     def ask(self) -> None:
         raise AssertionError("nobody is stalled")
+
+    def note_lines(self) -> None:
+        pass
 
     def stacks(self) -> dict[int, str]:
         return {}
