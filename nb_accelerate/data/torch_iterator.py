@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from nb_accelerate.data.iterable import MarkingShard
@@ -27,9 +29,13 @@ def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
         batches: what ``iter(loader)`` returned.
         loader: any.
     """
-    sampler: Any = loader.batch_sampler
-    if type(batches) is not _SingleProcessDataLoaderIter or type(sampler) is not BatchSampler:
+    if type(batches) is not _SingleProcessDataLoaderIter:
         return batches  # type: ignore[no-any-return]
+    sampler: Any = loader.batch_sampler
+    if sampler is not None and _holds_tensors(loader.dataset) and _collates_as_torch(loader):
+        batches._dataset_fetcher = _TensorFetcher(loader.dataset, batches._dataset_fetcher)  # noqa: SLF001 - torch's
+    if type(sampler) is not BatchSampler:
+        return batches
     if isinstance(loader.dataset, IterableDataset):
         # torch's sampler makes a new list of Nones for each batch. Its fetcher uses the length alone.
         batches._sampler_iter = itertools.repeat([None] * sampler.batch_size)  # noqa: SLF001 - torch's
@@ -67,3 +73,53 @@ class _PieceFetcher:
         if self._drop_last and len(rows) < len(index):
             raise StopIteration
         return self._collate(rows)
+
+
+class _TensorFetcher:
+    """Takes the rows of a batch out of a `TensorDataset` at once; torch's fetcher takes and stacks them one by one.
+
+    Args:
+        dataset: a `TensorDataset`, or a `Subset` of one.
+        one_by_one: torch's fetcher, for tensors and row numbers of which copies at once could differ.
+    """
+
+    def __init__(self, dataset: Any, one_by_one: Any) -> None:
+        self._dataset = dataset
+        self._one_by_one = one_by_one
+
+    def fetch(self, index: Sequence[Any]) -> Any:
+        """Return the next batch. Called by torch's iterator, with the numbers of its rows."""
+        dataset, numbers = self._dataset, index
+        while type(dataset) is Subset:
+            indices = dataset.indices
+            numbers = [indices[number] for number in numbers]
+            dataset = dataset.dataset
+        if not all(map(_is_plain, dataset.tensors)) or set(map(type, numbers)) != {int}:
+            return self._one_by_one.fetch(index)
+        rows = torch.tensor(numbers, device="cpu")
+        return [tensor[rows] for tensor in dataset.tensors]
+
+
+def _holds_tensors(dataset: Any) -> bool:
+    """Return whether a dataset is torch's `TensorDataset`, or a part of one, and no subclass."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
+
+
+def _collates_as_torch(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader makes batches by torch's `default_collate`, to which nobody has added types."""
+    return loader.collate_fn is default_collate and all(
+        function.__module__ == torch_collate.__name__ for function in torch_collate.default_collate_fn_map.values()
+    )
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether stacked rows of a tensor have the same values and strides as the rows taken at once."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+    )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import collate as torch_collate
 
 from nb_accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 
@@ -41,3 +45,50 @@ def test_a_batch_of_a_stream_is_made_of_a_list_as_in_a_loader_of_torch(rows: int
         for _ in range(2):
             assert list(prepared) == list(wanted)
     assert seen or not rows or drop_last
+
+
+class OtherRows(TensorDataset):
+    """A subclass, which may do anything with its rows."""
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("part", [None, [9, 1, 1, -2, 0], torch.tensor([3, 2, 1, 0])])
+def test_rows_of_tensors_that_are_taken_at_once_are_those_that_torch_stacks(part: Any, shuffle: bool) -> None:
+    tensors = TensorDataset(torch.arange(66.0).reshape(11, 2, 3), torch.arange(11), torch.arange(11) % 2 == 0)
+    data = tensors if part is None else Subset(Subset(tensors, range(11)), part)
+    plain = DataLoader(data, batch_size=4, shuffle=shuffle, generator=torch.Generator().manual_seed(3))
+    wanted = list(plain)
+    assert plain.generator is not None
+    plain.generator.manual_seed(3)
+    for got, batch in zip(prepare_data_loader(plain, put_on_device=False), wanted, strict=True):
+        assert type(got) is list
+        for one, other in zip(got, batch, strict=True):
+            assert torch.equal(one, other)
+            assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+
+
+def test_rows_of_tensors_are_taken_at_once_only_where_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[object] = []
+    stacked = torch_collate.collate_tensor_fn
+
+    def count(rows: Any, **options: Any) -> torch.Tensor:
+        fetched.append(None)
+        return stacked(rows, **options)
+
+    def stacks(data: Any, **options: Any) -> int:
+        """Return how many tensors torch stacked for the rows of a dataset."""
+        fetched.clear()
+        loader = prepare_data_loader(DataLoader(data, batch_size=4, **options), put_on_device=False)
+        assert sum(len(batch[1]) for batch in loader) == len(data)
+        return len(fetched)
+
+    count.__module__ = torch_collate.__name__
+    monkeypatch.setitem(torch_collate.default_collate_fn_map, torch.Tensor, count)
+    whole = torch.arange(8.0)
+    assert stacks(TensorDataset(whole, whole)) == 0
+    assert stacks(TensorDataset(whole, whole), collate_fn=partial(default_collate)) == 4
+    assert stacks(TensorDataset(whole.clone().requires_grad_(), whole)) == 4
+    assert stacks(TensorDataset(whole, torch.arange(16.0).reshape(2, 8).T)) == 4
+    assert stacks(OtherRows(whole, whole)) == 4
+    count.__module__ = __name__  # somebody's own
+    assert stacks(TensorDataset(whole, whole)) == 4
