@@ -7,12 +7,13 @@ loop runs, and of sums and products of those. Everything else (``while``, a list
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import operator
 import re
 from collections import ChainMap
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from nb_accelerate.errors.traceback_lines import is_ours, is_users
 
@@ -33,8 +34,26 @@ _MAGIC = re.compile(r"^([ \t]*)[%!].*$", re.MULTILINE)
 _MOST_FILES = 8
 """Files and cells whose loops are remembered."""
 
-_known_loops: dict[str, tuple[list[str], list[ast.For]]] = {}
-"""By the name of a file: its lines, as `linecache` has them, and its loops."""
+_MOST_FILENAMES = 256
+"""Names of files of which it is remembered whether they are the user's."""
+
+
+class _FileLoops(NamedTuple):
+    """The ``for`` loops of a file or cell.
+
+    Attributes:
+        lines: of the file, as `linecache` has them.
+        loops: outer ones first.
+        ranges: what `_ranges_around` found, by line.
+    """
+
+    lines: list[str]
+    loops: list[ast.For]
+    ranges: dict[int, list[tuple[ast.expr, ast.Call]]]
+
+
+_known_loops: dict[str, _FileLoops] = {}
+"""By the name of a file."""
 
 _MOST_FRAMES = 40
 """Frames that are looked at, from the inside to the outside."""
@@ -55,21 +74,28 @@ def epoch_around() -> tuple[int, int] | None:
         if frame is None or users == _MOST_USER_FRAMES:
             return None
         filename = frame.f_code.co_filename
-        if is_users(filename):
+        if _is_users(filename):
             users += 1
             found = _in_frame(frame)
             if found is not None:
                 return found
-        elif not is_ours(filename) and not _IS_BAR.search(filename):
+        elif not _is_passed(filename):
             return None
         frame = frame.f_back
     return None
 
 
+_is_users = functools.lru_cache(maxsize=_MOST_FILENAMES)(is_users)
+
+
+@functools.lru_cache(maxsize=_MOST_FILENAMES)
+def _is_passed(filename: str) -> bool:
+    """Return whether the loop over epochs may be outside a frame of this file, which is not the user's."""
+    return is_ours(filename) or _IS_BAR.search(filename) is not None
+
+
 def _in_frame(frame: FrameType) -> tuple[int, int] | None:
-    line = frame.f_lineno
-    loops = [loop for loop in _loops(frame.f_code.co_filename) if loop.body[0].lineno <= line <= _end(loop)]
-    ranges = [(loop.target, loop.iter) for loop in loops if _is_range(loop.iter)]
+    ranges = _ranges_around(frame.f_code.co_filename, frame.f_lineno)
     if not ranges:
         return None
     names = ChainMap(frame.f_locals, frame.f_globals)  # each look at f_locals of a function makes a new dict
@@ -83,15 +109,19 @@ def _in_frame(frame: FrameType) -> tuple[int, int] | None:
     return (number + 1, epochs) if epochs > 1 else None
 
 
-def _loops(filename: str) -> list[ast.For]:
-    """Return the ``for`` loops of a file or cell, outer ones first."""
+def _ranges_around(filename: str, line: int) -> list[tuple[ast.expr, ast.Call]]:
+    """Return the targets and ``range`` calls of the ``for`` loops around a line of a file or cell, outer ones first."""
     lines = linecache.getlines(filename)
     known = _known_loops.get(filename)
-    if known is None or known[0] is not lines:  # `linecache` returns one list as long as a file is the same
+    if known is None or known.lines is not lines:  # `linecache` returns one list as long as a file is the same
         if len(_known_loops) >= _MOST_FILES:
             _known_loops.clear()
-        _known_loops[filename] = known = (lines, _parse("".join(lines)))
-    return known[1]
+        _known_loops[filename] = known = _FileLoops(lines, _parse("".join(lines)), {})
+    ranges = known.ranges.get(line)
+    if ranges is None:
+        loops = [loop for loop in known.loops if loop.body[0].lineno <= line <= _end(loop)]
+        known.ranges[line] = ranges = [(loop.target, loop.iter) for loop in loops if _is_range(loop.iter)]
+    return ranges
 
 
 def _parse(source: str) -> list[ast.For]:

@@ -27,4 +27,7 @@ DEVICE_KINDS: list[DeviceKind] = [CUDA, XPU, MPS, XLA, TPU, CPU]
 
 def find_kind(name: str) -> DeviceKind | None:
     """Return the row for torch's name of a device type, or None if there is none."""
-    return next((kind for kind in DEVICE_KINDS if kind.name == name), None)
+    for kind in DEVICE_KINDS:
+        if kind.name == name:
+            return kind
+    return None

@@ -131,7 +131,7 @@ class ProgressPage:
         words = self._words
         if self._loops:
             outer = self._loops[-1]
-            outer.words = tuple(words[index] for index in _LOOP_WORDS)
+            outer.words = _loop_words(words)
             self._count(outer)
         words[layout.STEP] = step
         words[layout.TOTAL] = -1 if total is None else total
@@ -158,7 +158,7 @@ class ProgressPage:
         self._loops.remove(loop)
         if not is_innermost:
             return
-        loop.words = tuple(words[index] for index in _LOOP_WORDS)
+        loop.words = _loop_words(words)
         self._count(loop)
         words[layout.IN_LOOP] = 0
         if self._loops:
@@ -331,6 +331,8 @@ _LOOP_WORDS = (
     layout.WORKERS,
     layout.TRAINS,
 )
+
+_loop_words: Callable[[memoryview[int]], tuple[int, ...]] = operator.itemgetter(*_LOOP_WORDS)
 
 
 def _cut(text: str, size: int) -> bytes:
