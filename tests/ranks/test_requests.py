@@ -6,212 +6,26 @@ import contextlib
 import os
 import pickle
 import select
-import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fixtures.deadlines import observing
-from fixtures.ranks import RunRanks
+from fixtures.actor_ranks import RESULT, SOON, ActorRank, Cell, begin, failure
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
-from nb_accelerate.errors import DeadlineError, PoolError, RankDiedError
-from nb_accelerate.launch import Launch, notebook_launcher
-from nb_accelerate.pool.ending import cell_steps, wording
-from nb_accelerate.pool.rank import PoolRank
-from nb_accelerate.progress_page import PageReader
+from nb_accelerate.errors import DeadlineError, PoolError
+from nb_accelerate.pool.ending import cell_steps
 from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.progress_page.page import ProgressPage
-from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.protocol.messages import Call, ErrorReport, Failure, Parcel, Quit, Ready, Result
-from nb_accelerate.ranks import hang, proxy
-from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, death, error_of, first_cause
+from nb_accelerate.ranks.failures import Wording, error_of
 from nb_accelerate.ranks.guard import GuardedOutput
-from nb_accelerate.ranks.handle import RankHandle
-from nb_accelerate.ranks.hang import HangWatch
 from nb_accelerate.ranks.loop import RankLoop
-from nb_accelerate.ranks.panel import RequestView
 from nb_accelerate.ranks.proxy import RankProxy
 from nb_accelerate.ranks.request import Awaits, Request
 from nb_accelerate.ranks.request_output import RequestOutput
-from nb_accelerate.ranks.sinks import Sink
-from nb_accelerate.ranks.status import locate_ranks
 from nb_accelerate.ranks.steps import call_steps, quit_steps
 from nb_accelerate.ranks.timeouts import NEVER, Timeouts
-
-SOON = Timeouts(ask=0.02, cause=0.0, interrupt=0.02, unwind=0.02, cut=0.02, wait=0.02, terminate=0.02, kill=0.02)
-
-
-class ActorRank(RankHandle):
-    """A rank that is a thread, as one of an engine would be: a channel, streams, an end, and verbs.
-
-    Args:
-        rank: its number.
-        answer: to a call; None if it never answers.
-        ends_on: verbs that end it.
-
-    Attributes:
-        verbs: what it was told to do.
-    """
-
-    def __init__(self, rank: int, answer: Result | Failure | None, *, ends_on: Sequence[str] = ()) -> None:
-        self.rank = self.local_rank = rank
-        self.mark = b"a mark of 16 b.."
-        self.page = PageReader()
-        self.channel, there = Channel.pair()
-        self.verbs: list[str] = []
-        self._there = Channel(there)
-        self._answer = answer
-        self._ends_on = ends_on
-        self._pid: int | None = None
-        pipes = [os.pipe() for _ in range(4)]
-        self.stdout, self.stderr, self.stacks, self.status = (read for read, _ in pipes)
-        for fd in (self.stdout, self.stderr, self.stacks, self.status):
-            os.set_blocking(fd, False)
-        self._ends = [write for _, write in pipes]
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # the test has closed the other end
-            self._there.send(Ready(pid=0))
-            while True:
-                message = self._there.recv().message
-                if isinstance(message, Quit):
-                    self._end(0)
-                elif isinstance(message, Call) and self._answer is not None:
-                    os.write(self._ends[0], f"rank {self.rank}\n".encode())
-                    self._there.send(self._answer)
-
-    def _end(self, exitcode: int) -> None:
-        with self._lock:
-            if self._ends:
-                self._code = exitcode
-                for fd in self._ends:
-                    os.close(fd)
-                self._ends = []
-
-    def _told(self, verb: str) -> None:
-        self.verbs.append(verb)
-        if verb in self._ends_on:
-            self._end(-signal.SIGKILL)
-
-    @property
-    def pid(self) -> int | None:
-        return self._pid
-
-    @pid.setter
-    def pid(self, pid: int) -> None:
-        self._pid = pid
-
-    def ask(self, message: Any, fds: Sequence[int] = ()) -> None:
-        self.channel.send(message, fds)
-
-    def interrupt(self) -> None:
-        self._told("interrupt")
-
-    def nudge(self) -> None:
-        pass
-
-    def dump_stacks(self, *, by_signal: bool = False) -> None:
-        if "dump_stacks" not in self.verbs:
-            self._told("dump_stacks")
-
-    def terminate(self) -> None:
-        self._told("terminate")
-
-    def kill(self) -> None:
-        self._told("kill")
-
-    def is_stopped(self) -> bool:
-        return False
-
-    def is_lost(self) -> bool:
-        return False
-
-    def give_up(self) -> None:
-        self.ended = True
-
-    def read_end(self) -> None:
-        self.ended, self.exitcode = True, self._code
-
-    def close(self) -> None:
-        self._end(0)
-        self.channel.close()
-        self._thread.join()
-        self._there.close()
-        self.page.close()
-        for fd in (self.stdout, self.stderr, self.stacks, self.status):
-            os.close(fd)
-
-
-class Cell(Sink):
-    """Keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.due = NEVER
-        self.text = ""
-
-    def write(self, stream: str, text: str) -> None:
-        self.text += text
-
-
-@pytest.fixture
-def loop() -> Iterator[RankLoop]:
-    one = RankLoop()
-    yield one
-    one.close()
-
-
-def begin(
-    loop: RankLoop, handles: Sequence[RankHandle], steps: Any, *, has_thread: bool = False, **options: Any
-) -> Request:
-    ranks = [RankProxy(handle, loop) for handle in handles]
-    for rank in ranks:
-        loop.add(rank)
-    set_up = Request(
-        ranks=ranks, send=lambda _: None, steps=steps, wording=Wording(what="the set-up"), awaits=Awaits.READY
-    )
-    if not has_thread:  # else the ranks may have said already that they are ready
-        loop.begin(set_up)
-        loop.run(set_up)
-    request = Request(
-        ranks=ranks,
-        send=lambda rank: rank.handle.ask(Call(parcel=Parcel())),
-        steps=steps,
-        wording=options.pop("wording", Wording(what="the call")),
-        world_size=len(ranks),
-        **options,
-    )
-    loop.begin(request)
-    return request
-
-
-def failure(name: str, when: float, *, peer_lost: bool = False) -> Failure:
-    return Failure(
-        report=ErrorReport(type_name=name, message="", frames=()), parcel=None, when=when, peer_lost=peer_lost
-    )
-
-
-RESULT = Result(parcel=Parcel())
-
-
-def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:
-    handle = ActorRank(0, None)
-    rank = RankProxy(handle, loop)
-    loop.add(rank)
-    request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
-    view = RequestView(request, ())
-    view.ask()
-    assert handle.verbs == []
-    rank.is_ready = True
-    view.stacks()
-    assert handle.verbs == ["dump_stacks"]
 
 
 def test_ranks_of_any_kind_answer_print_and_leave(loop: RankLoop) -> None:
@@ -372,49 +186,6 @@ def test_a_rank_that_prints_faster_than_it_is_read_answers_all_the_same() -> Non
         loop.close()
 
 
-def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(loop: RankLoop) -> None:
-    class Asked(ActorRank):
-        def dump_stacks(self, *, by_signal: bool = False) -> None:
-            self.verbs.append("signal" if by_signal else "request")
-            if self.rank == 0 or by_signal:
-                os.write(self._ends[2], b'Stack:\n  File "<string>", line 1 in <module>\n')
-
-    handles = [Asked(0, None), Asked(1, None)]
-    ranks = [RankProxy(one, loop) for one in handles]
-    for rank in ranks:
-        loop.add(rank)
-        rank.ask_for_stacks()
-    while not all(rank.has_stacks.is_set() for rank in ranks):
-        loop._wait_once()
-    assert [one.verbs for one in handles] == [["request"], ["request", "signal"]]
-
-
-def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
-    pieces = [
-        b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n',
-        b'Current thread 0x00007e (most recent call first):\n  File "/home-of/train.py", line 7 in load\n',
-        b'  File "<string>", line 1 in <module>\n',
-    ]
-
-    class Writes(ActorRank):
-        def dump_stacks(self, *, by_signal: bool = False) -> None:
-            os.write(self._ends[2], pieces.pop(0))
-
-    def write_next(loop: RankLoop) -> None:
-        if pieces and loop.ranks[0].stacks:  # what was written before has been read
-            loop.ranks[0].handle.dump_stacks()
-
-    loop = RankLoop()
-    loop.start()
-    try:
-        loop.add(RankProxy(Writes(0, None), loop))
-        loop.observers.append(write_next)
-        assert locate_ranks(loop.ranks, {0}, 20.0, loop.post) == {0: "in load, /home-of/train.py:7"}
-    finally:
-        loop.observers.remove(write_next)
-        loop.close()
-
-
 def test_a_request_whose_answer_is_read_when_its_time_is_over_is_done_at_once(loop: RankLoop) -> None:
     handle = ActorRank(0, RESULT)
     request = begin(loop, [handle], call_steps(SOON), timeout=600.0)
@@ -473,108 +244,3 @@ def test_a_request_ends_with_the_loop_that_carries_it(how: str) -> None:
         raise error_of(request) or AssertionError
     assert handle.verbs[-1] == "kill"
     loop.close()
-
-
-def incident(kind: IncidentKind, when: float, **options: Any) -> Incident:
-    return Incident(kind=kind, when=when, **options)
-
-
-class TestFirstCause:
-    """Of several things that went wrong, which one was it?"""
-
-    EARLY = incident(IncidentKind.DIED, 1.0)
-    LATE = incident(IncidentKind.FAILED, 2.0, failure=(failure("Late", 2.0), ()))
-    LOST = incident(IncidentKind.FAILED, 0.5, failure=(failure("Lost", 0.5, peer_lost=True), ()))
-    OURS = incident(IncidentKind.DIED, 0.1, is_consequence=True)
-    USER = incident(IncidentKind.INTERRUPTED, 9.0)
-
-    @pytest.mark.parametrize(
-        ("incidents", "cause"),
-        [
-            ([LATE, EARLY], EARLY),
-            ([LOST, LATE], LATE),
-            ([OURS, LOST], LOST),
-            ([EARLY, USER], USER),
-        ],
-    )
-    def test_is_what_nothing_else_explains(self, incidents: list[Incident], cause: Incident) -> None:
-        assert first_cause(incidents) is cause
-
-
-class TestDeath:
-    """A launch and a pool say it in the same words, and both know of the out-of-memory killer."""
-
-    @pytest.mark.parametrize("make", [RankProxy, PoolRank])
-    def test_of_a_rank_that_was_killed_for_its_memory_says_so(self, loop: RankLoop, make: Callable[..., Any]) -> None:
-        handle = ActorRank(1, None)
-        rank = make(handle, loop)
-        handle.exitcode = -signal.SIGKILL
-        words = wording("the cell") if make is PoolRank else Wording()
-        error = death(rank, words, "its last words\n", out_of_memory=True)
-        assert isinstance(error, RankDiedError)
-        assert str(error).startswith("rank 1 was ended by SIGKILL (killed)")
-        assert "out-of-memory killer was at work" in str(error)
-        assert str(error).endswith("its last words")
-        rank.close()
-
-
-def waits_in_vain() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
-def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3))
-    launch = notebook_launcher(waits_in_vain, (), 2, block=False, progress="off")
-    assert isinstance(launch, Launch)
-    said, deadline = "", time.monotonic() + 30.0
-    while "nothing has moved" not in said and time.monotonic() < deadline:
-        said += capfd.readouterr().err
-        launch.wait(0.05)
-    launch.stop()
-    assert "rank 0 waits in barrier, called from waits_in_vain" in said
-    assert "rank 1 has come to the end. Interrupt it to end it" in said
-
-
-def runs_python_code() -> int:
-    signals: list[int] = []
-    signal.signal(DUMP_SIGNAL, lambda signum, _: signals.append(signum))
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        sum(range(100))
-    return len(signals)
-
-
-def test_a_rank_that_runs_python_code_says_where_it_is_and_gets_no_signal(
-    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.2))
-    monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 30.0)  # however busy the machine is
-    found: set[str] = set()
-
-    def note(loop: RankLoop) -> None:
-        found.update(where(bytes(rank.stacks).decode()) for rank in loop.ranks.values() if rank.has_stacks.is_set())
-
-    with observing(note):
-        assert run_ranks(runs_python_code, world_size=1) == [0]
-    assert any("runs_python_code" in place for place in found)
-
-
-def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
-    loop: RankLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
-    rank = RankProxy(ActorRank(0, None), loop)
-    loop.add(rank)
-    request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
-    watch = HangWatch(request, Timeouts(quiet=3.0))
-    for pause, wait in ((20.0, 3.0), (1.0, 3.0), (10.0, 20.0), (500.0, 60.0)):  # the first is the start of the ranks
-        now += pause
-        watch.moved()
-        assert watch.due == now + wait

@@ -1,0 +1,16 @@
+"""A loop over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nb_accelerate.ranks.loop import RankLoop
+
+
+@pytest.fixture
+def loop() -> Iterator[RankLoop]:
+    one = RankLoop()
+    yield one
+    one.close()

@@ -1,0 +1,144 @@
+"""Ranks say where they are, when they are asked or when nothing moves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from fixtures.actor_ranks import SOON, ActorRank
+from fixtures.deadlines import observing
+from fixtures.ranks import RunRanks
+
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.launch import Launch, notebook_launcher
+from nb_accelerate.ranks import hang, proxy
+from nb_accelerate.ranks.failures import Wording
+from nb_accelerate.ranks.hang import HangWatch
+from nb_accelerate.ranks.loop import RankLoop
+from nb_accelerate.ranks.panel import RequestView
+from nb_accelerate.ranks.proxy import RankProxy
+from nb_accelerate.ranks.request import Request
+from nb_accelerate.ranks.status import locate_ranks
+from nb_accelerate.ranks.steps import call_steps
+from nb_accelerate.ranks.timeouts import Timeouts
+
+
+def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:
+    handle = ActorRank(0, None)
+    rank = RankProxy(handle, loop)
+    loop.add(rank)
+    request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
+    view = RequestView(request, ())
+    view.ask()
+    assert handle.verbs == []
+    rank.is_ready = True
+    view.stacks()
+    assert handle.verbs == ["dump_stacks"]
+
+
+def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(loop: RankLoop) -> None:
+    class Asked(ActorRank):
+        def dump_stacks(self, *, by_signal: bool = False) -> None:
+            self.verbs.append("signal" if by_signal else "request")
+            if self.rank == 0 or by_signal:
+                os.write(self._ends[2], b'Stack:\n  File "<string>", line 1 in <module>\n')
+
+    handles = [Asked(0, None), Asked(1, None)]
+    ranks = [RankProxy(one, loop) for one in handles]
+    for rank in ranks:
+        loop.add(rank)
+        rank.ask_for_stacks()
+    while not all(rank.has_stacks.is_set() for rank in ranks):
+        loop._wait_once()
+    assert [one.verbs for one in handles] == [["request"], ["request", "signal"]]
+
+
+def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
+    pieces = [
+        b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n',
+        b'Current thread 0x00007e (most recent call first):\n  File "/home-of/train.py", line 7 in load\n',
+        b'  File "<string>", line 1 in <module>\n',
+    ]
+
+    class Writes(ActorRank):
+        def dump_stacks(self, *, by_signal: bool = False) -> None:
+            os.write(self._ends[2], pieces.pop(0))
+
+    def write_next(loop: RankLoop) -> None:
+        if pieces and loop.ranks[0].stacks:  # what was written before has been read
+            loop.ranks[0].handle.dump_stacks()
+
+    loop = RankLoop()
+    loop.start()
+    try:
+        loop.add(RankProxy(Writes(0, None), loop))
+        loop.observers.append(write_next)
+        assert locate_ranks(loop.ranks, {0}, 20.0, loop.post) == {0: "in load, /home-of/train.py:7"}
+    finally:
+        loop.observers.remove(write_next)
+        loop.close()
+
+
+def waits_in_vain() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3))
+    launch = notebook_launcher(waits_in_vain, (), 2, block=False, progress="off")
+    assert isinstance(launch, Launch)
+    said, deadline = "", time.monotonic() + 30.0
+    while "nothing has moved" not in said and time.monotonic() < deadline:
+        said += capfd.readouterr().err
+        launch.wait(0.05)
+    launch.stop()
+    assert "rank 0 waits in barrier, called from waits_in_vain" in said
+    assert "rank 1 has come to the end. Interrupt it to end it" in said
+
+
+def runs_python_code() -> int:
+    signals: list[int] = []
+    signal.signal(DUMP_SIGNAL, lambda signum, _: signals.append(signum))
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        sum(range(100))
+    return len(signals)
+
+
+def test_a_rank_that_runs_python_code_says_where_it_is_and_gets_no_signal(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.2))
+    monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 30.0)  # however busy the machine is
+    found: set[str] = set()
+
+    def note(loop: RankLoop) -> None:
+        found.update(where(bytes(rank.stacks).decode()) for rank in loop.ranks.values() if rank.has_stacks.is_set())
+
+    with observing(note):
+        assert run_ranks(runs_python_code, world_size=1) == [0]
+    assert any("runs_python_code" in place for place in found)
+
+
+def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
+    loop: RankLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
+    rank = RankProxy(ActorRank(0, None), loop)
+    loop.add(rank)
+    request = Request(ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1)
+    watch = HangWatch(request, Timeouts(quiet=3.0))
+    for pause, wait in ((20.0, 3.0), (1.0, 3.0), (10.0, 20.0), (500.0, 60.0)):  # the first is the start of the ranks
+        now += pause
+        watch.moved()
+        assert watch.due == now + wait
