@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fixtures.block_models import Model, Tied
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.config.env import Environment
-from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
+from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from nb_accelerate.config.kwargs import GradScalerKwargs
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties, find_blocks
 from nb_accelerate.strategies.shards import gather_whole, local_part
 
 if TYPE_CHECKING:
@@ -24,47 +21,6 @@ if TYPE_CHECKING:
 
 STEPS = 12
 ROWS = 8  # of all ranks together, in one step
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 13)  # does not divide evenly by two
-        self.down = nn.Linear(13, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).tanh())
-
-
-class Model(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.BatchNorm1d(8)  # has buffers; without effect on gradients, as it runs in evaluation mode
-        self.last = nn.Linear(8, 1)  # of one row: nothing of it is on rank 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.norm.eval()(x))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(10, 8)
-        self.block = Block()
-        self.head = nn.Linear(8, 10, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.words(x)))
 
 
 def make_data() -> TensorDataset:
@@ -336,119 +292,6 @@ def test_16_bit_numbers_train_as_float32_within_their_precision_and_batch_norm_c
         assert weights == {torch.float32}  # those that the optimizer trains
 
 
-def test_tied_weights_in_two_blocks_are_refused_by_name():
-    model = Tied()
-    check_ties(model, [model.block])
-    with pytest.raises(ConfigError, match=r"words\.weight and head\.weight of this Tied are one parameter"):
-        check_ties(model, [model.head])
-
-
-def test_blocks_are_found_by_class_by_size_and_by_what_the_model_says():
-    model = Model()
-    assert blocks_by_class(model) == [model.blocks[1], model.blocks[0]]
-    assert blocks_by_class(Tied()) == []
-    assert blocks_by_class(model, ["Linear"])[-1] is model.first
-    with pytest.raises(ConfigError, match=r"names Blok, and Model has no such part.*Block"):
-        blocks_by_class(model, ["Blok", "Block"])
-    size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    assert blocks_by_size(model, size) == list(model.blocks)
-    assert model.blocks[0].up in blocks_by_size(model, 8 * 13)
-    assert blocks_by_size(model, 10**6) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"fsdp_version": 3}, "fsdp_version=3 .*Write fsdp_version=2"),
-        ({"sharding_strategy": "NO_SHARD"}, "sharding_strategy='NO_SHARD'.*DistributedDataParallel"),
-        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Leave sharding_strategy out"),
-        ({"use_orig_params": 1}, "use_orig_params=1"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "Write 'SHARDED_STATE_DICT'"),
-        ({"param_init_fn": print}, "weights of rank 0"),
-        ({"activation_checkpointing_offload": True}, "activation_checkpointing=True too"),
-        ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, "'buffer_dtype', which FSDP2 has not"),
-        ({"mixed_precision_policy": "fp8"}, "is not a choice"),
-        ({"cpu_offload": "yes"}, "Write cpu_offload=True"),
-        ({"auto_wrap_policy": "size_based_wrap"}, "needs a size"),
-        ({"auto_wrap_policy": "no_wrap", "min_num_params": 5}, "is not used by"),
-        ({"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": "Block"}, "is not used by"),
-        ({"reshard_after_forward": 3}, "not a yes or no"),
-    ],
-)
-def test_options_that_fsdp2_has_not_are_refused_with_what_to_write(options, said):
-    with pytest.raises(ConfigError, match=said):
-        Plugin(**options)
-
-
-def test_options_of_version_1_are_translated():
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
-
-    with pytest.warns(UserWarning, match="fsdp_version=1 is translated"):
-        plugin = Plugin(
-            fsdp_version=1,
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            backward_prefetch=BackwardPrefetch.BACKWARD_POST,
-            cpu_offload=CPUOffload(offload_params=True),
-            state_dict_type=StateDictType.FULL_STATE_DICT,
-            mixed_precision_policy="bf16",
-        )
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is False
-    assert plugin.cpu_offload is True
-    assert not plugin.saves_shards
-    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    plugin.set_state_dict_type("sharded_state_dict")
-    assert plugin.saves_shards
-    assert Plugin(reshard_after_forward="SHARD_GRAD_OP").reshard_after_forward is False
-
-
-def test_policies_find_blocks_and_one_that_finds_none_is_refused():
-    model, tied = Model(), Tied()
-    assert find_blocks(model, Plugin()) == [model.blocks[1], model.blocks[0]]
-    assert find_blocks(model, Plugin(auto_wrap_policy="no_wrap")) == []
-    assert find_blocks(tied, Plugin()) == []
-    assert set(find_blocks(model, Plugin(auto_wrap_policy=ModuleWrapPolicy({Block})))) == set(model.blocks)
-    repeated = nn.Sequential(Block(), Block())
-    assert find_blocks(repeated, Plugin()) == list(repeated)
-    repeated[0].up.weight = repeated[1].up.weight
-    assert find_blocks(repeated, Plugin()) == []  # they were not asked for, and their tie stays whole
-    for options, said in (
-        ({"min_num_params": 10**6}, r"min_num_params=1000000 finds no block in Model.*largest part has \d"),
-        ({"auto_wrap_policy": ModuleWrapPolicy({nn.Conv2d})}, "finds no block in Model"),
-        ({"transformer_cls_names_to_wrap": ["Blok"]}, "names Blok"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            find_blocks(model, Plugin(**options))
-    with pytest.raises(ConfigError, match="no _no_split_modules; write transformer_cls_names_to_wrap"):
-        find_blocks(tied, Plugin(auto_wrap_policy="transformer_based_wrap"))
-
-
-LAUNCHED = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_FORWARD_PREFETCH": "false",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
-"""What `accelerate launch --use_fsdp --fsdp_version 2` sets, whatever else it is given."""
-
-
-@pytest.mark.parametrize(
-    ("policy", "size"), [(None, None), ("TRANSFORMER_BASED_WRAP", None), ("SIZE_BASED_WRAP", 100_000_000)]
-)
-def test_what_accelerates_launcher_sets_without_being_asked_is_no_error(policy, size):
-    asked = {} if policy is None else {"FSDP_AUTO_WRAP_POLICY": policy}
-    plugin = resolve_fsdp(None, Environment(LAUNCHED | asked))
-    assert plugin is not None
-    assert plugin.min_num_params == size
-
-
 def test_a_configuration_file_shards_the_models_of_its_ranks(run_ranks, tmp_path: Path):
     """One that version 1 was configured with; files of version 2 have fewer keys, of the same names."""
     file = tmp_path / "config.yaml"
@@ -468,11 +311,6 @@ def test_a_configuration_file_shards_the_models_of_its_ranks(run_ranks, tmp_path
 
     for found in run_ranks(train, env={"NB_ACCELERATE_CONFIG_FILE": str(file)}):
         assert found == (["FSDPBlock", "FSDPBlock", "FSDPModel"], False, True, "FULL_STATE_DICT")
-
-
-def test_options_that_the_environment_adds_nothing_to_stay_the_users_object():
-    plugin = Plugin()
-    assert resolve_fsdp(plugin, Environment({})) is plugin
 
 
 def test_what_cannot_be_done_with_shards_is_refused_and_the_environment_asks_for_them(run_ranks):
