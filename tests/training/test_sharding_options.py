@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from fixtures.block_models import Block, Model, Tied
@@ -15,9 +13,6 @@ from nb_accelerate.config.env import Environment
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.blocks import blocks_by_class, blocks_by_size, check_ties, find_blocks
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_tied_weights_in_two_blocks_are_refused_by_name():
