@@ -137,7 +137,7 @@ class TrainingSlice(Slice):
         return self.core.strategy.sync_in_backward(model)
 
     def set_trigger(self) -> None:
-        """Tell all processes something at their next `check_trigger`: to stop early, say.
+        """Make the next `check_trigger` return True on all processes: to stop early, say.
 
         Example::
 

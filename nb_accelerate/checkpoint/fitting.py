@@ -1,4 +1,4 @@
-"""Whether what was read fits what it is for: found out before anything is changed."""
+"""Compare what was read from a checkpoint with the objects that it is for, before any of them is changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def class_of(thing: Any) -> str:
-    """Return the name of the class of what the user made: inside of what ``prepare`` made of it."""
+    """Return the name of the class of a user's optimizer or scheduler, also of one that ``prepare`` has wrapped."""
     for name in ("optimizer", "scheduler"):
         inside = vars(thing).get(name) if hasattr(thing, "__dict__") else None
         if inside is not None and hasattr(inside, "state_dict") and type(thing).__module__.startswith("nb_accelerate."):
@@ -192,7 +192,7 @@ def check_order_is_known(loader: Any) -> None:
 
 
 def check_random_numbers(file: str, states: Any) -> None:
-    """Try whether states of random numbers can be restored, on generators that nobody uses.
+    """Restore states of random numbers on new generators, to find out whether that works.
 
     Raises:
         CheckpointError: they cannot.
@@ -219,13 +219,13 @@ def _with_defaults(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     other.__dict__.update(defaults=optimizer.defaults, state={}, param_groups=[completed])
     try:
         other.__setstate__({"state": {}, "param_groups": [completed]})
-    except KeyError:  # an option that it wants to look at is missing, which will be said
+    except KeyError:  # an option that it reads is missing, which `check_optimizer` reports
         return completed
     return other.param_groups[0]
 
 
 def _is_of_other_shape(value: Any, parameter: Tensor) -> bool:
-    """Whether a part of an optimizer's state cannot belong to a parameter. One that is factored has sizes of 1."""
+    """Return whether a part of an optimizer's state cannot belong to a parameter. Factored states have sizes of 1."""
     if type(value) is not torch.Tensor or value.dim() == 0 or value.dim() != parameter.dim():
         return False
     return any(size not in {1, of} for size, of in zip(value.shape, parameter.shape, strict=True))

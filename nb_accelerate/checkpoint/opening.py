@@ -33,14 +33,14 @@ _RANDOM_NUMBERS = re.compile(RANDOM_NUMBERS.format(r"\d+"))
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What can be read. Made by `open_checkpoint`.
+    """A checkpoint that can be read. Made by `open_checkpoint`.
 
     Attributes:
         folder: where the files are.
         asked_for: the folder that was given, for messages.
-        there: their names, relative to ``folder``.
+        there: names of these files, relative to ``folder``.
         manifest: what is known about it; None for one of accelerate's.
-        compared: compares its files while they are read.
+        compared: compares checksums of its files while they are read; None if nothing does.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Look what is there, without reading more than the manifest.
+    """Find the files of a checkpoint, without reading more than its manifest.
 
     Args:
         folder: of the checkpoint.
@@ -129,15 +129,21 @@ def read_checkpoint(
     if damage:
         return None, damage
 
-    def told() -> None:
+    def raise_error() -> None:
         if error is not None:
             raise error
 
-    run_on_all_ranks(collectives, told)
+    run_on_all_ranks(collectives, raise_error)
     return result[0], []
 
 
 def _found_on_all(damage: list[list[str]], folder: Path) -> list[str]:
+    """Return the sentences of all ranks, each once, with a hint if there are several.
+
+    Args:
+        damage: the sentences of each rank.
+        folder: of the checkpoint.
+    """
     found = list(dict.fromkeys(sentence for of_rank in damage for sentence in of_rank))
     hint = f"Or {folder / MANIFEST_NAME}, which says how they were, is that of another checkpoint."
     return [*found, hint] if len(found) > 1 else found
@@ -150,6 +156,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _damage_without_manifest(folder: Path) -> list[str]:
+    """Return a sentence if a folder without a manifest cannot be a checkpoint of accelerate; else none."""
     known = sorted(entry.name for entry in folder.iterdir() if OF_A_STATE.fullmatch(entry.name))
     if not known and not any(OF_SHARDS.fullmatch(entry.name) for entry in folder.iterdir()):
         return [f"{folder} holds no checkpoint."]

@@ -35,9 +35,8 @@ class Progress:
     def note(self, values: Mapping[str, Any]) -> None:
         """Keep the numbers among values that are logged."""
         for name, value in values.items():
-            if (
-                isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
-            ):  # others would be waited for
+            # Reading a tensor of another device would wait for that device.
+            if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
                 self.metrics[name] = float(value.detach())
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 self.metrics[name] = float(value)
@@ -45,7 +44,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Registry:
-    """What was added so far.
+    """Objects and hooks that users have registered, and the state of saving and loading.
 
     Attributes:
         objects: in the order in which they were registered.

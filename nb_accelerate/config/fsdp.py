@@ -41,7 +41,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "A model on the device meta gets the weights of rank 0. Make it with weights on rank 0 and leave it out",
     ),
 }
-"""Fields of version 1 that FSDP2 has not: the values that ask for what it does anyway, and what to write."""
+"""Fields of version 1 that FSDP2 lacks: the values that are accepted without effect, and what to do instead."""
 
 
 @dataclass
@@ -49,8 +49,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     """Shard models over ranks with FSDP2: ``Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())``.
 
     Every rank holds a part of each parameter, of its gradient and of its optimizer state. A block is gathered when its
-    forward or backward runs, and the rest of the model is one more block. Names are accelerate's. What version 1 of
-    FSDP calls otherwise is translated, and what FSDP2 has not is refused.
+    forward or backward runs, and the rest of the model is one more block. Names are accelerate's. Options of version 1
+    of FSDP are translated; those that FSDP2 lacks are refused.
 
     Attributes:
         fsdp_version: 2. Version 1 is accepted with a warning: its options are translated, and FSDP2 trains.
@@ -59,7 +59,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         reshard_after_forward: drop the gathered parameters of a block after its forward and gather them again for its
             backward: less memory, more traffic. Default: True; the part outside of blocks stays gathered.
         backward_prefetch: accepted without effect: FSDP2 gathers the next block while backward computes one.
-        mixed_precision_policy: numbers that blocks compute and reduce in: a `torch.distributed.fsdp.
+        mixed_precision_policy: dtypes in which blocks compute and reduce: a `torch.distributed.fsdp.
             MixedPrecisionPolicy`, a dict of its arguments, or ``"bf16"``, ``"fp16"``, ``"fp32"`` for all of them.
             Default: parameters in the ``mixed_precision`` of the `Accelerator`, gradients reduced in float32.
         auto_wrap_policy: how blocks are found: ``"transformer_based_wrap"`` by their class, ``"size_based_wrap"`` by
@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             A model on the device meta, on other ranks than 0, gets them in any case.
         transformer_cls_names_to_wrap: names of the classes of blocks, as a list or separated by commas. Default: the
             model's ``_no_split_modules``, which models of transformers have.
-        min_num_params: with ``"size_based_wrap"``, the parameters (numbers, not tensors) that a block has at least.
+        min_num_params: with ``"size_based_wrap"``, the least number of elements of all parameters of a block.
 
     Raises:
         ConfigError: a value is not supported, of the wrong type, or contradicts another one.
@@ -148,7 +148,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
     @override
     def _tell(self, name: str, value: Any) -> None:
-        if name != "state_dict_type":  # which counts from the next save on
+        if name != "state_dict_type":  # it is read at every save, so a change is never too late
             super()._tell(name, value)
 
     def _set(self, name: str, value: Any) -> None:

@@ -47,7 +47,7 @@ def bar_rows(samples: Mapping[int, Sample]) -> tuple[Row, ...]:
 
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
-    """Leave out full bars where a later one counts the same: of ten epochs, say, with a bar each."""
+    """Leave out a full bar if a later one has the same total and, but for numbers, label: as that of the next epoch."""
     kept: dict[tuple[str, str, str], Row] = {}
     full: Counter[tuple[str, str, str]] = Counter()
     for number, row in enumerate(rows):

@@ -129,7 +129,7 @@ def parts(seconds: Mapping[Phase, float]) -> tuple[TimePart, ...]:
     )
 
 
-def together(times: Iterable[Mapping[Phase, float]]) -> tuple[TimePart, ...]:
+def parts_of_sum(times: Iterable[Mapping[Phase, float]]) -> tuple[TimePart, ...]:
     """Return seconds by phase of several ranks as parts of the sum of all."""
     total = dict.fromkeys(WORK, 0.0)
     for one in times:

@@ -16,7 +16,7 @@ from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.memory import memory_table, parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
 from nb_accelerate.display.pace import Pace, remarks, summary
-from nb_accelerate.display.phase_times import PhaseTimes, parts, together
+from nb_accelerate.display.phase_times import PhaseTimes, parts, parts_of_sum
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.standstill import Standstill
 from nb_accelerate.display.stragglers import slow_sentences, stragglers
@@ -37,7 +37,7 @@ STALL = 5.0
 MOST_ROWS = 12
 """Ranks with a row each; more are folded into one, with those that stand out."""
 
-_STANDING = ("step", "epoch", "rate", "loss", "memory")
+_FIRST_COLUMNS = ("step", "epoch", "rate", "loss", "memory")
 """Columns that are there from the first drawing on."""
 
 _OUTLIERS = 6
@@ -69,10 +69,10 @@ class PanelState:
         self._logged = LoggedValues()
         self._not_finite = NotFiniteLosses()
         self._jump = LossJump()
-        self._columns = {*_STANDING}
+        self._columns = {*_FIRST_COLUMNS}
         self._peak = 0
         self._rows = 0
-        self._stood = False
+        self._stood_still = False
         self._slow: Mapping[int, Straggler] = {}
         self._compare_at = now
         self._stacks: Mapping[int, str] = {}
@@ -132,7 +132,7 @@ class PanelState:
         """Return the panel as it is at the time `now`."""
         now = self._ended if self._ended is not None else now
         stalled = set(self.stalled(now)) if self._ended is None else set()
-        slow = self._slow if self._ended is None and not self._stood else {}
+        slow = self._slow if self._ended is None and not self._stood_still else {}
         kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
         rows = {
             rank: self._row(rank, kinds[rank], now, slow.get(rank), is_stalled=rank in stalled) for rank in self._tracks
@@ -152,7 +152,7 @@ class PanelState:
             remarks=remarks(self._tracks, self._peak) if self._ended is not None else (),
             bars=bars,
             rows=self._folded(rows, kinds, now) if many else tuple(rows.values()),
-            columns=self._standing() if is_known else (),
+            columns=self._shown_columns() if is_known else (),
             dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
             if many
             else (),
@@ -161,7 +161,7 @@ class PanelState:
             memory=memory_table({rank: (self._memory(rank), one.sample.held) for rank, one in self._tracks.items()}),
             logged=self._logged.curves,
             warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
-            times=together(self._seconds(rank) for rank in self._times),
+            times=parts_of_sum(self._seconds(rank) for rank in self._times),
             advice=self._advice(),
             failure=self._failure,
         )
@@ -240,8 +240,8 @@ class PanelState:
         times = {rank: whole for rank, one in self._times.items() if (whole := one.whole()) is not None}
         return advice(times, cores=self._facts.cores) if len(times) == len(self._times) else ""
 
-    def _standing(self) -> tuple[str, ...]:
-        """Return the columns that there were, and that of the CPU before it is known where nothing else will be."""
+    def _shown_columns(self) -> tuple[str, ...]:
+        """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
         by_device = any(one.sample.memory or one.sample.utilisation is not None for one in self._tracks.values())
         says_cpu = "CPU" in self._facts.setup and not by_device
         return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
@@ -299,7 +299,7 @@ class PanelState:
             gpu=self._gpu(others, now),
             cpu=self._cpu(others),
             now=f"{words.plural(len(others), 'rank')}: {doing[0]}" if apart else doing[0],
-            times=together(self._seconds(rank) for rank in others),
+            times=parts_of_sum(self._seconds(rank) for rank in others),
         )
         return (whole, *(rows[rank] for rank in apart[:_OUTLIERS]))
 
@@ -314,11 +314,11 @@ class PanelState:
     def _forget_standstill(self, now: float) -> None:
         """Drop speeds that were measured during a standstill, as soon as all ranks make progress again."""
         stands = bool(self.stalled(now)) or any(one.state == "stopped" for one in self._seen.values())
-        if self._stood and not stands:
+        if self._stood_still and not stands:
             for track in self._tracks.values():
                 track.forget()
             self._slow = {}
-        self._stood = stands
+        self._stood_still = stands
 
     def _is_stalled(self, rank: int, track: Track, now: float) -> bool:
         sample = track.sample

@@ -50,8 +50,8 @@ class ForkedServer(RankServer):
         self._handles: Sequence[LocalRank] = ()
         self._reaper: threading.Thread | None = None
         self._owner: Owner
-        importlib.import_module("tqdm.std")  # every rank wants it: here once, and not in each of them
-        if "torch" in sys.modules:  # which every rank connects by this module
+        importlib.import_module("tqdm.std")  # every rank needs it: imported once, before they are forked
+        if "torch" in sys.modules:  # then every rank needs this too, to connect
             importlib.import_module("nb_accelerate.process.rendezvous")
 
     @override

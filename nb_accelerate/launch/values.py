@@ -27,7 +27,7 @@ class Values(list[Any]):
 
 
 def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
-    """Pickle the function of a launch with its arguments. Close it.
+    """Pickle the function of a launch with its arguments. The caller closes what is returned.
 
     Args:
         options: of the launch.
@@ -64,7 +64,7 @@ def unpack_values(request: Request) -> Values:
 
 
 _told: set[str] = set()
-"""Models that this process has been told about: once is enough."""
+"""Names of models for which `note_of_dropped` has returned a sentence in this process; it returns one for each."""
 
 
 def note_of_dropped(request: Request, function: str) -> str:

@@ -1,8 +1,8 @@
 """The rank, device and process group of this process, kept in a module-level variable.
 
 Every `Accelerator` in a process shares one `ProcessContext`. `nb_accelerate.process.setup` makes it, and it is
-forgotten when the process leaves its group. What is trained outlives that: prepared objects stay prepared, so
-`training` is a slot of its own. `reset` forgets both.
+forgotten when the process leaves its group. Prepared objects stay prepared then, so what is known about training is
+kept apart, in `training`. `reset` forgets both.
 
 A runtime may make a rank of each thread instead (``xmp.spawn`` does, where a process has several XLA devices). Such a
 thread calls `become_rank`, and what is kept here is its own from then on.
@@ -79,7 +79,7 @@ class ProcessContext:
 
 
 class _Rank:
-    """What a rank keeps."""
+    """The context of one rank, and what its `Accelerator` objects share about training."""
 
     def __init__(self) -> None:
         self.context: ProcessContext | None = None
@@ -119,7 +119,7 @@ _pid = os.getpid()
 def _forked() -> None:
     global _pid  # noqa: PLW0603 - a fork changes it, and nothing else does
     _pid = os.getpid()
-    training.value = None  # what is trained in the other process
+    training.value = None  # it is about the models of the parent process
 
 
 os.register_at_fork(after_in_child=_forked)

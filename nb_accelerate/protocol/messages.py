@@ -7,8 +7,8 @@
       <----------------------------- Ready
       <----------------------------- Result or Failure
       Join, RunCell ... -------------------------->      a persistent rank
-      <----------------------------- Display ..., Ask
-      Answer ------------------------------------->
+      <----------------------------- Display ..., InputRequest
+      InputReply --------------------------------->
       <----------------------------- CellEnd
       Quit --------------------------------------->      leaves its groups, flushes, ends
 
@@ -101,7 +101,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Quit:
-    """End the rank: every rank has answered. A server sends it when it ends."""
+    """End the rank. Sent by the kernel when every rank has answered, and by a server that ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class Failure:
         parcel: the exception itself, or None if it cannot be pickled.
         when: `time.monotonic` on this machine at which it was caught, to order failures of several ranks.
         peer_lost: the exception only says that another rank went away, so it is a consequence and not a cause.
-        result_of_call: False when the rank failed before it ran the user's function.
+        result_of_call: the user's function raised it; False if the rank failed before it ran that.
         returned: the function did return, and it is its value that cannot travel.
     """
 

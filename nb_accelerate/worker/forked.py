@@ -1,8 +1,8 @@
 """A server that is a fork of the kernel, with the ranks of one launch as forks of its own.
 
 Forking a large process takes milliseconds, and the last rank waits for all of it. After a fork, the first write to each
-page copies it: what is done here costs several times what it would in the kernel. So the kernel makes what can be made
-before, the ranks get their descriptors by inheritance, and they are forked before anything else is done.
+page copies it, so that the same work costs several times as much here as in the kernel. So the kernel makes beforehand
+what it can, the ranks inherit their descriptors, and they are forked before anything else is done.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def serve_forked(
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})  # ranks are signalled, whatever a thread had blocked
-    gc.freeze()  # what is alive stays alive: the collector would touch, and so copy, its pages in every rank
+    gc.freeze()  # else the collector would write to, and so copy, the pages of all objects in every rank
     adopt_orphans()
     server = os.getpid()
     pids: list[int] = []
@@ -97,14 +97,14 @@ def serve_forked(
     for rank in ranks:
         for fd in rank.fds[1:]:
             os.close(fd)
-    for pid, rank in zip(pids, ranks, strict=False):  # the last ones may not have been born
+    for pid, rank in zip(pids, ranks, strict=False):  # there are fewer processes if a fork failed
         owner.own(pid, rank.key, rank.fds[0])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
 
 
 def _close_streams() -> None:
-    """Close the kernel's output: who reads it to its end must not wait for this process."""
+    """Replace the kernel's streams by the null device: a reader would wait for their end until this process ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)

@@ -9,7 +9,7 @@ from fixtures.panels import Run
 
 from nb_accelerate.display import html, text
 from nb_accelerate.display.advice import advice
-from nb_accelerate.display.phase_times import RankTimes, in_words, together
+from nb_accelerate.display.phase_times import RankTimes, in_words, parts_of_sum
 from nb_accelerate.progress_page import Phase
 
 WELL: Mapping[Phase, float] = {
@@ -163,5 +163,5 @@ def test_what_comes_before_the_first_step_counts_for_nothing() -> None:
 
 
 def test_a_part_of_nothing_is_not_shown() -> None:
-    assert together([]) == ()
+    assert parts_of_sum([]) == ()
     assert html.render(Run(2).view).count("nba-legend") == 0
