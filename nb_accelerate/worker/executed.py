@@ -79,9 +79,11 @@ class _ExecutedServer(Server):
         self._wanted = 2 if self._keeps_idle else 0
         self._broken = self._import(tuple(module for module in preload if module not in LATER))
         self._later = tuple(module for module in preload if module in LATER)
-        if self._later and not self._is_waited_for():
+        if self._is_waited_for():
+            gc.freeze()  # with what the imports have left over, which is collected when there is time
+        else:
             self._import_later()
-        self._freeze()
+            self._freeze()
         remove_abandoned()
         with contextlib.suppress(OSError):  # the kernel has gone
             control.send(Serves())
@@ -104,6 +106,7 @@ class _ExecutedServer(Server):
 
     def _freeze(self) -> None:
         """Keep the collector from touching, and so copying, pages in every rank: what is alive now stays alive."""
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
 
@@ -224,11 +227,14 @@ class _ExecutedServer(Server):
 
 
 def _import_all(modules: tuple[str, ...]) -> BaseException | None:
-    for module in modules:
-        try:
+    gc.disable()  # it would look again and again through all that is being defined, for a sixth of torch's import
+    try:
+        for module in modules:
             importlib.import_module(module)
-        except Exception as error:
-            return error
+    except Exception as error:
+        return error
+    finally:
+        gc.enable()
     return None
 
 
