@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _COMMANDS = (config, launch, test, status, stop, estimate_memory, merge_weights, to_fsdp2, completion, env)
 
+_INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the console script `nb-accelerate` calls this."""
@@ -42,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # These are written for the person at the terminal; a traceback would only hide the sentence.
         print(f"nb-accelerate: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("nb-accelerate: interrupted", file=sys.stderr)
+        return _INTERRUPTED
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -139,6 +139,17 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: i
     assert not any(map(psutil.pid_exists, ranks))
 
 
+def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path: Path):
+    waits = tmp_path / "config.yaml"
+    os.mkfifo(waits)
+    with start("--cpu", f"--config_file={waits}", str(write(tmp_path, ""))) as program:
+        writer = os.open(waits, os.O_WRONLY)  # once it reads
+        program.send_signal(signal.SIGINT)
+        _, error = program.communicate(timeout=30)
+        os.close(writer)
+    assert (program.returncode, error) == (130, "nb-accelerate: interrupted\n")
+
+
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_launch(tmp_path: Path):
     script = write(tmp_path, "import os, time\nwhile True:\n    print(os.getpid(), flush=True)\n    time.sleep(0.01)\n")
