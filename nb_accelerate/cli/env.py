@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +123,8 @@ def _has_backend(name: str) -> bool:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata  # every command waits for the import of this file
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

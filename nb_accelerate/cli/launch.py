@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nbformat import NotebookNode
 
-    from nb_accelerate.cli.script import Job
+    from nb_accelerate.cli.job import Job
     from nb_accelerate.config.file import ConfigFile
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
@@ -89,7 +89,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for notebooks, but {arguments.target!r} is none.")
     job = _job(arguments)
-    from nb_accelerate.cli.script import describe, options_for, run
+    from nb_accelerate.cli.job import options_for, planned
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.config.file import name_unknown, read_config
 
@@ -100,19 +100,27 @@ def _launch(arguments: argparse.Namespace) -> int:
     with errors_in_flags():
         options = options_for(job, **chosen)
         if arguments.dry_run:
+            from nb_accelerate.cli.dry_run import describe
+
             wants_gpus = bool(arguments.multi_gpu or arguments.gpu_ids) or (not arguments.cpu and _is_for_gpus(file))
             print("\n".join([*_sources(arguments, file), *describe(job, options, wants_gpus=wants_gpus)]))
             return 0
-        if arguments.multi_gpu:
-            from nb_accelerate.launch.machine import look
+        from nb_accelerate.launch.machine import look
 
-            if not look(options.env).num_gpus:
-                raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
-        return run(job, options)
+        facts = look(options.env)
+        if arguments.multi_gpu and not facts.num_gpus:
+            raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
+        plan = planned(options, facts)
+        from nb_accelerate.launch.servers import warm_up_for
+
+        warm_up_for(plan.method)  # it imports torch while this process imports the rest
+        from nb_accelerate.cli.script import run
+
+        return run(job, options, plan)
 
 
 def _job(arguments: argparse.Namespace) -> Job:
-    from nb_accelerate.cli.script import Job
+    from nb_accelerate.cli.job import Job
 
     if arguments.module and arguments.no_python:
         raise ConfigError("-m and --no_python were both given: the target is a module, or a program. Leave one out.")

@@ -30,8 +30,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.cli.checks import run_checks
+    from nb_accelerate.cli.job import planned
     from nb_accelerate.cli.launch import launch_options
-    from nb_accelerate.cli.script import planned, tell
+    from nb_accelerate.cli.script import tell
     from nb_accelerate.cli.wording import errors_in_flags
     from nb_accelerate.config.file import read_config
     from nb_accelerate.config.launch import LaunchOptions

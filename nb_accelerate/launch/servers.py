@@ -23,6 +23,8 @@ from typing import IO, TYPE_CHECKING
 import psutil
 from typing_extensions import override
 
+from nb_accelerate.config.env import Environment
+from nb_accelerate.display.frontend import is_in_kernel
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import working_directory
 from nb_accelerate.launch.owner import Owner
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from nb_accelerate.launch.local import LocalRank
+    from nb_accelerate.start_methods import StartMethod
 
 PRELOAD = (
     "torch",
@@ -47,11 +50,12 @@ PRELOAD = (
     "tqdm.std",
     "nb_accelerate.accelerator",
     "nb_accelerate.process.rendezvous",
-    "nb_accelerate.worker.cell",
-    "nb_accelerate.worker.launched_displays",
     *LATER,
 )
 """Modules that every rank needs, imported once in the warm server."""
+
+_PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.worker.cell", "nb_accelerate.worker.launched_displays")
+"""What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that."""
 
 _ENTRY = "nb_accelerate.worker.executed:main"
 """The function that a fresh interpreter runs to become a server."""
@@ -205,7 +209,7 @@ class WarmServer(_ExecutedServer):
     """A server with torch imported. It is started once and kept: only the first rank waits for the import."""
 
     def __init__(self) -> None:
-        super().__init__(PRELOAD)
+        super().__init__((*PRELOAD, *_PRELOAD_FOR_NOTEBOOKS) if is_in_kernel() else PRELOAD)
 
 
 class ColdServer(_ExecutedServer):
@@ -287,6 +291,16 @@ close = close_warm_server
 def warm_up() -> None:
     """Start the warm server, so that the first launch waits less. Returns at once."""
     warm_server()
+
+
+def warm_up_for(method: StartMethod) -> None:
+    """Start the warm server if ranks that come to be by this method are forked from it. Returns at once.
+
+    Args:
+        method: of a launch that follows.
+    """
+    if method.forks and not method.copies_notebook and Environment().keep_warm:
+        warm_server()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,6 +150,28 @@ def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path: Path):
     assert (program.returncode, error) == (130, "nb-accelerate: interrupted\n")
 
 
+NOTES_WHAT_IS_IMPORTED = """
+import sys
+
+def note(event, arguments):
+    if event == "subprocess.Popen":
+        print("command", "nb_accelerate.launch.launch" in sys.modules, "torch" in sys.modules, flush=True)
+
+sys.addaudithook(note)
+from nb_accelerate.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_torch_is_imported_while_the_command_imports_the_rest(tmp_path: Path):
+    script = write(tmp_path, "import gc, sys\nprint('rank', 'IPython' in sys.modules, gc.isenabled())\n")
+    flags = ["launch", "--cpu", "--quiet", "--num_processes=1", str(script)]
+    command = [sys.executable, "-c", NOTES_WHAT_IS_IMPORTED, *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert run.stdout.splitlines() == ["command False False", "rank False True"]
+
+
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_launch(tmp_path: Path):
     script = write(tmp_path, "import os, time\nwhile True:\n    print(os.getpid(), flush=True)\n    time.sleep(0.01)\n")
