@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
 import socket
 import sys
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +134,20 @@ def _job(arguments: argparse.Namespace) -> Job:
             raise ConfigError(f"launch was given the folder {str(path)!r}. Name the script in it.")
         if not path.is_file():
             raise ConfigError(f"launch was given {str(path)!r}, but there is no such file in {Path.cwd()}.")
+    elif kind == "program" and shutil.which(arguments.target) is None:
+        raise ConfigError(f"launch was given the program {arguments.target!r}, but none of that name can be run here.")
+    elif kind == "module" and not _is_importable(arguments.target.partition(".")[0]):
+        raise ConfigError(
+            f"launch was given the module {arguments.target!r}, but there is none in {Path.cwd()} or in "
+            f"the packages of {sys.executable}."
+        )
     return Job(target=arguments.target, arguments=tuple(arguments.arguments), kind=kind)
+
+
+def _is_importable(name: str) -> bool:
+    """Return whether there is a module of this name in the current folder, as with ``python -m``, or on the path."""
+    here = PathFinder.find_spec(name, [str(Path.cwd())])
+    return here is not None or importlib.util.find_spec(name) is not None
 
 
 def launch_options(arguments: argparse.Namespace, file: ConfigFile | None) -> dict[str, Any]:

@@ -27,6 +27,8 @@ _WHOLE = {
     "devices='cpu' or None": "--cpu",
     "devices='cpu'": "--cpu",
     "devices='xla'": "--tpu",
+    "or None for all devices": "or leave it out for one on each GPU",
+    "or 0 or None for a free one": "or 0 for a free one",
     "rdzv_endpoint='HOST:29400'": "--main_process_ip HOST",
 }
 """What cannot be said option by option."""
