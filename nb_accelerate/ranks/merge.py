@@ -2,7 +2,8 @@
 
 Output is a sequence of items (lines, displays) of each rank. An item that all ranks have at the same place is shown
 once, as in an ordinary cell. Where they differ, each rank's items are shown as a block, in the order of the ranks, up
-to the next item that all have; equal blocks are shown once, for all their ranks. What was shown is not moved: an item
+to the next item that all have, be it after more items on some ranks than on others; equal blocks are shown once, for
+all their ranks. What was shown is not moved: an item
 that other ranks have not printed in time is shown for those that have, and theirs follows when it comes.
 """
 
@@ -122,9 +123,8 @@ class Merge(Generic[T]):
 
     def _show_block(self) -> None:
         """Show what comes before the next item that all ranks have: of each rank in turn, equal blocks once."""
-        length = self._num_until_equal()
         blocks: dict[tuple[T, ...], tuple[list[int], list[list[T]]]] = {}
-        for rank, queue in self._waiting.items():
+        for (rank, queue), length in zip(self._waiting.items(), self._lengths_until_equal(), strict=True):
             said = queue.take(length)
             if said:
                 ranks, items = blocks.setdefault(tuple(said), ([], []))
@@ -134,10 +134,21 @@ class Merge(Generic[T]):
             self._show(tuple(ranks), items)
         self._show_common()
 
-    def _num_until_equal(self) -> int:
-        """Return how many items of each rank come before the next one that all ranks have at the same place."""
-        length = 0
-        for length, column in enumerate(zip_longest(*(queue.items for queue in self._waiting.values()))):
-            if length and column.count(column[0]) == len(column):
-                return length
-        return length + 1
+    def _lengths_until_equal(self) -> list[int]:
+        """Return how many items of each rank, in the order of the ranks, come before the next one that all have.
+
+        The same place on all ranks is preferred. Otherwise it is the item that the last of them reaches first.
+        """
+        queues = [queue.items for queue in self._waiting.values()]
+        first_places: dict[T, dict[int, int]] = {}
+        for place, column in enumerate(zip_longest(*queues)):
+            if column.count(column[0]) == len(column):
+                return [place] * len(queues)
+            for number, item in enumerate(column):
+                if item is None:  # this rank has no more
+                    continue
+                places = first_places.setdefault(item, {})
+                places.setdefault(number, place)
+                if len(places) == len(queues):
+                    return [places[number] for number in range(len(queues))]
+        return [len(queue) for queue in queues]

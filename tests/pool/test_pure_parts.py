@@ -108,12 +108,28 @@ class TestMerge:
         story.merge.finish()
         assert story.lines == ["rank 0: a", "rank 1: a"]
 
+    def test_what_one_rank_says_alone_does_not_part_what_all_say_after_it(self):
+        story = Story(3)
+        story.say(0, "main", "also main", "step", "x0", "end")
+        story.say(1, "step", "x1", "y1", "end")
+        story.say(2, "step", "end")
+        story.merge.finish()
+        alone = ["rank 0: x0", "rank 1: x1", "rank 1: y1"]
+        assert story.lines == ["rank 0: main", "rank 0: also main", "step", *alone, "end"]
+
+    def test_the_same_place_is_preferred_to_the_same_line_elsewhere(self):
+        story = Story(2)
+        story.say(0, "a", "a", "b")
+        story.say(1, "c", "a", "b")
+        story.merge.finish()
+        assert story.lines == ["rank 0: a", "rank 1: c", "a", "b"]
+
     def test_a_rank_that_says_less_loses_nothing(self):
         story = Story(2)
         story.say(0, "a", "b", "c")
-        story.say(1, "c")
+        story.say(1, "d")
         story.merge.finish()
-        assert story.lines == ["rank 0: a", "rank 0: b", "rank 0: c", "rank 1: c"]
+        assert story.lines == ["rank 0: a", "rank 0: b", "rank 0: c", "rank 1: d"]
 
 
 def free(code: str) -> set[str]:
