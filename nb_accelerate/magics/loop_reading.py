@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.magics.loop_calls import (
+    above,
+    functions_of,
+    is_method,
+    last_name,
+    local_names,
+    own_nodes,
+    parameters,
+    the_call,
+    unsure,
+    walk,
+)
+from nb_accelerate.magics.loop_refusals import passes_on, refuse_attributes, refuse_elsewhere, refuse_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
+
+    from nb_accelerate.magics.loop_calls import Scope
 
 _OPTIMIZERS = frozenset(
     {
@@ -34,48 +49,12 @@ _OPTIMIZERS = frozenset(
 )
 """Classes of ``torch.optim`` that step without a closure."""
 
-_NOT_HERE = {
-    "DistributedDataParallel": "is wrapped by accelerator.prepare already",
-    "DDP": "is wrapped by accelerator.prepare already",
-    "DataParallel": "holds copies of the model in one process",
-    "DistributedSampler": "splits the rows, which the prepared loader does",
-    "init_process_group": "makes the process group, which Accelerator() does",
-    "GradScaler": "scales the loss, which Accelerator(mixed_precision='fp16') does",
-    "autocast": "chooses the precision, which Accelerator(mixed_precision='bf16') does",
-    "set_device": "chooses a device, which Accelerator() does",
-    "LBFGS": "steps with a closure",
-    "ReduceLROnPlateau": "needs a metric that is the same on all ranks",
-    "Accelerator": "is there already",
-    "no_sync": "belongs to a loop that is distributed already",
-}
-"""Names that a plain loop does not have, and what they do."""
-
-_OF_MODEL = frozenset(
-    {
-        "train",
-        "eval",
-        "parameters",
-        "named_parameters",
-        "zero_grad",
-        "state_dict",
-        "to",
-        "cuda",
-        "cpu",
-        "requires_grad_",
-        "modules",
-        "training",
-    }
-)
-"""Attributes of a model that its wrapper has too, or that are rewritten."""
-
 _AROUND_LOADERS = frozenset({"enumerate", "tqdm", "tqdm_notebook"})
 """Calls that give each batch of a loader once, in its order."""
 
 _LOOPS = (ast.For, ast.While)
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-
-_Node = TypeVar("_Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -84,34 +63,31 @@ class TrainingLoop:
 
     Attributes:
         tree: of the cell.
-        body: statements of the function that trains, or of the cell.
-        function: that trains; None if it is the cell itself.
+        outer: the function that makes model, optimizer and loader, or the cell; None if another cell makes them.
+        scope: that the loop is in: `outer`, or a function that gets them.
+        names: of each scope that uses model, optimizer, loader or a scheduler: the names of `outer` by those there.
         loop: over the batches.
         backward: the call of ``loss.backward()``.
-        model, optimizer, loader: their names.
+        model, optimizer, loader: their names in `outer`.
         schedulers: names of those that step with each batch.
-        prepare_after: the last statement that makes one of them.
+        prepare_after: the last statement that makes one of them; None if another cell makes them.
         own_loss: the name whose ``backward`` is called; empty for an expression.
         epoch_schedulers: names of those that step once for each epoch.
     """
 
     tree: ast.Module
-    body: list[ast.stmt]
-    function: ast.FunctionDef | None
+    outer: Scope | None
+    scope: Scope
+    names: Mapping[Scope, Mapping[str, str]]
     loop: ast.For
     backward: ast.Call
     model: str
     optimizer: str
     loader: str
     schedulers: tuple[str, ...]
-    prepare_after: ast.stmt
+    prepare_after: ast.stmt | None
     own_loss: str
     epoch_schedulers: tuple[str, ...]
-
-
-def unsure(node: ast.AST, why: str) -> ConfigError:
-    """Return the error that says where a loop is not understood, and why."""
-    return ConfigError(f"line {getattr(node, 'lineno', 1)}: {why}. Nothing was changed")
 
 
 def read_loop(source: str) -> TrainingLoop:
@@ -131,43 +107,71 @@ def read_loop(source: str) -> TrainingLoop:
             "Nothing was changed"
         ) from None
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    _refuse_names(tree)
+    refuse_names(tree)
     backward = _the_backward(tree)
-    function = next((one for one in _above(backward, parents) if isinstance(one, _SCOPES)), None)
+    function = next((one for one in above(backward, parents) if isinstance(one, _SCOPES)), None)
     if function is not None and (not isinstance(function, ast.FunctionDef) or parents[function] is not tree):
         raise unsure(function, "the loop is in a class, or in a function inside another one; write it out in the cell")
-    scope: ast.Module | ast.FunctionDef = function or tree
-    loop = next((one for one in _above(backward, parents) if isinstance(one, _LOOPS)), None)
+    scope: Scope = function or tree
+    loop = next((one for one in above(backward, parents) if isinstance(one, _LOOPS)), None)
     if not isinstance(loop, ast.For):
         raise unsure(backward, "backward() is not in a for loop over batches")
-    optimizer_made, optimizer, model = _the_optimizer(scope)
-    loader = _the_loader(loop, scope)
-    made = _makers(scope)
-    stepping = {
-        name: _steps(scope, name)
+    outer, called = _the_outer(scope, tree)
+    if outer is None:
+        assert isinstance(scope, ast.FunctionDef)
+        return _read_function(scope, tree, loop, backward)
+    optimizer_made, optimizer, model = _the_optimizer(outer)
+    made = _makers(outer)
+    scheduler_names = [
+        name
         for name, (_, call) in made.items()
-        if "lr_scheduler" in ast.unparse(call.func) or _last_name(call.func).endswith("LR")
+        if "lr_scheduler" in ast.unparse(call.func) or last_name(call.func).endswith("LR")
+    ]
+    loaders = [name for name, (_, call) in made.items() if last_name(call.func) == "DataLoader"]
+    everything = local_names(scope, outer, tree, [model, optimizer, *loaders, *scheduler_names])
+    loader = everything[scope].get(_iterated(loop, scope), "")
+    if not loader or loader not in loaders:
+        raise unsure(
+            loop,
+            f"the loop goes over {ast.unparse(loop.iter)!r}, which is not one DataLoader made beside it, so nothing "
+            "says how ranks share the rows",
+        )
+    shared = (model, optimizer, loader, *scheduler_names)
+    names = {
+        where: {here: there for here, there in one.items() if there in shared} for where, one in everything.items()
     }
-    with_batches = tuple(name for name, steps in stepping.items() if any(loop in _above(s, parents) for s in steps))
+    _check_steps(names, optimizer, optimizer_made)
+    stepping = {name: [step for where, step in _steps(names, name)] for name in scheduler_names}
+    with_batches = tuple(name for name, steps in stepping.items() if any(loop in above(s, parents) for s in steps))
     by_name = [*([made[model][0]] if model in made else []), optimizer_made, made[loader][0]]
     by_name += [made[name][0] for name in with_batches]
     # An assignment such as `model = model.to(device)` makes the model too.
-    by_name += [one for one in scope.body if isinstance(one, ast.Assign) and _target(one) in (model, optimizer, loader)]
+    by_name += [one for one in outer.body if isinstance(one, ast.Assign) and _target(one) in (model, optimizer, loader)]
     for statement in by_name:
-        if statement not in scope.body:
+        if statement not in outer.body:
             raise unsure(statement, f"{ast.unparse(statement)!r} is inside a loop or a branch, so it may be made twice")
     last = max(by_name, key=lambda one: one.lineno)
-    first_loop = next(one for one in scope.body if one is loop or loop in ast.walk(one))
-    if last.lineno >= first_loop.lineno:
+    used = [called or loop, *(_wrapped(loop, scope) if scope is outer else ())]
+    first = min((one for one in outer.body if any(node in ast.walk(one) for node in used)), key=lambda one: one.lineno)
+    if last.lineno >= first.lineno:
         raise unsure(last, f"{_target(last)!r} is assigned again after the loop has begun")
-    if model not in made and not any(_target(one) == model for one in scope.body):
-        raise unsure(optimizer_made, f"{model!r} is not made in {'this function' if function else 'this cell'}")
-    _refuse_attributes(scope, model, loader, loop)
-    _refuse_elsewhere(tree, scope)
+    if model not in made and not any(_target(one) == model for one in outer.body):
+        raise unsure(optimizer_made, f"{model!r} is not made in this {'function' if outer is not tree else 'cell'}")
+    for where, one in names.items():
+        begin = 0 if where is not outer else loop.lineno if scope is outer else first.lineno
+        refuse_attributes(where, one, model, loader, begin, parents)
+        if (
+            loader in one.values()
+            and where not in (outer, scope)
+            and not passes_on(where, one, loader, functions_of(tree))
+        ):
+            raise unsure(where, f"{where.name} reads {loader} too, and would see the rows of one rank only")  # type: ignore[union-attr]
+    refuse_elsewhere(tree, names)
     return TrainingLoop(
         tree=tree,
-        body=scope.body,
-        function=function,
+        outer=outer,
+        scope=scope,
+        names=names,
         loop=loop,
         backward=backward,
         model=model,
@@ -175,34 +179,83 @@ def read_loop(source: str) -> TrainingLoop:
         loader=loader,
         schedulers=with_batches,
         prepare_after=last,
-        own_loss=backward.func.value.id if isinstance(backward.func.value, ast.Name) else "",  # type: ignore[attr-defined]
+        own_loss=_own_loss(backward),
         epoch_schedulers=tuple(name for name in stepping if name not in with_batches),
     )
 
 
-def walk(root: ast.AST, kind: type[_Node]) -> Iterator[_Node]:
-    """Yield the nodes of one kind below a node."""
-    return (one for one in ast.walk(root) if isinstance(one, kind))
+def _the_outer(scope: Scope, tree: ast.Module) -> tuple[Scope | None, ast.Call | None]:
+    """Return the scope that makes the optimizer, and the call there that leads to the loop.
+
+    The scope is None if the loop's function is not called in the cell.
+    """
+    called: ast.Call | None = None
+    outer = scope
+    while isinstance(outer, ast.FunctionDef) and not _optimizers(outer):
+        found = the_call(outer, tree)
+        if found is None:
+            if outer is not scope:
+                raise unsure(outer, f"no optimizer of torch.optim is made in this cell, and nothing calls {outer.name}")
+            return None, None
+        if found[1] is outer:
+            raise unsure(found[0], f"{outer.name} calls itself")
+        called, outer = found
+    return outer, called
 
 
-def is_method(call: ast.Call, name: str) -> bool:
-    """Whether a call is that of an attribute of this name."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == name
-
-
-def _refuse_names(tree: ast.Module) -> None:
-    for node in ast.walk(tree):
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if name in _NOT_HERE:
-            raise unsure(node, f"{name} {_NOT_HERE[name]}; take it out first")
-        if name == "accelerator":
-            raise unsure(node, "the name 'accelerator' is used already")
+def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, backward: ast.Call) -> TrainingLoop:
+    """Read a function that gets all it trains as arguments, alone in its cell."""
+    own = [one.arg for one in parameters(function)]
+    called = {one.func.id for one in walk(function, ast.Call) if isinstance(one.func, ast.Name)}
+    methods = {
+        name: {one.attr for one in walk(function, ast.Attribute) if ast.unparse(one.value) == name} for name in own
+    }
+    optimizers = [name for name in own if {"step", "zero_grad"} <= methods[name]]
+    models = [name for name in own if name in called and methods[name] & {"train", "parameters", "zero_grad"}]
+    loader = _iterated(loop, function)
+    if loader not in own:
+        raise unsure(loop, f"the loop goes over {ast.unparse(loop.iter)!r}, which is no argument of {function.name}")
+    for kind, found, how in (
+        ("optimizer", optimizers, "one argument with step() and zero_grad()"),
+        ("model", models, "one argument that is called and has train() or parameters()"),
+    ):
+        if len(found) != 1:
+            raise unsure(function, f"which argument of {function.name} is the {kind} is not sure: there must be {how}")
+    [optimizer], [model] = optimizers, models
+    for one in walk(function, ast.Name):
+        if one.id in (model, optimizer, loader) and isinstance(one.ctx, ast.Store):
+            raise unsure(one, f"{one.id!r} is assigned again in a function that gets it")
+    names: dict[Scope, dict[str, str]] = {function: {name: name for name in (model, optimizer, loader)}}
+    _check_steps(names, optimizer, function)
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    refuse_attributes(function, names[function], model, loader, 0, parents)
+    others = [name for name in own if name != optimizer and "step" in methods[name]]
+    steps = [step for name in others for step in walk(function, ast.Call) if ast.unparse(step.func) == f"{name}.step"]
+    with_batches = {ast.unparse(s.func.value) for s in steps if s in ast.walk(loop)}  # type: ignore[attr-defined]
+    return TrainingLoop(
+        tree=tree,
+        outer=None,
+        scope=function,
+        names=names,
+        loop=loop,
+        backward=backward,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        schedulers=tuple(name for name in others if name in with_batches),
+        prepare_after=None,
+        own_loss=_own_loss(backward),
+        epoch_schedulers=tuple(name for name in others if name not in with_batches),
+    )
 
 
 def _the_backward(tree: ast.Module) -> ast.Call:
     found = [call for call in walk(tree, ast.Call) if is_method(call, "backward")]
     if not found:
-        raise ConfigError("there is no loss.backward() in this cell, so no loop to rewrite. Nothing was changed")
+        raise ConfigError(
+            "there is no loss.backward() in this cell, so no loop to rewrite; a function that has it and its call are "
+            "rewritten together, in one cell. Nothing was changed"
+        )
     if len(found) > 1:
         raise unsure(found[1], "a second backward(); only loops with one loss and one optimizer are understood")
     if found[0].args or found[0].keywords:
@@ -210,8 +263,17 @@ def _the_backward(tree: ast.Module) -> ast.Call:
     return found[0]
 
 
-def _the_optimizer(scope: ast.Module | ast.FunctionDef) -> tuple[ast.Assign, str, str]:
-    found = [(made, call) for made, call in _makers(scope).values() if _last_name(call.func) in _OPTIMIZERS]
+def _own_loss(backward: ast.Call) -> str:
+    assert isinstance(backward.func, ast.Attribute)
+    return backward.func.value.id if isinstance(backward.func.value, ast.Name) else ""
+
+
+def _optimizers(scope: Scope) -> list[tuple[ast.Assign, ast.Call]]:
+    return [(made, call) for made, call in _makers(scope).values() if last_name(call.func) in _OPTIMIZERS]
+
+
+def _the_optimizer(scope: Scope) -> tuple[ast.Assign, str, str]:
+    found = _optimizers(scope)
     if not found:
         raise ConfigError("no optimizer of torch.optim is made beside the loop. Nothing was changed")
     if len(found) > 1:
@@ -225,56 +287,64 @@ def _the_optimizer(scope: ast.Module | ast.FunctionDef) -> tuple[ast.Assign, str
         and isinstance(first.func.value, ast.Name)
     ):
         raise unsure(made, "the optimizer's parameters are not those of one model, as in SGD(model.parameters(), ...)")
-    name = _target(made)
-    for step in _steps(scope, name):
+    return made, _target(made), first.func.value.id
+
+
+def _check_steps(names: Mapping[Scope, Mapping[str, str]], optimizer: str, made: ast.stmt) -> None:
+    steps = [step for _, step in _steps(names, optimizer)]
+    for step in steps:
         if step.args or step.keywords:
-            raise unsure(step, f"{name}.step() has arguments: a closure is not understood")
-    if not _steps(scope, name):
-        raise unsure(made, f"there is no {name}.step()")
-    return made, name, first.func.value.id
+            raise unsure(step, f"{ast.unparse(step.func)}() has arguments: a closure is not understood")
+    if not steps:
+        raise unsure(made, f"there is no {optimizer}.step()")
 
 
-def _the_loader(loop: ast.For, scope: ast.Module | ast.FunctionDef) -> str:
-    loaders = {name for name, (_, call) in _makers(scope).items() if _last_name(call.func) == "DataLoader"}
-    over = loop.iter
-    while isinstance(over, ast.Call) and _last_name(over.func) in _AROUND_LOADERS and over.args:
+def _iterated(loop: ast.For, scope: Scope) -> str:
+    """Return the name of what a loop goes over, also through enumerate and tqdm; empty if it has none."""
+    over = _inside(loop.iter)
+    for made in _wrapped(loop, scope):
+        over = _inside(made.value)
+    return over.id if isinstance(over, ast.Name) else ""
+
+
+def _wrapped(loop: ast.For, scope: Scope) -> list[ast.Assign]:
+    """Return the assignment of ``bar = tqdm(loader)``, for a loop over ``bar`` or ``enumerate(bar)``."""
+    return _wraps(_inside(loop.iter), scope)
+
+
+def _inside(over: ast.expr) -> ast.expr:
+    while isinstance(over, ast.Call) and last_name(over.func) in _AROUND_LOADERS and over.args:
         over = over.args[0]
-    if not isinstance(over, ast.Name) or over.id not in loaders:
-        raise unsure(
-            loop,
-            f"the loop goes over {ast.unparse(loop.iter)!r}, which is not one DataLoader made beside it, so nothing "
-            "says how ranks share the rows",
-        )
-    return over.id
+    return over
 
 
-def _makers(scope: ast.Module | ast.FunctionDef) -> dict[str, tuple[ast.Assign, ast.Call]]:
+def _wraps(over: ast.expr, scope: Scope) -> list[ast.Assign]:
+    if not isinstance(over, ast.Name):
+        return []
+    found = [one for one in own_nodes(scope) if isinstance(one, ast.Assign) and _target(one) == over.id]
+    [made] = found if len(found) == 1 else [None]
+    is_wrapped = made and isinstance(made.value, ast.Call) and last_name(made.value.func) in _AROUND_LOADERS
+    return [made] if made and is_wrapped else []
+
+
+def _makers(scope: Scope) -> dict[str, tuple[ast.Assign, ast.Call]]:
     """Return the assignments of a call's value to a name, by name; the first of each."""
     found: dict[str, tuple[ast.Assign, ast.Call]] = {}
-    for one in walk(scope, ast.Assign):
-        if _target(one) and isinstance(one.value, ast.Call):
+    for one in own_nodes(scope):
+        if isinstance(one, ast.Assign) and _target(one) and isinstance(one.value, ast.Call):
             found.setdefault(_target(one), (one, one.value))
     return found
 
 
-def _refuse_attributes(scope: ast.AST, model: str, loader: str, loop: ast.For) -> None:
-    for one in walk(scope, ast.Attribute):
-        is_models = isinstance(one.value, ast.Name) and one.value.id == model
-        if is_models and one.attr not in _OF_MODEL and one.lineno >= loop.lineno:
-            raise unsure(one, f"{model}.{one.attr}: the wrapper of a distributed model has no such attribute")
-        if isinstance(one.value, ast.Name) and one.value.id == loader and one.attr == "dataset":
-            raise unsure(one, f"{loader}.dataset counts the rows of all ranks; count those of the batches instead")
-
-
-def _refuse_elsewhere(tree: ast.Module, scope: ast.AST) -> None:
-    inside = set(ast.walk(scope))
-    for call in walk(tree, ast.Call):
-        if call not in inside and (is_method(call, "state_dict") or ast.unparse(call.func) == "torch.save"):
-            raise unsure(call, f"{ast.unparse(call)!r} is outside the function that trains, and may get its model")
-
-
-def _steps(scope: ast.AST, name: str) -> list[ast.Call]:
-    return [call for call in walk(scope, ast.Call) if ast.unparse(call.func) == f"{name}.step"]
+def _steps(names: Mapping[Scope, Mapping[str, str]], stepping: str) -> list[tuple[Scope, ast.Call]]:
+    return [
+        (scope, call)
+        for scope, local in names.items()
+        for call in own_nodes(scope)
+        if isinstance(call, ast.Call)
+        and is_method(call, "step")
+        and local.get(ast.unparse(call.func.value)) == stepping  # type: ignore[attr-defined]
+    ]
 
 
 def _target(statement: ast.stmt) -> str:
@@ -282,13 +352,3 @@ def _target(statement: ast.stmt) -> str:
         [target] = statement.targets
         return target.id if isinstance(target, ast.Name) else ""
     return ""
-
-
-def _last_name(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    while node in parents:
-        node = parents[node]
-        yield node

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.magics.loop_reading import is_method, read_loop, unsure, walk
+from nb_accelerate.magics.loop_calls import bind, functions_of, is_method, own_nodes, parameters, unsure, walk
+from nb_accelerate.magics.loop_reading import read_loop
 
 if TYPE_CHECKING:
+    from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_reading import TrainingLoop
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -39,6 +41,18 @@ class _Edits:
         end = self._lines[node.end_lineno - 1] + node.end_col_offset
         if not any(start < other_end and other_start < end for other_start, other_end, _ in self.found):
             self.found.append((start, end, text))
+
+    def insert_argument(self, beside: ast.expr | ast.arg, text: str) -> None:
+        at = self._lines[beside.lineno - 1] + beside.col_offset
+        if any(start < at < end for start, end, _ in self.found):
+            raise unsure(beside, "a call of a function of this cell inside one that changes; give its value a name")
+        self.found.append((at, at, text))
+
+    def changes(self, function: ast.FunctionDef) -> str:
+        """Return the new texts in a function."""
+        assert function.end_lineno is not None
+        begin, end = self._lines[function.lineno - 1], self._lines[function.end_lineno]
+        return "\n".join(text for start, _, text in self.found if begin <= start < end)
 
     def insert_before(self, node: ast.stmt, line: str) -> None:
         self._insert(self._lines[node.lineno - 1], node, line)
@@ -84,13 +98,13 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
     """
     source = source if source.endswith("\n") else f"{source}\n"
     loop = read_loop(source)
-    if ";" in _line_of(source, loop.prepare_after.end_lineno or 1).partition("#")[0]:
-        raise unsure(loop.prepare_after, "two statements in one line; write them in two")
     edits = _Edits(source)
-    _insert_accelerator(loop, edits)
-    scope: ast.AST = loop.function or loop.tree
-    _rewrite_calls(scope, loop, edits)
-    _rewrite_devices(scope, edits)
+    if loop.outer is not None and loop.prepare_after is not None:
+        _insert_accelerator(loop, loop.outer, loop.prepare_after, edits)
+    _rewrite_calls(loop, edits)
+    _rewrite_devices(loop, edits)
+    if isinstance(loop.outer, ast.FunctionDef):
+        _pass_accelerator(loop, loop.outer, edits)
     text = edits.text()
     if launch:
         text = _launched(text, loop)
@@ -98,10 +112,12 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
         ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"the changed cell could not be read ({error}). Nothing was changed") from error
-    return Rewritten(text, tuple(_notes(scope, loop)))
+    return Rewritten(text, tuple(_notes(loop)))
 
 
-def _insert_accelerator(loop: TrainingLoop, edits: _Edits) -> None:
+def _insert_accelerator(loop: TrainingLoop, outer: Scope, prepare_after: ast.stmt, edits: _Edits) -> None:
+    if ";" in _line_of(edits.source, prepare_after.end_lineno or 1).partition("#")[0]:
+        raise unsure(prepare_after, "two statements in one line; write them in two")
     top = next(one for one in loop.tree.body if not (isinstance(one, ast.ImportFrom) and one.module == "__future__"))
     if isinstance(top, (ast.FunctionDef, ast.ClassDef)) and top.decorator_list:
         raise unsure(top, "a decorated definition before anything else; put an import above it")
@@ -109,27 +125,66 @@ def _insert_accelerator(loop: TrainingLoop, edits: _Edits) -> None:
     quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     first = next(
         one
-        for one in loop.body
+        for one in outer.body
         if not isinstance(one, quiet) and not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
     )
     edits.insert_before(first, "accelerator = Accelerator()")
     names = ", ".join([loop.model, loop.optimizer, loop.loader, *loop.schedulers])
-    edits.insert_after(loop.prepare_after, f"{names} = accelerator.prepare({names})")
+    edits.insert_after(prepare_after, f"{names} = accelerator.prepare({names})")
 
 
-def _rewrite_calls(scope: ast.AST, loop: TrainingLoop, edits: _Edits) -> None:
+def _pass_accelerator(loop: TrainingLoop, outer: ast.FunctionDef, edits: _Edits) -> None:
+    """Give the functions that use the accelerator of another one a first argument for it."""
+    functions = functions_of(loop.tree)
+    scopes: list[Scope] = [loop.tree, *functions.values()]
+    calls = [
+        (scope, functions[call.func.id], call)
+        for scope in scopes
+        for call in own_nodes(scope)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in functions
+    ]
+    using = [one for one in functions.values() if one is not outer and "accelerator" in edits.changes(one)]
+    for function in using:  # it grows: who calls such a function has to have the accelerator too
+        callers = [scope for scope, called, _ in calls if called is function]
+        if loop.tree in callers:
+            raise unsure(function, f"{function.name} is called outside {outer.name} too, where there is no accelerator")
+        using += [one for one in callers if isinstance(one, ast.FunctionDef) and one is not outer and one not in using]
+    for function in using:
+        positional = [*function.args.posonlyargs, *function.args.args]
+        if not positional:
+            raise unsure(function, f"{function.name} has no argument before which the accelerator could stand")
+        edits.insert_argument(positional[0], "accelerator, ")
+    for _, called, call in calls:
+        if called in using:
+            given = [*call.args, *(one.value for one in call.keywords)]
+            if not call.args and given:
+                raise unsure(call, f"{ast.unparse(call)!r} has arguments by name only; write the first without")
+            edits.insert_argument(call.args[0], "accelerator, ")
+
+
+def _nodes(loop: TrainingLoop) -> list[tuple[Scope, ast.AST]]:
+    return [(scope, node) for scope in loop.names for node in own_nodes(scope)]
+
+
+def _calls(loop: TrainingLoop) -> list[ast.Call]:
+    return [node for _, node in _nodes(loop) if isinstance(node, ast.Call)]
+
+
+def _rewrite_calls(loop: TrainingLoop, edits: _Edits) -> None:
     source = edits.source
     assert isinstance(loop.backward.func, ast.Attribute)
     loss = ast.get_source_segment(source, loop.backward.func.value)
     edits.replace(loop.backward, f"accelerator.backward({loss})")
-    for call in walk(scope, ast.Call):
+    for scope, call in _nodes(loop):
+        if not isinstance(call, ast.Call):
+            continue
         name = ast.unparse(call.func)
         if name.rpartition(".")[2] in _CLIPS:
             edits.replace(call.func, f"accelerator.{name.rpartition('.')[2]}")
         elif name == "torch.save":
             edits.replace(call.func, "accelerator.save")
-        elif name == f"{loop.model}.state_dict":
-            edits.replace(call.func, f"accelerator.unwrap_model({loop.model}).state_dict")
+        elif is_method(call, "state_dict") and loop.names[scope].get(name.rpartition(".")[0]) == loop.model:
+            edits.replace(call.func, f"accelerator.unwrap_model({name.rpartition('.')[0]}).state_dict")
         elif name == f"{loop.own_loss}.item" and _runs_on_all_ranks(call, loop):
             edits.replace(call.func, f'accelerator.reduce({loop.own_loss}.detach(), "mean").item')
 
@@ -140,22 +195,27 @@ def _runs_on_all_ranks(call: ast.Call, loop: TrainingLoop) -> bool:
     return call in ast.walk(loop.loop) and not any(call in ast.walk(one) for one in branches)
 
 
-def _rewrite_devices(scope: ast.AST, edits: _Edits) -> None:
-    names = [one for one in walk(scope, ast.Name) if one.id == "device"]
-    if names and not any(isinstance(one.ctx, ast.Store) for one in names):
-        raise unsure(names[0], "'device' is made elsewhere; write device = 'cpu' beside the loop, which is replaced")
+def _rewrite_devices(loop: TrainingLoop, edits: _Edits) -> None:
+    nodes = [node for _, node in _nodes(loop)]
+    stored = any(isinstance(one, ast.Name) and one.id == "device" and isinstance(one.ctx, ast.Store) for one in nodes)
+    for scope, one in _nodes(loop):
+        own = [arg.arg for arg in parameters(scope)] if isinstance(scope, ast.FunctionDef) else []
+        if isinstance(one, ast.Name) and one.id == "device" and not stored and "device" not in own:
+            raise unsure(one, "'device' is made elsewhere; write device = 'cpu' beside the loop, which is replaced")
     moved_to = {
         ast.unparse(value)
-        for call in walk(scope, ast.Call)
+        for call in _calls(loop)
         for value in [*(call.args[:1] if is_method(call, "to") else ()), *_values(call, "device")]
     }
-    for made in walk(scope, ast.Assign):
+    for made in nodes:
+        if not isinstance(made, ast.Assign):
+            continue
         name = ast.unparse(made.targets[0])
-        if _is_device(made.value) and (name in moved_to or not _is_device_word(made.value)):
+        if _is_device(made.value) and (name in moved_to or name == "device" or not _is_device_word(made.value)):
             edits.replace(made.value, "accelerator.device")
         elif name == "device":
             raise unsure(made, f"{ast.unparse(made)!r} is not a device that is understood")
-    for call in walk(scope, ast.Call):
+    for call in _calls(loop):
         if is_method(call, "cuda"):
             if call.args or call.keywords:
                 raise unsure(call, f"{ast.unparse(call)!r} chooses one GPU; each rank has its own")
@@ -167,6 +227,26 @@ def _rewrite_devices(scope: ast.AST, edits: _Edits) -> None:
         for value in [*(call.args[:1] if is_method(call, "to") else ()), *_values(call, "device")]:
             if _is_device(value):
                 edits.replace(value, "accelerator.device")
+    _rewrite_device_arguments(loop, moved_to, edits)
+
+
+def _rewrite_device_arguments(loop: TrainingLoop, moved_to: set[str], edits: _Edits) -> None:
+    """Replace the devices that are passed to functions of the cell, which move something there."""
+    functions = functions_of(loop.tree)
+    for scope in loop.names:
+        if isinstance(scope, ast.FunctionDef) and scope is not loop.outer:
+            for default in (*scope.args.defaults, *scope.args.kw_defaults):
+                if default is not None and _is_device(default):
+                    raise unsure(default, f"{scope.name} chooses a device by default; pass it in the call instead")
+    for call in _calls(loop):
+        if isinstance(call.func, ast.Name) and call.func.id in functions and any(map(_is_device, _arguments(call))):
+            for name, value in bind(call, functions[call.func.id]).items():
+                if _is_device(value) and name in moved_to:
+                    edits.replace(value, "accelerator.device")
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(one.value for one in call.keywords)]
 
 
 def _values(call: ast.Call, name: str) -> list[ast.expr]:
@@ -177,7 +257,11 @@ def _is_device(value: ast.expr) -> bool:
     if isinstance(value, ast.IfExp):
         return _is_device(value.body) and _is_device(value.orelse)
     if isinstance(value, ast.Call):
+        if ast.unparse(value.func) == "torch.accelerator.current_accelerator":
+            return True
         return ast.unparse(value.func) == "torch.device" and len(value.args) == 1 and _is_device(value.args[0])
+    if isinstance(value, ast.Attribute):
+        return value.attr == "type" and isinstance(value.value, ast.Call) and _is_device(value.value)
     return _is_device_word(value)
 
 
@@ -191,10 +275,12 @@ def _is_device_word(value: ast.expr) -> bool:
 
 def _launched(text: str, loop: TrainingLoop) -> str:
     """Put all but the imports in a function, and launch it."""
-    if loop.function is not None:
+    if not isinstance(loop.outer, ast.Module):
+        function = loop.outer or loop.scope
+        assert isinstance(function, ast.FunctionDef)
         raise unsure(
-            loop.function,
-            f"the loop is in a function already. Without --launch, then: notebook_launcher({loop.function.name}, "
+            function,
+            f"the loop is in a function already. Without --launch, then: notebook_launcher({function.name}, "
             "args=(...))",
         )
     tree = ast.parse(text)
@@ -220,18 +306,34 @@ def _launched(text: str, loop: TrainingLoop) -> str:
     return "\n".join([*imports, "", "", "def train():", *body, "", "", "notebook_launcher(train)", ""])
 
 
-def _notes(scope: ast.AST, loop: TrainingLoop) -> list[str]:
+def _notes(loop: TrainingLoop) -> list[str]:
     notes = []
-    for call in walk(scope, ast.Call):
-        own = is_method(call, "item") and ast.unparse(call.func) == f"{loop.own_loss}.item"
-        if (own or (is_method(call, "item") and call in ast.walk(loop.loop))) and not (
-            own and _runs_on_all_ranks(call, loop)
-        ):
+    if loop.outer is None:
+        names = ", ".join([loop.model, loop.optimizer, loop.loader, *loop.schedulers])
+        notes += [
+            f"in the cell that makes {names}, before it calls {loop.scope.name}:",  # type: ignore[union-attr]
+            "    from nb_accelerate import Accelerator",
+            "    accelerator = Accelerator()",
+            f"    {names} = accelerator.prepare({names})",
+        ]
+        if any(one.arg == "device" for one in walk(loop.tree, ast.arg)):
+            notes.append("    device = accelerator.device")
+    for scope, call in _nodes(loop):
+        if not (isinstance(call, ast.Call) and is_method(call, "item")):
+            continue
+        own = scope is loop.scope and ast.unparse(call.func) == f"{loop.own_loss}.item"
+        if (own or call in ast.walk(loop.loop)) and not (own and _runs_on_all_ranks(call, loop)):
             notes.append(f"line {call.lineno}: {ast.unparse(call)} is of this rank's rows only")
+    for scope, one in _nodes(loop):
+        if isinstance(one, ast.Attribute) and one.attr == "dataset":
+            name = ast.unparse(one.value)
+            if loop.names[scope].get(name) == loop.loader:
+                notes.append(f"line {one.lineno}: {name}.dataset has the rows of all ranks, each batch those of one")
     others = [
         ast.unparse(made.targets[0])
-        for made in walk(scope, ast.Assign)
-        if isinstance(made.value, ast.Call)
+        for _, made in _nodes(loop)
+        if isinstance(made, ast.Assign)
+        and isinstance(made.value, ast.Call)
         and ast.unparse(made.value.func).rpartition(".")[2] == "DataLoader"
         and ast.unparse(made.targets[0]) != loop.loader
     ]
