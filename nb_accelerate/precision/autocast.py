@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from nb_accelerate.config.options import note_use
+from nb_accelerate.precision.float8_layers import warn_of_float8_layers
 from nb_accelerate.precision.forward import AutocastForward, without_autocast
 from nb_accelerate.precision.precision import Precision
 
@@ -26,7 +27,12 @@ class AutocastPrecision(Precision):
         device_type: torch's name for the type of device.
         dtype: the 16-bit dtype.
         options: arguments of autocast.
+
+    Attributes:
+        has_float8_layers: whether layers that compute in 8 bits are part of it.
     """
+
+    has_float8_layers = False
 
     def __init__(self, device_type: str, dtype: torch.dtype, options: AutocastKwargs) -> None:
         self.device_type = device_type
@@ -35,6 +41,8 @@ class AutocastPrecision(Precision):
 
     @override
     def prepare_model(self, model: nn.Module) -> nn.Module:
+        if not self.has_float8_layers:
+            warn_of_float8_layers(model, self.name)
         arguments = self._arguments(self.options)
         present = model.forward
         if not isinstance(present, AutocastForward) or present.arguments != arguments:

@@ -40,6 +40,7 @@ class FP8Precision(AutocastPrecision):
     """
 
     name = "fp8"
+    has_float8_layers = True
 
     def __init__(self, device_type: str, options: AutocastKwargs, recipe: AORecipeKwargs) -> None:
         super().__init__(device_type, torch.bfloat16, options)

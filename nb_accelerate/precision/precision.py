@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.precision.float8_layers import warn_of_float8_layers
 from nb_accelerate.precision.forward import without_autocast
 from nb_accelerate.precision.step import OptimizerStep
 
@@ -33,6 +34,7 @@ class Precision:
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Make the forward of a model compute in this precision. Called by ``prepare``, before the strategy."""
+        warn_of_float8_layers(model, self.name)
         return without_autocast(model)
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
