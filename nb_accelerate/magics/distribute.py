@@ -13,16 +13,17 @@ from nb_accelerate.magics.plain import plain_errors
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_OPTIONS = (
+REWRITING = (
     Option(("--launch",), "launch", "Also put the loop in a function, and launch it on all devices."),
     Option(("--accept",), "accept", "Replace the cell without asking."),
 )
+"""Options of ``%%distribute``."""
 
 HELP_TEXT = args.help_text(
     "%%distribute [--launch] [--accept]",
     "Show the changes that make the plain PyTorch loop of this cell one with an Accelerator, ask, and replace it.\n"
     "The cell is not run. A loop that is not wholly understood is left alone, with the line and the reason.",
-    (*_OPTIONS, HELP),
+    (*REWRITING, HELP),
 )
 
 
@@ -39,7 +40,7 @@ class Distribute:
     def run(self, line: str, cell: str) -> None:
         """Rewrite the cell; replaced below by the whole help."""
         with plain_errors():
-            parsed = args.parse(line, (*_OPTIONS, HELP), usage="%%distribute alone, and the loop below")
+            parsed = args.parse(line, (*REWRITING, HELP), usage="%%distribute alone, and the loop below")
             if parsed.get("help"):
                 _say(HELP_TEXT)
                 return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.magics.args import CELL, HELP, POOL, SHOW
 from nb_accelerate.magics.commands import COMMANDS
+from nb_accelerate.magics.distribute import REWRITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from nb_accelerate.magics.auto import AutoMode
 
 _COMMAND = re.compile(r"\s*%distributed\s+(\w*)$")
-_OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(?:distributed|rank))\b.*\s(-[\w-]*)$")
+_OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(distributed|rank|distribute))\b.*\s(-[\w-]*)$")
 
 _ANSWER_WITHIN = 0.2
 """Seconds that rank 0 has for an answer, while somebody types."""
@@ -110,8 +111,9 @@ def words_for(line: str) -> list[str]:
     if option is None:
         return []
     known = COMMANDS.get(option[1])
-    options = (*POOL, *CELL, *SHOW) if option[1] is None else known.options if known is not None else ()
-    return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[2]))
+    of_cells = REWRITING if option[2] == "distribute" else (*POOL, *CELL, *SHOW)
+    options = of_cells if option[1] is None else known.options if known is not None else ()
+    return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[3]))
 
 
 def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:

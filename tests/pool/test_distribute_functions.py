@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.magics.distribute import Distribute
 from nb_accelerate.magics.loop_rewriting import rewrite
 
 START = """import torch
@@ -244,6 +250,17 @@ def test_with_launch_the_functions_go_along():
     text = rewrite(CELL, launch=True).text.replace("Accelerator, notebook_launcher\n", "Accelerator\n")
     exec(text, {"notebook_launcher": launched.append})
     assert launched[0].__name__ == "train"
+
+
+def test_the_page_shows_what_the_magic_answers(monkeypatch: pytest.MonkeyPatch):
+    page = (Path(__file__).parents[2] / "notebooks" / "how_to" / "distribute.md").read_text(encoding="utf-8")
+    [cell] = re.findall(r"^```python\n%%distribute\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    [answer] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    shown = io.StringIO()
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    with redirect_stdout(shown):
+        Distribute(SimpleNamespace()).run("", cell)  # type: ignore[arg-type]
+    assert shown.getvalue().startswith(answer)
 
 
 NAMED = "train(model=model, device=device, train_loader=train_loader, optimizer=optimizer, epoch=epoch)"

@@ -378,6 +378,7 @@ class TestCellsThatBreakTheGroup:
         ("%distributed sta", ["start", "status"]),
         ("%%distributed -n 2 --pro", ["--progress"]),
         ("%%rank 1 --back", ["--background"]),
+        ("%%distribute --", ["--accept", "--help", "--launch"]),
         ("%distributed push x --", ["--help", "--large", "--ranks"]),
         ("%distributed push x", []),
         ("x = --y", []),
