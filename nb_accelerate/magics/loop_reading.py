@@ -229,6 +229,7 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
     _check_steps(names, optimizer, function)
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     refuse_attributes(function, names[function], model, loader, 0, parents)
+    refuse_elsewhere(tree, names)
     others = [name for name in own if name != optimizer and "step" in methods[name]]
     steps = [step for name in others for step in walk(function, ast.Call) if ast.unparse(step.func) == f"{name}.step"]
     with_batches = {ast.unparse(s.func.value) for s in steps if s in ast.walk(loop)}  # type: ignore[attr-defined]

@@ -278,6 +278,10 @@ UNSURE = {
     ),
     "a device by default": (CELL.replace("device):", 'device="cuda"):'), "chooses a device by default"),
     "which one is the model": (STEP.replace("    model.train()\n", ""), "is the model is not sure"),
+    "another function that saves": (
+        STEP + "def save(m):\n    torch.save(m.state_dict(), 'm.pt')\n",
+        "line 14: \"torch.save(m.state_dict(), 'm.pt')\" is outside the function that trains",
+    ),
     "assigned again": (STEP.replace("model.train()", "model = model.train()"), "line 3: 'model' is assigned again"),
     "different things by one name": (
         CELL + "def f(m):\n    return m.training\nf(net)\nf(sgd)\n",
