@@ -99,6 +99,8 @@ class NotebookPanel(Drawing):
         self._draws = 0
         self._has_buttons = False
         self._thread: threading.Thread | None = None
+        if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
+            self._keep_place_for_buttons()
 
     @override
     def draw(self, view: View) -> None:
@@ -113,8 +115,8 @@ class NotebookPanel(Drawing):
             if content != self._last:
                 self._last = content
                 self._show(content)
-        if self._draws == 1:  # the place of the buttons, below the table whatever is printed until they are there
-            self._send("display_data", self._buttons_id, {"data": {}, "metadata": {}})
+        if self._draws == 1 and not self.is_announced:
+            self._keep_place_for_buttons()
         if self._thread.is_alive() or self._box is None:
             return
         if self._again.is_asked_for:
@@ -149,6 +151,10 @@ class NotebookPanel(Drawing):
             _close(self._aside)
         else:
             _close(self._box)
+
+    def _keep_place_for_buttons(self) -> None:
+        """Display nothing, below the table, where the buttons come to stand whatever is printed until they are made."""
+        self._send("display_data", self._buttons_id, {"data": {}, "metadata": {}})
 
     def _show(self, content: dict[str, Any]) -> None:
         kind = "update_display_data" if self._is_shown else "display_data"

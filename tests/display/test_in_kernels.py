@@ -44,6 +44,10 @@ def uneven(seconds):
             time.sleep(0.05)
     return 100 * (time.process_time() - used) / (time.monotonic() - began)
 
+def says(seconds):
+    print("said at once", flush=True)
+    time.sleep(seconds)
+
 def quick():
     return int(os.environ["RANK"])
 
@@ -169,6 +173,19 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     assert ["Last seen at" in html for html in sent.html] == [True] * (len(frames) - 1) + [False]
     assert sum(map(len, sent.html)) + sent.num_bytes <= 40_000 + 40_000 * sent.seconds, "bytes"
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
+
+
+def test_what_ranks_print_at_once_stands_below_the_table_and_its_buttons(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(says, (1.6,), 2, progress='widget')")
+    order = [message["msg_type"] for message in sent.messages if message["msg_type"] in ("display_data", "stream")]
+    assert order == ["display_data", "display_data", "stream"]
+    table, place = sent.of("display_data")
+    assert table["data"]
+    assert not place["data"]
+    buttons = [
+        one for one in sent.of("update_display_data") if "application/vnd.jupyter.widget-view+json" in one["data"]
+    ]
+    assert [one["transient"]["display_id"] for one in buttons] == [place["transient"]["display_id"]]
 
 
 @pytest.mark.slow
