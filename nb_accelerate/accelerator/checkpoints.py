@@ -81,7 +81,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             safe_serialization: write weights as safetensors; else as `torch.save` does.
             async_save: return when everything has been copied to host memory, which is kept for the next time, and
                 write while training goes on. All processes call it. One checkpoint at a time: the next save, and the
-                end of the process, wait for it.
+                end of the process, wait for it. If it fails, on any process, the next ``optimizer.step()`` of a
+                prepared optimizer, or the one after it, raises that: on all processes after the same step, which is
+                done.
             **save_model_func_kwargs: for an engine that saves models itself: those of DeepSpeed's ``save_checkpoint``.
 
         Returns:
@@ -150,7 +152,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             Its folder; None if nothing is being written.
 
         Raises:
-            CheckpointError: it could not be written. It is said once, here or at the next save.
+            CheckpointError: it could not be written. It is said once: here, after a step, or at the next save.
         """
         return saves.join()
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.progress_page.commands import CommandKind
 
@@ -81,7 +82,12 @@ class Steering:
         self._tracker.between_batches = self.between_batches
 
     def after_step(self) -> None:
-        """Count an optimizer's step. Outside of loops over prepared loaders, obey."""
+        """Count an optimizer's step. Outside of loops over prepared loaders, obey.
+
+        Raises:
+            CheckpointError: a save in the background has failed; on all ranks after the same step.
+        """
+        saves.end_step()
         commands = self._commands
         commands.count_step()
         if self._tracker.active is None and (number := commands.pending):

@@ -7,7 +7,9 @@
     copy all states to host memory            ->  write this rank's files
     return a handle, train                        tell the others through the store: written, or what failed
                                                   rank 0: all have -> publish; one has not -> discard
-    handle.wait(), the next save, the end     <-  every rank learns how it ended
+    count the steps of optimizers             ->  one has failed: all agree on the step after which that is raised
+    that step, handle.wait(), the next save,  <-  every rank learns how it ended
+    the end
 
 Collectives of the default group would get mixed up with those of the training, whose order the main threads decide.
 The store has no order. Ranks are waited for as long as they live. One that is killed, or that was interrupted before
@@ -46,6 +48,9 @@ class StoreExchange:
         store: that all of them share; of this thread alone.
         peers: who lives.
         timeout: in seconds, for ranks of which nobody knows whether they live.
+
+    Attributes:
+        has_lost_rank: one did not come, so there is no use in waiting for it again.
     """
 
     def __init__(self, store: Any, peers: Peers, *, timeout: float) -> None:
@@ -55,6 +60,7 @@ class StoreExchange:
         self._rank = peers.rank
         self._world_size = peers.world_size
         self._rounds = 0
+        self.has_lost_rank = False
 
     @classmethod
     def open(cls, name: str) -> StoreExchange:
@@ -97,6 +103,8 @@ class StoreExchange:
     def abandon(self, error: BaseException) -> None:
         """Tell the others, who may have begun, that this rank takes no part: they wait for what it says first."""
         self._say((f"{type(error).__name__}: {error}", None))
+        self._rounds += 1
+        self._say((None, 0))  # to `CheckpointHandle.agree_on_step`: its main thread has been told
         self._store.set(f"read {self._rank}", b"")
 
     def close(self) -> None:
@@ -118,6 +126,7 @@ class StoreExchange:
         self._rounds += 1
         lost = wait_for_keys(self._store, keys, self._peers, timeout=self._timeout)
         if lost:
+            self.has_lost_rank = True
             why = "its process has ended" if self._peers.has_ended(lost[0]) else f"not within {self._timeout:.0f} s"
             raise CheckpointError(f"rank {lost[0]} did not finish its part of a checkpoint: {why}.")
         try:
@@ -135,12 +144,17 @@ class CheckpointHandle:
 
     Attributes:
         folder: where it will be.
+        was_told: it has failed, and `wait` has raised that.
     """
 
     def __init__(self, folder: Path, write: Callable[[], object]) -> None:
         self.folder = folder
         self._error: BaseException | None = None
-        self._was_told = False
+        self.was_told = False
+        self._num_steps = 0
+        self._raised_after = 0  # so many steps, if it fails
+        self._is_failing = False
+        self._has_agreed = threading.Event()
         self._begun = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(write,), name="nb_accelerate-save", daemon=True)
@@ -182,14 +196,46 @@ class CheckpointHandle:
         if self._begun.is_set():
             self._thread.join()
         if self._error is not None:
-            self._was_told = True
+            self.was_told = True
             raise self._error
         return self.folder
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error that nobody was told."""
+        return self._ended.is_set() and self._error is not None and not self.was_told
+
+    def end_step(self) -> bool:
+        """Count a step of an optimizer, and return whether an error of this save is to be raised after it."""
+        self._num_steps += 1
+        if not self._is_failing or self.was_told:
+            return False
+        self._has_agreed.wait()
+        return self._num_steps >= self._raised_after
+
+    def agree_on_step(self, exchange: StoreExchange | None) -> None:
+        """Agree with the other ranks on the step after which its error is raised. Called in the thread of the save.
+
+        Else one would raise it while the others wait for its gradients. Steps end only when all have agreed, so that
+        none can be further by then than one step after what it tells here.
+
+        Args:
+            exchange: with the others; None where there are none.
+        """
+        self._is_failing = True  # before steps are read: those that end from now on wait
+        num_steps = self._num_steps
+        try:
+            if exchange is not None and not exchange.has_lost_rank:
+                self._raised_after = max(exchange.gather(lambda: num_steps)) + 1
+        except Exception:  # a rank has died meanwhile: raised after the next step
+            logger.debug("the ranks could not agree when to raise the error of a checkpoint", exc_info=True)
+        finally:
+            self._has_agreed.set()
 
     def close(self) -> None:
         """Wait, at the end of a process, and say what nobody was told."""
         self._ended.wait()
-        if self._error is not None and not self._was_told:
+        if self._error is not None and not self.was_told:
             logger.error("%s was not saved: %s", self.folder, self._error)
 
     def _run(self, write: Callable[[], object]) -> None:
@@ -198,6 +244,8 @@ class CheckpointHandle:
             write()
         except BaseException as error:  # kept for wait(), in the thread that asks
             self._error = error
+            self._has_agreed.set()
+            self._is_failing = True
         finally:
             self._ended.set()
 
@@ -224,6 +272,9 @@ class BackgroundSaves:
         def run() -> None:
             try:
                 write(exchange)
+            except Exception:
+                handle.agree_on_step(exchange)
+                raise
             finally:
                 try:
                     if exchange is not None:
@@ -248,19 +299,30 @@ class BackgroundSaves:
     @property
     def has_failed(self) -> bool:
         """Whether the save under way has ended with an error that nobody was told."""
-        return self._handle is not None and self._handle.done() and self._handle._error is not None  # noqa: SLF001
+        return self._handle is not None and self._handle.has_failed
+
+    def end_step(self) -> None:
+        """Count a step of a prepared optimizer. All ranks take the same steps.
+
+        Raises:
+            CheckpointError: the save under way has failed, on this rank or another. All ranks raise it after the same
+                step, which is done, and only once. On the rank that failed it may be another exception, such as
+                `OSError`.
+        """
+        if self._handle is not None and self._handle.end_step():
+            self.join()
 
     def join(self) -> Path | None:
         """Wait for the save under way, and return its folder; None if there is none.
 
         Raises:
-            CheckpointError: it failed. That is said once.
+            CheckpointError: it failed. That is said once, by this or by `CheckpointHandle.wait`.
         """
         handle = self._handle
         if handle is None:
             return None
         try:
-            return handle.wait()
+            return None if handle.was_told else handle.wait()
         finally:
             if handle.done():  # else the wait was interrupted: the next save would overwrite what is being written
                 self._handle = None

@@ -111,6 +111,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigError: a closure was given with fp16; or the optimizer trains nothing that was prepared or has
                 gradients.
             NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
+            CheckpointError: a checkpoint could not be saved in the background. The step is done.
         """
         if self._accumulation.sync_gradients:
             if self._before_first_step is not None:

@@ -93,6 +93,74 @@ def test_an_error_in_the_background_is_raised_once_and_leaves_what_was_there(
     assert torch.equal(model.weight, torch.ones(300, 300))
 
 
+def test_an_error_in_the_background_is_raised_by_the_next_step_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    accelerator, model, optimizer = _trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        handle = accelerator.save_state(tmp_path / "state", async_save=True)
+        assert handle._ended.wait(30)
+    before = model.weight.detach().clone()
+    with pytest.raises(OSError, match="No space"):
+        optimizer.step()
+    assert not torch.equal(model.weight, before)
+    optimizer.step()
+    assert accelerator.wait_for_checkpoint() is None
+
+
+def test_an_error_that_the_handle_has_raised_is_not_raised_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    accelerator, _, optimizer = _trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            accelerator.save_state(tmp_path / "state", async_save=True).wait()
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state")
+
+
+def _trained() -> tuple[Accelerator, nn.Linear, Any]:
+    """Return what has gradients, so that steps change it."""
+    accelerator = Accelerator(cpu=True)
+    plain = nn.Linear(3, 3)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 3)).square().sum())
+    return accelerator, plain, optimizer
+
+
+def test_all_ranks_raise_an_error_in_the_background_after_the_same_step(run_ranks: RunRanks, tmp_path: Path):
+    def train(where: str) -> Any:
+        from training.test_background_saves import _trained
+
+        from nb_accelerate.checkpoint import state
+
+        accelerator, _, optimizer = _trained()
+        rank = accelerator.process_index
+        has_stepped = threading.Event()
+
+        def fail(*_: Any, **__: Any) -> None:
+            assert has_stepped.wait(30)
+            raise ZeroDivisionError("on purpose")
+
+        if rank == 1:
+            state.write = fail
+        handle = accelerator.save_state(where, async_save=True)
+        raised = []
+        for step in range(6):  # without backward, so that one rank may be ahead
+            if step == 3 - 2 * rank:
+                has_stepped.set()
+                assert handle._ended.wait(30)
+            try:
+                optimizer.step()
+            except (CheckpointError, ZeroDivisionError) as error:
+                raised.append((step, str(error)))
+        return raised
+
+    first, second = run_ranks(train, str(tmp_path / "state"))
+    assert first == [(3, "on rank 1: ZeroDivisionError: on purpose")]
+    assert second == [(3, "on purpose")]
+
+
 def test_ranks_that_save_in_the_background_all_learn_how_it_ended(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         import torch
