@@ -316,13 +316,13 @@ class BackgroundSaves:
         """Wait for the save under way, and return its folder; None if there is none.
 
         Raises:
-            CheckpointError: it failed. That is said once, by this or by `CheckpointHandle.wait`.
+            CheckpointError: it failed. This says it once, also where `CheckpointHandle.wait` has said it before.
         """
         handle = self._handle
         if handle is None:
             return None
         try:
-            return None if handle.was_told else handle.wait()
+            return handle.wait()
         finally:
             if handle.done():  # else the wait was interrupted: the next save would overwrite what is being written
                 self._handle = None
