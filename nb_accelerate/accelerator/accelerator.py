@@ -22,7 +22,7 @@ from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.config.profiling import ProfileKwargs
 from nb_accelerate.config.project import ProjectConfiguration
-from nb_accelerate.errors import ConfigError, ShippingError
+from nb_accelerate.errors import ConfigError, ShippingError, UnknownArgumentError
 
 if TYPE_CHECKING:
     import os
@@ -210,7 +210,7 @@ def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in _NOT_YET:
             instead = _instead(name, value) or suggest(name, (*_ARGUMENTS, *_NOT_YET))
-            raise TypeError(f"Accelerator has no argument {name!r}.{instead}")
+            raise UnknownArgumentError(f"Accelerator has no argument {name!r}.{instead}")
         if value is not None:
             raise ConfigError(
                 f"{name}={value!r} was given, but {_NOT_YET[name]} is not supported in this version. Leave it out."

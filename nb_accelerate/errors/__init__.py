@@ -4,6 +4,7 @@
 
     NbAccelerateError
     ├── ConfigError (ValueError)          an option has a value that cannot be
+    ├── UnknownArgumentError (TypeError)  a call has an argument that is not taken
     ├── MissingDependencyError (ImportError)   a package is not installed; names what to install
     ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
     ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
@@ -60,6 +61,10 @@ def _rebuild(cls: type[NbAccelerateError], args: tuple[Any, ...], fields: dict[s
 
 class ConfigError(NbAccelerateError, ValueError):
     """An option was given a value that cannot be."""
+
+
+class UnknownArgumentError(NbAccelerateError, TypeError):
+    """A call has an argument that the function or class does not take."""
 
 
 class MissingDependencyError(NbAccelerateError, ImportError):

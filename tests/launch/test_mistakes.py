@@ -69,6 +69,9 @@ BEFORE_RANKS = {
         "def train():\n    Accelerator(mixed_precision='fp61')  # here\ntrain()",
         ("line 3\n", "train()", "in train", "ConfigError: mixed_precision='fp61'"),
     ),
+    "an argument that the Accelerator does not take": Mistake(
+        "Accelerator(cpu=True, project='x')  # here", ("UnknownArgumentError:", "'project'", "'project_dir'")
+    ),
     "a tracker that there is not": Mistake("Accelerator(log_with='wandbb')  # here", ("ConfigError:", "'wandb'")),
     "accumulation over no steps": Mistake(
         "Accelerator(gradient_accumulation_steps=0)  # here", ("ConfigError:", "gradient_accumulation_steps=0")
