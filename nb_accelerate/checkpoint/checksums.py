@@ -243,10 +243,14 @@ class Verification:
         files: what they were.
         rank: of this process on its machine.
         num_ranks: how many there are on the machine; each reads its part of the blocks.
+
+    Attributes:
+        num_threads: processors of the machine that each of its ranks may use.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:
-        self._pool = _threads()
+        self.num_threads = max(1, min((os.cpu_count() or 1) // num_ranks, _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(self.num_threads, "nb-checksums")
         self._folder = folder
         self._files = files
         # What is mapped comes first: readers take the others.

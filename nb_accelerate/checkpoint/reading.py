@@ -113,7 +113,8 @@ def _fill(descriptor: int, pieces: list[_Piece], name: str, compared: Verificati
     expected = compared.take(name) if compared is not None else {}
     size = os.fstat(descriptor).st_size
     # Threads of torch would do it too, and spin while they wait for each other: twice the time of the processors.
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "nb-reading") as pool:
+    num_threads = min(os.cpu_count() or 1, _MOST_THREADS) if compared is None else compared.num_threads
+    with ThreadPoolExecutor(num_threads, "nb-reading") as pool:
         blocks = [
             pool.submit(_read_block, descriptor, start, size, pieces, with_sums=start // BLOCK in expected)
             for start in range(0, size, BLOCK)
