@@ -1,6 +1,7 @@
 """What the README says of this package beside others that run a function on two processes, measured by hand.
 
     python tests/benchmarks/beside.py              what is in this environment
+    PYTHON tests/benchmarks/beside.py lightning    with a Python that has lightning
     PYTHON tests/benchmarks/beside.py ray          with a Python that has ray[train]
 
 With Ray Train 2.60 the workers did not start on the machine of the README.
@@ -30,6 +31,16 @@ LAUNCH = {
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             return notebook_launcher(function, num_processes=2, use_port=str(port))
+        """,
+    "lightning": """
+        import os, warnings
+        warnings.simplefilter("ignore")
+        from lightning.fabric import Fabric
+        def launch(function):
+            def run(fabric):
+                os.environ["RANK"] = str(fabric.global_rank)
+                return function()
+            return Fabric(accelerator="cpu", devices=2, strategy="ddp_notebook").launch(run)
         """,
     "ipyparallel": """
         import os, socket
