@@ -149,6 +149,20 @@ def go_on(tmp_path: Path) -> Path:
     return script
 
 
+def test_a_machine_that_is_started_when_another_waits_already_takes_part(tmp_path: Path, two_hosts: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
+    first = launch(0, flags, script, str(tmp_path), "-1")
+    wait_for(first, "on each of 2 machines")
+    late = launch(1, flags, script, str(tmp_path), "-1")
+    for job in (first, late):
+        output, error = job.communicate(timeout=60)
+        assert job.returncode == 0, error
+        assert "2 processes\n" in output
+    assert (tmp_path / "losses.json").exists()
+
+
 def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[str], go_on: Path) -> None:
     flags = ["--num_machines=1:2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
     flags.append("--max_restarts=1")
