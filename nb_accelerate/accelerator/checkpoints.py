@@ -152,7 +152,8 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             Its folder; None if nothing is being written.
 
         Raises:
-            CheckpointError: it could not be written. It is said once: here, after a step, or at the next save.
+            CheckpointError: it could not be written. The first of these raises it, the others do not: this method, a
+                step of an optimizer, the next save. `CheckpointHandle.wait` raises it each time.
         """
         return saves.join()
 

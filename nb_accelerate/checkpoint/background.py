@@ -152,7 +152,7 @@ class CheckpointHandle:
         self._error: BaseException | None = None
         self.was_told = False
         self._num_steps = 0
-        self._raised_after = 0  # so many steps, if it fails
+        self._raised_after = 0  # number of steps after which an error is raised
         self._is_failing = False
         self._has_agreed = threading.Event()
         self._begun = threading.Event()
@@ -216,8 +216,8 @@ class CheckpointHandle:
     def agree_on_step(self, exchange: StoreExchange | None) -> None:
         """Agree with the other ranks on the step after which its error is raised. Called in the thread of the save.
 
-        Else one would raise it while the others wait for its gradients. Steps end only when all have agreed, so that
-        none can be further by then than one step after what it tells here.
+        A rank that raised it alone would leave the others waiting for its gradients. A rank that ends a step meanwhile
+        waits for the agreement, so no rank is past the step that is agreed on.
 
         Args:
             exchange: with the others; None where there are none.
@@ -316,7 +316,8 @@ class BackgroundSaves:
         """Wait for the save under way, and return its folder; None if there is none.
 
         Raises:
-            CheckpointError: it failed. This says it once, also where `CheckpointHandle.wait` has said it before.
+            CheckpointError: it failed. The next call returns None. It is raised here also if `CheckpointHandle.wait`
+                has raised it before.
         """
         handle = self._handle
         if handle is None:

@@ -2,9 +2,9 @@
 
 Output is a sequence of items (lines, displays) of each rank. An item that all ranks have at the same place is shown
 once, as in an ordinary cell. Where they differ, each rank's items are shown as a block, in the order of the ranks, up
-to the next item that all have, be it after more items on some ranks than on others; equal blocks are shown once, for
-all their ranks. What was shown is not moved: an item
-that other ranks have not printed in time is shown for those that have, and theirs follows when it comes.
+to the next item that all ranks have; blocks of different ranks may differ in length. Equal blocks are shown once, for
+all their ranks. What was shown is not moved: an item that other ranks have not printed in time is shown for those that
+have, and theirs follows when it comes.
 """
 
 from __future__ import annotations

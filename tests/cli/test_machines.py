@@ -149,7 +149,7 @@ def go_on(tmp_path: Path) -> Path:
     return script
 
 
-def test_a_machine_that_is_started_when_another_waits_already_takes_part(tmp_path: Path, two_hosts: list[str]) -> None:
+def test_a_machine_that_is_started_after_another_takes_part(tmp_path: Path, two_hosts: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
