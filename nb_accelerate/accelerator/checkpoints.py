@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -278,7 +279,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 hook(offered, str(checkpoint.folder))
             models[:] = [model for model in offered if not core.strategy.saves_itself(model)]
             engines = {tag: engine for tag, engine in engines.items() if any(one is engine for one in offered)}
-            weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
+            weights = run_on_all_ranks(collectives, lambda: read_weights(replace(checkpoint, compared=None)))
         loading.apply(
             checkpoint,
             states,

@@ -235,8 +235,8 @@ class BlockSums:
 class Verification:
     """Compares a part of the blocks of some files with what they were, in threads of its own.
 
-    It begins when it is made, so that files can be read meanwhile; `result` waits for it. Whoever reads all of a file
-    anyway may `take` it, and compare while reading.
+    With files in folders below, of which each rank reads a part, it begins when it is made, so that they can be read
+    meanwhile. Whoever reads all of a file anyway may `take` it, and compare while reading. `result` compares the rest.
 
     Args:
         folder: where the files are.
@@ -253,11 +253,9 @@ class Verification:
         self._pool = ThreadPoolExecutor(self.num_threads, "nb-checksums")
         self._folder = folder
         self._files = files
-        # What is mapped comes first: readers take the others.
-        names = sorted(files, key=lambda name: (not name.endswith(".safetensors"), name))
-        blocks = [(name, index) for name in names for index in range(len(files[name].crc32))]
+        blocks = [(name, index) for name in sorted(files) for index in range(len(files[name].crc32))]
         self._blocks = blocks[rank::num_ranks]
-        self._compared = {block: self._submit(*block) for block in self._blocks}
+        self._compared = {block: self._submit(*block) for block in self._blocks if "/" in block[0]}
         self._settled: dict[str, bool] = {}
 
     def take(self, name: str) -> dict[int, int]:
@@ -271,11 +269,7 @@ class Verification:
         record = self._files.get(name)
         if record is None or not record.of_sums:
             return {}
-        blocks = [block for block in self._blocks if block[0] == name]
-        for block in blocks:
-            if self._compared[block].cancel():
-                del self._compared[block]
-        return {index: record.crc32[index] for _, index in blocks}
+        return {index: record.crc32[index] for other, index in self._blocks if other == name}
 
     def settle(self, name: str, *, is_whole: bool) -> None:
         """Say whether what was taken of a file is as it was written."""

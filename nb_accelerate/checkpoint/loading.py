@@ -19,7 +19,7 @@ from nb_accelerate.checkpoint.host_copies import deep_copy
 from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, OF_SHARDS, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, shards_of
 from nb_accelerate.checkpoint.opening import IF_TRUSTED
-from nb_accelerate.checkpoint.reading import read_in_memory
+from nb_accelerate.checkpoint.reading import compare_tensors, read_in_memory
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
@@ -236,7 +236,10 @@ def read_weights(
                 "it was saved, in the same order."
             )
         file = checkpoint.folder / name
-        tensors = fit(load_state_dict(file, {"": map_location}), model, str(file), strict=strict)
+        saved = load_state_dict(file, {"": map_location})
+        if checkpoint.compared is not None:
+            compare_tensors(file, saved, checkpoint.compared)
+        tensors = fit(saved, model, str(file), strict=strict)
         check_shapes(str(file), {name: one.shape for name, one in tensors.items() if hasattr(one, "shape")}, model)
         found.append(tensors)
     return found

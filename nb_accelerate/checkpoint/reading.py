@@ -1,19 +1,26 @@
-"""Read large files that `torch.save` wrote: by several threads, with their checksums compared on the way.
+"""Read large files by several threads, with their checksums compared on the way.
 
-::
+What `torch.save` wrote is read into new memory::
 
     torch maps the file and makes tensors in the mapping --> which bytes of the file belongs to which storage
-    windows of 256 KiB, in order: inside one storage     --> read straight into its new memory --+--> sums of the window
+    windows of 512 KiB, in order: inside one storage     --> read straight into its new memory --+--> sums of the window
                                 else                     --> read, then copied to where it goes -+    --> of the block
 
 Each byte is read once, and its sum taken while it is in the cache of the core that has read it.
+
+Weights in safetensors are copied into the model later, from the mapping of the file. Their sums are taken in this
+mapping: what is compared is what will be copied, and the pages are in place by then.
 """
 
 from __future__ import annotations
 
 import bisect
 import copy
+import ctypes
+import json
 import os
+import struct
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,18 +30,22 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nb_accelerate.checkpoint.checksums import BLOCK, BlockSums, open_file
-from nb_accelerate.checkpoint.files import read
+from nb_accelerate.checkpoint.files import bytes_of, read
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from nb_accelerate.checkpoint.checksums import Verification
 
-_WINDOW = 1 << 18
+_WINDOW = 1 << 19
 """Bytes that are read at once: with their copy they stay in the cache of a core until their sums are taken."""
 
 _MOST_THREADS = 8
+
+_POPULATE = 23
+"""Advice to the system, MADV_POPULATE_WRITE of Linux 5.14: give all of a range its memory at once."""
 
 _LOCAL_HEADER = 30
 """Bytes of the header before each file of a zip archive, without its name and extra field."""
@@ -46,7 +57,7 @@ class _Piece:
 
     Attributes:
         start: where they begin in the file.
-        memory: where they go to.
+        memory: where they go to, or are.
     """
 
     start: int
@@ -102,24 +113,68 @@ def read_in_memory(path: Path, *, if_trusted: str, compared: Verification | None
             placed = _placed(pieces, file.fileno(), path)
             if placed is None:
                 return read(path, "cpu", if_trusted=if_trusted)
-            _fill(file.fileno(), placed, path.name, compared)
+            _read_blocks(file.fileno(), placed, path.name, compared)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     return found
 
 
-def _fill(descriptor: int, pieces: list[_Piece], name: str, compared: Verification | None) -> None:
-    """Read all of a file into its places, and compare what belongs to this rank."""
+def compare_tensors(path: Path, tensors: Mapping[str, Any], compared: Verification) -> None:
+    """Compare the part of a file of weights that belongs to this rank, where its tensors are.
+
+    Args:
+        path: of the file. Only safetensors are compared here; `Verification.result` compares all others.
+        tensors: all that `nb_accelerate.checkpoint.files.load_state_dict` has returned for it.
+        compared: is told whether the file is as it was written.
+
+    Raises:
+        CheckpointError: it cannot be read any more.
+    """
+    if path.suffix != ".safetensors" or any(one.device.type != "cpu" for one in tensors.values()):
+        return
+    try:
+        with open_file(path) as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
+            pieces = [_Piece(starts[name], bytes_of(one)) for name, one in tensors.items() if one.numel()]
+            pieces.sort(key=lambda piece: piece.start)
+            _read_blocks(file.fileno(), pieces, path.name, compared, is_there=True)
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _read_blocks(
+    descriptor: int, pieces: list[_Piece], name: str, compared: Verification | None, *, is_there: bool = False
+) -> None:
+    """Read all of a file into its places, and compare what belongs to this rank.
+
+    Args:
+        descriptor: of the open file.
+        pieces: the places, in the order of the file.
+        name: of the file in its checkpoint.
+        compared: is told whether the file is as it was written; None if nobody asks.
+        is_there: the pieces hold their bytes already, and are only compared.
+    """
     expected = compared.take(name) if compared is not None else {}
     size = os.fstat(descriptor).st_size
     # Threads of torch would do it too, and spin while they wait for each other: twice the time of the processors.
     num_threads = min(os.cpu_count() or 1, _MOST_THREADS) if compared is None else compared.num_threads
     with ThreadPoolExecutor(num_threads, "nb-reading") as pool:
-        blocks = [
-            pool.submit(_read_block, descriptor, start, size, pieces, with_sums=start // BLOCK in expected)
-            for start in range(0, size, BLOCK)
-        ]
-    sums = [block.result() for block in blocks]
+        blocks = {
+            index: pool.submit(
+                _read_block,
+                descriptor,
+                index * BLOCK,
+                size,
+                pieces,
+                with_sums=index in expected,
+                is_there=is_there,
+            )
+            for index in range(-(-size // BLOCK))
+            if index in expected or not is_there
+        }
+    sums = {index: block.result() for index, block in blocks.items()}
     if compared is not None and expected:
         compared.settle(name, is_whole=all(sums[index] == expected[index] for index in expected))
 
@@ -154,7 +209,9 @@ def _starts_of_records(descriptor: int, path: Path) -> list[int]:
     return starts
 
 
-def _read_block(descriptor: int, start: int, size: int, pieces: list[_Piece], *, with_sums: bool) -> int:
+def _read_block(
+    descriptor: int, start: int, size: int, pieces: list[_Piece], *, with_sums: bool, is_there: bool
+) -> int:
     """Read a block of a file of so many bytes into its places, and return its checksum, or 0 without sums.
 
     Raises:
@@ -170,9 +227,12 @@ def _read_block(descriptor: int, start: int, size: int, pieces: list[_Piece], *,
         first = pieces[index] if index < len(pieces) else None
         is_inside = first is not None and first.start <= offset and offset + count <= first.end
         window = first.memory[offset - first.start :][:count] if first is not None and is_inside else scratch[:count]
-        if os.preadv(descriptor, [window], offset) != count:
-            raise OSError("it has become shorter")
-        if not is_inside:
+        if not (is_inside and is_there):
+            if is_inside:
+                _populate(window)
+            if os.preadv(descriptor, [window], offset) != count:
+                raise OSError("it has become shorter")
+        if not is_inside and not is_there:
             stop = bisect.bisect_left(pieces, offset + count, key=lambda piece: piece.start)
             for piece in pieces[index:stop]:
                 begin, end = max(piece.start, offset), min(piece.end, offset + count)
@@ -180,3 +240,15 @@ def _read_block(descriptor: int, start: int, size: int, pieces: list[_Piece], *,
         if with_sums:
             sums.add(window)
     return sums.crc32
+
+
+def _populate(memory: memoryview) -> None:
+    """Ask the system for the pages of some memory at once, where it can: else each costs an interrupt."""
+    if sys.platform == "linux":
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        page = os.sysconf("SC_PAGE_SIZE")
+        begin = address // page * page
+        _C_LIBRARY.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(address + len(memory) - begin), _POPULATE)
+
+
+_C_LIBRARY = ctypes.CDLL(None)
