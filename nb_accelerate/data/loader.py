@@ -172,7 +172,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         page = here()
         enter, step = page.enter, page.step
         reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
-        around = None if evaluates or page.epochs_are_told else epoch_around()
+        around = None if evaluates or page.epochs_are_told or not page.is_read else epoch_around()
         if around is not None:
             page.infer_epoch(*around)
         loop = page.begin_loop(

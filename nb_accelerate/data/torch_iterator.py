@@ -9,6 +9,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch.utils.data import BatchSampler, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -34,8 +35,13 @@ def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
     sampler: Any = loader.batch_sampler
     if sampler is not None and _holds_tensors(loader.dataset) and _collates_as_torch(loader):
         batches._dataset_fetcher = _TensorFetcher(loader.dataset, batches._dataset_fetcher)  # noqa: SLF001 - torch's
-    if type(sampler) is not BatchSampler:
-        return batches
+    if type(sampler) is BatchSampler:
+        _draw_faster(batches, loader, sampler)
+    return _read(batches)
+
+
+def _draw_faster(batches: Any, loader: DataLoader[Any], sampler: BatchSampler) -> None:
+    """Replace how an iterator draws the numbers of rows."""
     if isinstance(loader.dataset, IterableDataset):
         # torch's sampler makes a new list of Nones for each batch. Its fetcher uses the length alone.
         batches._sampler_iter = itertools.repeat([None] * sampler.batch_size)  # noqa: SLF001 - torch's
@@ -46,7 +52,22 @@ def accelerated(batches: Any, loader: DataLoader[Any]) -> Iterator[Any]:
     elif type(sampler.sampler) in SHUFFLING:
         # torch's sampler converts all row numbers to a Python list before the first batch.
         batches._sampler_iter = iter(BatchSamplerShard(sampler, even_batches=False))  # noqa: SLF001 - torch's
-    return batches
+
+
+def _read(batches: Any) -> Iterator[Any]:
+    """Yield the batches of torch's iterator.
+
+    Its `__next__` notes each for the profiler, also where none runs: 7 µs. It also warns of a dataset that is longer
+    than its length, which was asked for then.
+    """
+    read = batches._next_data  # noqa: SLF001 - torch's
+    was_asked = batches._IterableDataset_len_called is not None  # noqa: SLF001 - torch's
+    while True:
+        try:
+            batch = next(batches) if was_asked or _profiler_enabled() else read()
+        except StopIteration:
+            return
+        yield batch
 
 
 class _PieceFetcher:

@@ -40,6 +40,7 @@ class ProgressPage:
         outlet: takes a record, at most `MAX_RECORD` bytes of JSON, that somebody keeps; here nobody does.
         commands: of the notebook to the training loop.
         measure: takes nothing; notes with `rank_memory` what this process holds in memory now.
+        is_read: somebody may read it: it lies in memory that was given.
         epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
         times_waits: takes nothing; says that what follows the computation of gradients in backward is a phase of its
@@ -47,6 +48,7 @@ class ProgressPage:
     """
 
     def __init__(self, memory: Buffer | None = None) -> None:
+        self.is_read = memory is not None
         self._memory = memoryview(memory if memory is not None else bytearray(layout.SIZE)).cast("B")
         self._words = self._memory[: 8 * layout.NUM_WORDS].cast("q")
         self._reals = self._memory[: 8 * layout.NUM_WORDS].cast("d")

@@ -92,3 +92,29 @@ def test_rows_of_tensors_are_taken_at_once_only_where_nobody_can_tell(monkeypatc
     assert stacks(OtherRows(whole, whole)) == 4
     count.__module__ = __name__  # somebody's own
     assert stacks(TensorDataset(whole, whole)) == 4
+
+
+def test_a_profiler_sees_the_batches_that_are_read_while_it_runs() -> None:
+    loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(20.0)), batch_size=2), put_on_device=False)
+    batches = iter(loader)
+    next(batches)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            next(batches)
+    rest = list(batches)
+    assert len(rest) == 6
+    assert torch.equal(rest[-1][0], torch.tensor([18.0, 19.0]))
+    noted = [event.count for event in profile.key_averages() if event.key.startswith("enumerate(DataLoader)")]
+    assert noted == [3]
+
+
+def test_a_stream_that_is_longer_than_it_says_is_warned_of_as_by_torch() -> None:
+    class Longer(Stream):
+        def __len__(self) -> int:
+            return 4
+
+    loader = prepare_data_loader(DataLoader(Longer(8), batch_size=1), put_on_device=False, dispatch_batches=False)
+    assert len(list(loader)) == 8
+    len(loader)
+    with pytest.warns(UserWarning, match="samples have been fetched"):
+        assert len(list(loader)) == 8
