@@ -22,12 +22,12 @@ import psutil
 
 from nb_accelerate.display.logged_values import earlier_runs, remember
 from nb_accelerate.display.runs import charts_of
+from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.state import PanelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nb_accelerate.display.seen import Seen
     from nb_accelerate.display.view import Facts, FailureSummary, PanelStatus, View
 
 logger = logging.getLogger(__name__)
@@ -263,8 +263,13 @@ class Panel:
 
     def _with_process(self, seen: Seen) -> Seen:
         state = "stopped" if seen.rank in self._stopped and seen.state == "running" else seen.state
-        return replace(
-            seen, state=state, memory=self._memory.get(seen.rank, seen.memory), cpu=self._cpu.get(seen.rank, seen.cpu)
+        return Seen(
+            rank=seen.rank,
+            sample=seen.sample,
+            state=state,
+            memory=self._memory.get(seen.rank, seen.memory),
+            cpu=self._cpu.get(seen.rank, seen.cpu),
+            pid=seen.pid,
         )
 
     def _inspect(self, rank: int, pid: int) -> None:

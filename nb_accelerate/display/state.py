@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.display import words
 from nb_accelerate.display.advice import advice
@@ -45,6 +45,16 @@ _OUTLIERS = 6
 
 _COMPARE_EVERY = 1.0
 """Seconds."""
+
+
+class _Standing(NamedTuple):
+    """How far a rank is, and whether it stands out."""
+
+    kind: Kind
+    step: str
+    share: float | None
+    slow: Straggler | None
+    is_stalled: bool
 
 
 class PanelState:
@@ -133,16 +143,14 @@ class PanelState:
         now = self._ended if self._ended is not None else now
         stalled = set(self.stalled(now)) if self._ended is None else set()
         slow = self._slow if self._ended is None and not self._stood_still else {}
-        kinds = {rank: self._kind(rank, rank in stalled, slow.get(rank)) for rank in self._tracks}
-        rows = {
-            rank: self._row(rank, kinds[rank], now, slow.get(rank), is_stalled=rank in stalled) for rank in self._tracks
-        }
+        known = {rank: self._standing(rank, slow.get(rank), is_stalled=rank in stalled) for rank in self._tracks}
         bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
-        if bars and not any(row.step or row.kind in ("late", "bad") for row in rows.values()):
-            rows = {}  # the bars say it all
-        many = len(rows) > MOST_ROWS
-        self._columns.update(name for row in rows.values() for name, _ in FIGURES if getattr(row, name))
-        is_known = self._ended is None or any(row.step for row in rows.values())
+        if bars and not any(one.step or one.kind in ("late", "bad") for one in known.values()):
+            known = {}  # the bars say it all
+        many = len(known) > MOST_ROWS
+        rows = self._folded(known, now) if many else tuple(self._row(rank, one, now) for rank, one in known.items())
+        self._columns.update(name for row in rows for name, _ in FIGURES if getattr(row, name))
+        is_known = self._ended is None or any(one.step for one in known.values())
         return View(
             state=self._state,
             facts=self._facts,
@@ -151,9 +159,9 @@ class PanelState:
             summary=summary(self._tracks, self._pace.rate, self._rows) if self._ended is not None else (),
             remarks=remarks(self._tracks, self._peak) if self._ended is not None else (),
             bars=bars,
-            rows=self._folded(rows, kinds, now) if many else tuple(rows.values()),
+            rows=rows,
             columns=self._shown_columns() if is_known else (),
-            dots=tuple(Dot(rank=rank, share=row.share or 0.0, kind=row.kind) for rank, row in rows.items())
+            dots=tuple(Dot(rank=rank, share=one.share or 0.0, kind=one.kind) for rank, one in known.items())
             if many
             else (),
             curve=self._losses.points,
@@ -183,13 +191,11 @@ class PanelState:
             return "late"
         return "late" if stalled and not self._standstill.waits(rank) else ""
 
-    def _row(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> Row:
+    def _standing(self, rank: int, slow: Straggler | None, *, is_stalled: bool) -> _Standing:
         share: float | None
-        track, seen = self._tracks[rank], self._seen[rank]
+        track = self._tracks[rank]
         sample = track.sample
-        loss = loss_of(sample)
-        rate = track.rate
-        moves = seen.state == "running" and self._ended is None and not (is_stalled or sample.paused)
+        kind = self._kind(rank, is_stalled, slow)
         if self._state == "done" and sample.steps:
             step = words.count(sample.steps)
             share = 1.0
@@ -202,14 +208,22 @@ class PanelState:
         else:
             step = f"{words.count(sample.step)} / {words.count(sample.total)}"
             share = _part(sample.step, sample.total)
+        return _Standing(kind, step, share, slow, is_stalled)
+
+    def _row(self, rank: int, standing: _Standing, now: float) -> Row:
+        track, seen = self._tracks[rank], self._seen[rank]
+        sample = track.sample
+        loss = loss_of(sample)
+        rate = track.rate
+        moves = seen.state == "running" and self._ended is None and not (standing.is_stalled or sample.paused)
         if self._ended is not None and self._pace.has_steps:
             rate = self._pace.rate
         memory = self._memory(rank)
         return Row(
             ranks=str(rank),
-            kind=kind,
-            share=share,
-            step=step,
+            kind=standing.kind,
+            share=standing.share,
+            step=standing.step,
             epoch=f"{sample.epoch} / {sample.epochs}" if sample.epochs else str(sample.epoch or ""),
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss="" if loss is None else words.measured(loss),
@@ -217,7 +231,7 @@ class PanelState:
             held=parts_of(sample.held),
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
-            now=self._now(rank, kind, now, slow, is_stalled=is_stalled),
+            now=self._now(rank, standing, now),
             place=track.place if moves else "",
             times=parts(self._seconds(rank)),
         )
@@ -253,8 +267,8 @@ class PanelState:
     def _cpu(self, ranks: Sequence[int]) -> str:
         return of_cpu(self._seen[rank] for rank in ranks) if self._ended is None else ""
 
-    def _now(self, rank: int, kind: Kind, now: float, slow: Straggler | None, *, is_stalled: bool) -> str:
-        track, seen = self._tracks[rank], self._seen[rank]
+    def _now(self, rank: int, standing: _Standing, now: float) -> str:
+        track, seen, slow = self._tracks[rank], self._seen[rank], standing.slow
         if seen.state == "stopped":
             return f"stopped (SIGSTOP, pid {seen.pid})"
         if seen.state == "starting":
@@ -263,14 +277,14 @@ class PanelState:
             return "done"
         if self._ended is not None and self._state == "done":
             return "done"
-        if kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
+        if standing.kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
             return "interrupted" if self._state == "interrupted" else "stopped"
         doing = compiling([track], now) or track.doing
         if track.sample.paused:
             return "paused"
-        if is_stalled:
+        if standing.is_stalled:
             return f"{self._standstill.where(rank, doing)}, for {words.brief(now - track.moved_at)}"
         if track.phase is Phase.RUNNING and track.sample.in_loop:
             doing = "between steps"
@@ -280,28 +294,30 @@ class PanelState:
             doing += ", saving"
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
 
-    def _folded(self, rows: dict[int, Row], kinds: dict[int, Kind], now: float) -> tuple[Row, ...]:
-        apart = [rank for rank, kind in kinds.items() if kind in ("late", "bad")]
-        apart.sort(key=lambda rank: (kinds[rank] != "bad", rows[rank].share or 0.0))
-        others = [rank for rank in rows if rank not in apart] or list(rows)
-        middle = sorted(others, key=lambda rank: rows[rank].share or 0.0)[len(others) // 2]
-        doing = Counter(rows[rank].now for rank in others).most_common(1)[0]
+    def _folded(self, known: dict[int, _Standing], now: float) -> tuple[Row, ...]:
+        """Return one row for all ranks, and those of the first few that stand out: only these are made."""
+        apart = [rank for rank, one in known.items() if one.kind in ("late", "bad")]
+        apart.sort(key=lambda rank: (known[rank].kind != "bad", known[rank].share or 0.0))
+        others = [rank for rank in known if rank not in apart] or list(known)
+        middle = sorted(others, key=lambda rank: known[rank].share or 0.0)[len(others) // 2]
+        of_middle = self._row(middle, known[middle], now)
+        doing = Counter(self._now(rank, known[rank], now) for rank in others).most_common(1)[0]
         memory = max((self._memory(rank) for rank in others), default=0)
         whole = Row(
-            ranks=words.ranges(list(rows)),
-            kind="done" if all(kinds[rank] == "done" for rank in others) else "",
-            share=rows[middle].share,
-            step=rows[middle].step,
-            epoch=rows[middle].epoch,
-            rate=rows[middle].rate,
-            loss=rows[middle].loss,
+            ranks=words.ranges(list(known)),
+            kind="done" if all(known[rank].kind == "done" for rank in others) else "",
+            share=of_middle.share,
+            step=of_middle.step,
+            epoch=of_middle.epoch,
+            rate=of_middle.rate,
+            loss=of_middle.loss,
             memory=words.size(memory) if memory else "",
             gpu=self._gpu(others, now),
             cpu=self._cpu(others),
             now=f"{words.plural(len(others), 'rank')}: {doing[0]}" if apart else doing[0],
             times=parts_of_sum(self._seconds(rank) for rank in others),
         )
-        return (whole, *(rows[rank] for rank in apart[:_OUTLIERS]))
+        return (whole, *(self._row(rank, known[rank], now) for rank in apart[:_OUTLIERS]))
 
     # Stalls.
 

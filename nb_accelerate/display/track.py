@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.display import words
 from nb_accelerate.display.code_lines import CodeLines, short_place
@@ -64,8 +64,7 @@ _WITH_OTHERS = (Phase.BACKWARD, Phase.WAITING)
 """Phases in which a rank may be waiting for the slowest one."""
 
 
-@dataclass(frozen=True)
-class _Moment:
+class _Moment(NamedTuple):
     time: float
     loop: int
     step: int
@@ -88,13 +87,15 @@ class Track:
         self.lines = CodeLines()
         self.whole: tuple[int, int] | None = None
         self._waited_in: Collective | None = None
+        self._progress = _progress(self.sample)
         self._moments: deque[_Moment] = deque()
         self._in_loops: Counter[Phase] = Counter()
 
     def add(self, now: float, sample: Sample) -> None:
         """Add a sample that was taken at the time `now`."""
-        if _progress(sample) != _progress(self.sample):
-            self.moved_at = now
+        progress = _progress(sample)
+        if progress != self._progress:
+            self._progress, self.moved_at = progress, now
         self.sample = sample
         self.lines.add(sample.line)
         if sample.waits_in is not None:
@@ -165,13 +166,13 @@ class Track:
             return newest.phase
         if self.sample.evaluates and newest.phase is Phase.FORWARD:
             return Phase.EVALUATING
-        recent: Counter[Phase] = Counter()
-        for moment in reversed(self._moments):
-            if moment.time <= newest.time - _RECENT:
+        recent: dict[Phase, int] = {}
+        for time, _, _, phase in reversed(self._moments):
+            if time <= newest.time - _RECENT:
                 break
-            if moment.phase is not Phase.NOTHING:
-                recent[moment.phase] += 1
-        return recent.most_common(1)[0][0]
+            recent[phase] = recent.get(phase, 0) + 1
+        recent.pop(Phase.NOTHING, None)
+        return max(recent, key=recent.__getitem__)
 
     @property
     def doing(self) -> str:
@@ -191,31 +192,26 @@ class Track:
     @property
     def looks(self) -> int:
         """Return the number of recent samples that were taken in the current loop."""
-        return sum(moment.loop == self.sample.loop for moment in self._moments)
+        loop = self.sample.loop
+        return sum([moment.loop == loop for moment in self._moments])
 
     def shares(self) -> dict[Phase, float]:
         """Return the share of its recent time, from 0 to 1, spent in each phase; empty if it is too early to say.
 
         Its longest stay in one is left out: who was held up once is not slow.
         """
-        stays: list[list[Any]] = []
-        before = None
-        for moment in self._moments:
-            if moment.loop != self.sample.loop:
-                continue
-            if before is None or moment.step != before.step or moment.phase is not before.phase:
-                stays.append([0, moment.phase])
-            stays[-1][0] += 1
-            before = moment
+        current = self.sample.loop
+        in_loop = [(step, phase) for _, loop, step, phase in self._moments if loop == current]
+        stays = [(phase, len(list(same))) for (_, phase), same in groupby(in_loop)]
         if not stays:
             return {}
-        stays.remove(max(stays, key=itemgetter(0)))
-        number = sum(length for length, _ in stays)
+        stays.remove(max(stays, key=itemgetter(1)))
+        number = sum(length for _, length in stays)
         if number < _ENOUGH:
             return {}
-        found: Counter[Phase] = Counter()
-        for length, phase in stays:
-            found[phase] += length
+        found: dict[Phase, int] = {}
+        for phase, length in stays:
+            found[phase] = found.get(phase, 0) + length
         return {phase: length / number for phase, length in found.items()}
 
     def time_left(self) -> str | None:
@@ -293,6 +289,7 @@ class LossHistory:
             self._stride *= 2
 
 
+@lru_cache(maxsize=256)
 def is_training_loss(name: str) -> bool:
     """Return whether a logged name is that of the loss that is trained with."""
     return name.rpartition("/")[2].lower() in ("loss", "train_loss", "training_loss")

@@ -30,6 +30,9 @@ WORK = (
 )
 """Phases that take time, in the order in which they are shown."""
 
+_WORK_SLOTS = tuple((phase, layout.NANOSECONDS + phase) for phase in WORK)
+"""With the word that has the time of each."""
+
 
 @dataclass(frozen=True)
 class PhaseClock:
@@ -90,9 +93,12 @@ def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
         now: `time.monotonic_ns` of the machine that the rank is on.
     """
     found = {}
-    for phase in WORK:
-        spent = words[layout.NANOSECONDS + phase] + (words[layout.EXCHANGING] if phase is Phase.WAITING else 0)
-        if phase == words[layout.PHASE]:
+    current, waiting = layout.NANOSECONDS + words[layout.PHASE], Phase.WAITING
+    for phase, slot in _WORK_SLOTS:
+        spent = words[slot]
+        if phase is waiting:
+            spent += words[layout.EXCHANGING]
+        if slot == current:
             spent += _open(words, now)
         if 0 < spent < _ENDLESS:
             found[phase] = spent / 1e9

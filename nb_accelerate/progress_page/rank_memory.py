@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -60,7 +61,12 @@ class RankMemory:
     @classmethod
     def read(cls, memory: Buffer, at: int) -> RankMemory:
         """Read what `write` wrote; values that make no sense are 0."""
-        *numbers, sharding = _LAYOUT.unpack_from(memory, at)
-        names = [field.name for field in dataclasses.fields(cls)][:_NUMBERS]
-        known = {name: max(0, number) for name, number in zip(names, numbers, strict=True)}
-        return cls(**known, sharding=sharding.split(b"\0", 1)[0].decode(errors="ignore"))
+        return _rank_memory(*_LAYOUT.unpack_from(memory, at))
+
+
+@functools.lru_cache(maxsize=256)  # measured every few seconds, and read several times a second
+def _rank_memory(*values: Any) -> RankMemory:
+    *numbers, sharding = values
+    names = [field.name for field in dataclasses.fields(RankMemory)][:_NUMBERS]
+    known = {name: max(0, number) for name, number in zip(names, numbers, strict=True)}
+    return RankMemory(**known, sharding=sharding.split(b"\0", 1)[0].decode(errors="ignore"))

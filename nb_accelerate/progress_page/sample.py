@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -170,7 +171,7 @@ def read(memory: Buffer) -> Sample:
         times_waits=bool(words[layout.WAITS_TIMED]),
         compiled=max(0, words[layout.COMPILED]),
         compiling=max(0, words[layout.COMPILING_MS]) / 1000,
-        warning=_text(*layout.WARNING.unpack_from(memory, layout.WARNING_AT)),
+        warning=_warning(memory),
         line=CodeLine.read(memory, layout.LINE_AT),
     )
 
@@ -185,8 +186,18 @@ def _scalars(memory: Buffer) -> dict[str, float]:
         name, value = layout.SCALAR.unpack_from(memory, layout.SCALARS_AT + index * layout.SCALAR.size)
         if not name[0]:
             break
-        found[_text(name)] = value
+        found[_name(name)] = value
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _name(raw: bytes) -> str:
+    return _text(raw)
+
+
+def _warning(memory: Buffer) -> str:
+    (raw,) = layout.WARNING.unpack_from(memory, layout.WARNING_AT)
+    return _text(raw) if raw[0] else ""
 
 
 def _bars(memory: Buffer) -> tuple[Bar, ...]:
