@@ -11,10 +11,12 @@ panel is drawn again.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nb_accelerate.display import words
@@ -242,9 +244,11 @@ def _bands(lines: Sequence[_Line], steps: _Scale, bottom: float) -> str:
 def _values_at(lines: Sequence[_Line], step: float) -> str:
     said = [f"step {words.count(step)}"]
     for line in lines:
-        until = [value for at, value in line.points if at <= step]
-        if until and line.look != "raw":
-            said.append(f"{line.name} {words.measured(until[-1])}")
+        if line.look == "raw":
+            continue
+        until = bisect.bisect_right(line.points, step, key=itemgetter(0))
+        if until:
+            said.append(f"{line.name} {words.measured(line.points[until - 1][1])}")
     return "\n".join(said)
 
 

@@ -76,6 +76,7 @@ class PhaseTimes:
         self._first: Sample | None = None
         self._last: Sample | None = None
         self._recent: deque[tuple[float, Mapping[Phase, float]]] = deque()
+        self._of_recent: Mapping[Phase, float] | None = None
         self._num_workers: int | None = None
         self._utilisation = (0, 0)
 
@@ -94,13 +95,16 @@ class PhaseTimes:
         if sample.trains and sample.num_workers is not None:
             self._num_workers = sample.num_workers
         if not self._recent or now >= self._recent[-1][0] + _KEEP_EVERY:
+            self._of_recent = None
             self._recent.append((now, sample.seconds))
             while self._recent[0][0] < now - _WINDOW:
                 self._recent.popleft()
 
     def recent(self) -> Mapping[Phase, float]:
         """Return the seconds of its recent past by phase; none if it is too early to say."""
-        return _difference(self._recent[-1][1], self._recent[0][1]) if len(self._recent) > 1 else {}
+        if self._of_recent is None:
+            self._of_recent = _difference(self._recent[-1][1], self._recent[0][1]) if len(self._recent) > 1 else {}
+        return self._of_recent
 
     def whole(self) -> RankTimes | None:
         """Return what all its steps but the first took; None if there are none."""
