@@ -1,0 +1,240 @@
+"""Errors of saving and loading checkpoints: what is wrong is said, before anything changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fixtures.ranks import RunRanks
+from torch import nn
+from training.test_checkpoints import Counter, _filled
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.checkpoint.model import load_checkpoint_in_model
+from nb_accelerate.config.project import ProjectConfiguration
+from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.process import context, group
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    context.reset()
+    yield
+    group.close()
+
+
+def _saved(where: Path) -> tuple[Accelerator, nn.Module]:
+    accelerator, model = _filled(1.0)
+    accelerator.save_state(where)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    return accelerator, model
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_file_that_is_missing_is_named(tmp_path: Path, name: str):
+    accelerator, model = _saved(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, torch.full((2, 2), 5.0))
+
+
+def test_the_home_folder_is_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    project = ProjectConfiguration(project_dir="~/project", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert accelerator.save_state() == tmp_path / "project" / "checkpoints" / "checkpoint_0"
+    accelerator.save_model(nn.Linear(2, 2), "~/model")
+    load_checkpoint_in_model(nn.Linear(2, 2), "~/model", strict=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"project", "model"}
+
+
+def test_a_state_that_is_loaded_before_prepare_is_refused(tmp_path: Path):
+    _saved(tmp_path)
+    context.reset()
+    with pytest.raises(CheckpointError, match="after prepare"):
+        Accelerator(cpu=True).load_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"])
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path, name: str):
+    accelerator, _ = _saved(tmp_path)
+    accelerator.save_state(tmp_path, safe_serialization=name != "pytorch_model.bin")
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=name):
+        accelerator.load_state(tmp_path)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_names(tmp_path: Path):
+    _saved(tmp_path)
+    context.reset()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="It has bias, which the model has not"):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_numbers_of_registered_objects_have_to_agree(tmp_path: Path):
+    accelerator, _ = _saved(tmp_path)
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl"):
+        accelerator.load_state(tmp_path)
+    accelerator.save_state(tmp_path)
+    context.reset()
+    fewer, _ = _filled(1.0)
+    with pytest.raises(CheckpointError, match="1 registered objects, and 0"):
+        fewer.load_state(tmp_path)
+
+
+def test_an_error_on_one_rank_is_raised_on_all(run_ranks: RunRanks, tmp_path: Path):
+    def load(where: str) -> Any:
+        import os
+
+        from training.test_checkpoints import _filled
+
+        accelerator, _ = _filled(1.0)
+        accelerator.save_state(where)
+        accelerator.wait_for_everyone()
+        if accelerator.process_index == 1:
+            os.truncate(f"{where}/random_states_1.pkl", 10)
+        try:
+            accelerator.load_state(where)
+        except CheckpointError as error:
+            return str(error)
+
+    first, second = run_ranks(load, str(tmp_path))
+    assert first == second
+    assert first.startswith(str(tmp_path / "random_states_1.pkl"))
+
+
+def test_saving_on_the_main_process_only_does_not_wait_and_is_said_when_loading(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> list[str]:
+        import logging
+
+        from training.test_checkpoints import _filled
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("nb_accelerate").addHandler(handler)
+        accelerator, _ = _filled(1.0)
+        if accelerator.is_main_process:
+            accelerator.save_state(where)
+        accelerator.wait_for_everyone()
+        accelerator.load_state(where)
+        return lines
+
+    first, second = run_ranks(save_and_load, str(tmp_path))
+    assert len(first) == 1
+    assert "without the other processes" in first[0]
+    assert len(second) == 1
+    assert "main process only" in second[0]
+
+
+def test_a_save_that_a_rank_does_not_come_to_leaves_the_one_before(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> Any:
+        from nb_accelerate import Accelerator, DataLoaderConfiguration
+        from nb_accelerate.checkpoint.arrivals import arrivals_here
+
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=2))
+        accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+        for position, _ in enumerate(loader, 1):
+            if position == 2:
+                accelerator.save_state(where)
+                accelerator.wait_for_everyone()
+                before = torch.get_rng_state()
+                torch.manual_seed(5)
+            if position == 4 and accelerator.is_main_process:  # as if rank 1 had been killed
+                accelerator.core.accumulation.step = 3
+                known = arrivals_here()
+                assert known is not None
+                known.timeout = 0.2
+                with pytest.raises(CheckpointError, match="rank 1 did not come"):
+                    accelerator.save_state(where)
+        accelerator.wait_for_everyone()
+        accelerator.load_state(where)
+        return len(list(loader)), torch.equal(torch.get_rng_state(), before), accelerator.core.accumulation.step
+
+    assert run_ranks(save_and_load, str(tmp_path)) == [(4, True, 0), (4, True, 0)]
+
+
+def test_a_rank_that_left_out_a_save_has_its_numbers_in_the_next(run_ranks: RunRanks, tmp_path: Path):
+    def save_and_load(where: str) -> tuple[bool, list[str]]:
+        import logging
+
+        from training.test_checkpoints import _parts
+
+        from nb_accelerate import Accelerator
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        accelerator = Accelerator(cpu=True)
+        loader = _parts(accelerator)[3]
+        if accelerator.is_main_process:
+            accelerator.save_state(f"{where}/best")
+        next(iter(loader))
+        accelerator.save_state(f"{where}/last")
+        drawn = torch.rand(1)
+        accelerator.wait_for_everyone()
+        logging.getLogger("nb_accelerate").addHandler(handler)
+        accelerator.load_state(f"{where}/last")
+        return bool(torch.rand(1) == drawn), lines
+
+    assert run_ranks(save_and_load, str(tmp_path)) == [(True, []), (True, [])]
+
+
+def test_a_file_that_would_run_code_is_refused_unless_it_is_trusted(tmp_path: Path):
+    accelerator, _ = _filled(1.0)
+    counter = Counter()
+    counter.count = Path("somewhere")
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(tmp_path)
+    counter.count = 0
+    with pytest.raises(CheckpointError, match="would run its code"):
+        accelerator.load_state(tmp_path)
+    accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
+    assert counter.count == Path("somewhere")
+    torch.save({"weight": Path("somewhere")}, tmp_path / "weights.bin")
+    with pytest.raises(CheckpointError, match="would run its code"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "weights.bin")
+
+
+def test_numbers_of_numpy_run_no_code(tmp_path: Path):
+    accelerator, _ = _filled(1.0)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    state = {"best": np.float64(0.5), "steps": np.int64(3), "history": np.arange(3.0), "names": np.array(["a", "b"])}
+    counter.count = state
+    accelerator.save_state(tmp_path)
+    counter.count = None
+    accelerator.load_state(tmp_path)
+    assert str(counter.count) == str(state)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a, where: a.save_state(), "automatic_checkpoint_naming=True"),
+        (lambda a, where: a.load_state(), "input_dir"),
+        (lambda a, where: a.load_state(where / "nowhere"), "There is no folder"),
+        (lambda a, where: a.load_state(where, map_location="gpu"), "on_device"),
+        (lambda a, where: a.register_for_checkpointing(Counter(), object()), "state_dict"),
+        (lambda a, where: a.save_state(where, exclude=True), "exclude"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, call: Any, words: str):
+    accelerator, _ = _filled(1.0)
+    with pytest.raises(ConfigError, match=words):
+        call(accelerator, tmp_path)
+    assert accelerator.core.registry.objects == []
