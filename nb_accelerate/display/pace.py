@@ -50,7 +50,7 @@ class Pace:
         """Estimate how long the whole run will take, by one rank, in words.
 
         Returns:
-            None if its number of epochs is not known, or it is too early to say.
+            None if its number of steps is not known, or it is too early to say.
         """
         if track.whole is None or not self.rate:
             return None

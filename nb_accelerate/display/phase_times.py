@@ -22,6 +22,7 @@ _KEEP_EVERY = 0.5
 
 NAMES = {
     Phase.DATA: "loading data",
+    Phase.TRAINING: "forward and backward",
     Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward",
     Phase.WAITING: "waiting",

@@ -100,7 +100,8 @@ def _factor(share: float, others: Sequence[float]) -> float:
 
 def _why(track: Track) -> str:
     shares = track.shares()
-    own = {phase: share for phase, share in shares.items() if phase not in (Phase.BACKWARD, Phase.WAITING)}
+    with_others = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
+    own = {phase: share for phase, share in shares.items() if phase not in with_others}
     if not own:
         return "at work"
     phase, share = max(own.items(), key=lambda item: item[1])

@@ -26,7 +26,8 @@ def line(view: View) -> str:
     middle = _middle(view.rows)
     if middle is not None and middle.step:
         share = "" if middle.share is None else f" ({100 * middle.share:.0f} %)"
-        epoch = f" of epoch {middle.epoch}" if middle.epoch else ""
+        # With the number of epochs, the step is that of the whole run.
+        epoch = f"{',' if '/' in middle.epoch else ' of'} epoch {middle.epoch}" if middle.epoch else ""
         parts.append(f"step {middle.step.replace(' ', '')}{share}{epoch}")
         parts += [f"{middle.rate} it/s"] if middle.rate not in ("", "-") else []
         parts += [f"loss {middle.loss}"] if middle.loss else []

@@ -40,6 +40,7 @@ WORDS = {
     Phase.ENDED: "done",
     Phase.PREPARING: "preparing the model",
     Phase.COMPILING: "compiling",
+    Phase.TRAINING: "forward and backward",
 }
 
 METHODS = {
@@ -60,7 +61,7 @@ _ENOUGH = 20
 _MOST_POINTS = 240
 """Points of a `LossHistory`, with the newest."""
 
-_WITH_OTHERS = (Phase.BACKWARD, Phase.WAITING)
+_WITH_OTHERS = (Phase.TRAINING, Phase.BACKWARD, Phase.WAITING)
 """Phases in which a rank may be waiting for the slowest one."""
 
 
@@ -78,7 +79,7 @@ class Track:
         sample: the newest.
         moved_at: when something last changed.
         lines: of the user's code that it was seen at.
-        whole: batches of the whole run so far, and of how many; None if the number of epochs is not known.
+        whole: batches of the whole run so far, and of how many; None if the latter is not known.
     """
 
     def __init__(self, now: float) -> None:
@@ -228,8 +229,10 @@ class Track:
                     return f"about {words.duration(bar.seconds * (1 - done) / done)} left"
                 return None
         if sample.total and sample.in_loop and self.rate:
-            which = "evaluation" if sample.evaluates else "epoch"
-            return f"{words.duration((sample.total - sample.step) / self.rate)} left of this {which}"
+            left = f"{words.duration((sample.total - sample.step) / self.rate)} left"
+            if sample.spans_epochs:
+                return f"about {left}"
+            return f"{left} of this {'evaluation' if sample.evaluates else 'epoch'}"
         return None
 
     def own_share(self) -> float | None:
@@ -305,10 +308,12 @@ def loss_of(sample: Sample) -> float | None:
 
 def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return how far the run is; while it does something else than to train, as far as it was."""
-    if not sample.epochs:
-        return None
     if not (sample.trains and sample.total):
         return before
+    if sample.spans_epochs:
+        return min(sample.step, sample.total), sample.total
+    if not sample.epochs:
+        return None
     total = sample.epochs * sample.total
     return min((sample.epoch - 1) * sample.total + sample.step, total), total
 

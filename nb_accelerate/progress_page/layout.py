@@ -41,7 +41,8 @@ EXCHANGING = 41  # nanoseconds of WAITING, in the same way, that were spent in `
 SINCE = 42  # `time.monotonic_ns` when counting times began; 0 if nothing is to be added for the current phase
 WORKERS = 43  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
 WAITS_TIMED = 44  # backward is over when the gradients of this rank are computed: what follows is WAITING
-NUM_WORDS = 45
+SPANS_EPOCHS = 45  # the current loop goes over all epochs of the run, and its steps are those of the run
+NUM_WORDS = 46
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""
@@ -95,6 +96,7 @@ class Phase(enum.IntEnum):
     ENDED = 9
     PREPARING = 10
     COMPILING = 11
+    TRAINING = 12  # forward and backward, where the program does not say which
 
 
 assert NANOSECONDS + len(Phase) <= EXCHANGING

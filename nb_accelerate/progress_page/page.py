@@ -119,6 +119,7 @@ class ProgressPage:
         evaluates: bool,
         step: int = 0,
         num_workers: int | None = None,
+        spans_epochs: bool = False,
     ) -> Loop:
         """Begin a loop over a loader, perhaps inside another one. Give what this returns to `end_loop`.
 
@@ -129,6 +130,7 @@ class ProgressPage:
             evaluates: no gradients are computed where it begins.
             step: batches that are left out at its beginning.
             num_workers: of its loader.
+            spans_epochs: it goes over all epochs of the run: `total` and `step` are those of the run.
         """
         words = self._words
         if self._loops:
@@ -143,6 +145,7 @@ class ProgressPage:
         words[layout.TRAINS] = 0
         words[layout.EPOCH] = epoch
         words[layout.WORKERS] = 0 if num_workers is None else num_workers + 1
+        words[layout.SPANS_EPOCHS] = spans_epochs
         words[layout.LOOP] += 1
         loop = Loop()
         self._loops.append(loop)
@@ -182,7 +185,7 @@ class ProgressPage:
 
         Args:
             number: which, from 1.
-            epochs: how many there are.
+            epochs: how many there are; 0 if that is not known.
         """
         self.epochs_are_told = True
         self._note_epoch(number, epochs)
@@ -331,6 +334,7 @@ _LOOP_WORDS = (
     layout.IN_LOOP,
     layout.EVALUATES,
     layout.WORKERS,
+    layout.SPANS_EPOCHS,
     layout.TRAINS,
 )
 

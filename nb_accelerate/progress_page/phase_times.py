@@ -20,6 +20,7 @@ _ENDLESS = 10**18
 
 WORK = (
     Phase.DATA,
+    Phase.TRAINING,
     Phase.FORWARD,
     Phase.BACKWARD,
     Phase.WAITING,

@@ -73,6 +73,7 @@ class Sample:
         seconds: spent in each phase so far, those that took no time left out.
         exchanging: seconds of those in `Phase.WAITING` in which it waited for the exchange of gradients.
         num_workers: of the current loop's loader; None if not known.
+        spans_epochs: the loop goes over all epochs of the run: `step` and `total` are those of the run.
         times_waits: backward is over when the gradients of this rank are computed. The exchange that follows is then
             a part of the phase `WAITING`; else it is one of `BACKWARD`.
         compiled: programs that were compiled for the device, in loops.
@@ -107,6 +108,7 @@ class Sample:
     seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)  # changes from look to look
     exchanging: float = field(default=0.0, compare=False)
     num_workers: int | None = None
+    spans_epochs: bool = False
     times_waits: bool = False
     compiled: int = 0
     compiling: float = 0.0
@@ -168,6 +170,7 @@ def read(memory: Buffer) -> Sample:
         seconds=seconds_in(words, now),
         exchanging=seconds_exchanging(words, now),
         num_workers=words[layout.WORKERS] - 1 if words[layout.WORKERS] > 0 else None,
+        spans_epochs=bool(words[layout.SPANS_EPOCHS]),
         times_waits=bool(words[layout.WAITS_TIMED]),
         compiled=max(0, words[layout.COMPILED]),
         compiling=max(0, words[layout.COMPILING_MS]) / 1000,

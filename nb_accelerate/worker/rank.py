@@ -39,6 +39,7 @@ from nb_accelerate.worker.loaders import spawn_by_value
 from nb_accelerate.worker.process_tree import die_with_parent, set_name
 from nb_accelerate.worker.stack_writer import write_stacks_on_request
 from nb_accelerate.worker.streams import replace_streams, send_record
+from nb_accelerate.worker.trainers import trainers_as_loops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -185,6 +186,7 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
     sys.argv[:] = setup.argv
     spawn_by_value()
     bars_as_rows()
+    trainers_as_loops()
     if not is_fork:
         importlib.invalidate_caches()  # packages may have been installed since this process' parent started
         main = types.ModuleType("__main__")

@@ -266,3 +266,23 @@ def test_the_slowest_of_all_is_remembered():
     remarks = run.end().remarks
     assert remarks[0] == "4 ranks"
     assert remarks[1] == "others waited for rank 3"
+
+
+def test_a_loop_over_all_epochs_tells_how_far_the_run_is_also_while_it_evaluates():
+    run = Run(2)
+    run.begin_loop(total=300, epochs=3, epoch=1, spans_epochs=True)
+    run.train(10.0, rate=8.0)
+    assert run.row(0).step == "80 / 300"
+    assert run.row(0).epoch == "1 / 3"
+    assert run.view.outlook[0] == "about 0:27 left"
+    run.begin_loop(loop=2, total=10, evaluates=True, spans_epochs=False)
+    run.wait(1.0)
+    assert run.row(0).step == "80 / 300"
+
+
+def test_without_a_number_of_epochs_a_loop_over_all_of_them_is_the_run():
+    run = Run(1)
+    run.begin_loop(total=300, epoch=0, spans_epochs=True)
+    run.train(2.0, rate=8.0)
+    assert run.row(0).step == "16 / 300"
+    assert re.fullmatch(r"about 0:3\d left", run.view.outlook[0])
