@@ -27,6 +27,7 @@ from typing_extensions import override
 from nb_accelerate.display import asides, html
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
+from nb_accelerate.display.page_title import REPEAT_EVERY, percent_of, title_script
 from nb_accelerate.display.panel import Drawing
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class NotebookPanel(Drawing):
         self._controls: Any = None
         self._memory_table = ""
         self._again: Any = None
+        self._title: Any = None
+        self._percent: int | None = None
+        self._title_at = 0.0
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
         self._log_of = min(ranks)
@@ -119,6 +123,7 @@ class NotebookPanel(Drawing):
             self._keep_place_for_buttons()
         if self._thread.is_alive() or self._box is None:
             return
+        self._show_in_title(percent_of(view))
         if self._again.is_asked_for:
             self._again.value = html.style() + html.render(view) + html.render_charts(view)
         if self._shown is not None:
@@ -144,10 +149,12 @@ class NotebookPanel(Drawing):
             self._send("update_display_data", self._buttons_id, {"data": {}, "metadata": {}})
         if self._box is None:
             return
+        self._show_in_title(None)
         if self._again.is_asked_for:  # the page knows no display that could be left in the place of widgets
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + _TO_KEEP
             self._box.children = (self._again,)
             _close(self._controls)
+            _close(self._title)
             _close(self._aside)
         else:
             _close(self._box)
@@ -160,6 +167,12 @@ class NotebookPanel(Drawing):
         kind = "update_display_data" if self._is_shown else "display_data"
         self._is_shown = True
         self._send(kind, self._id, content)
+
+    def _show_in_title(self, percent: int | None) -> None:
+        now = time.monotonic()
+        if percent != self._percent or (percent is not None and now >= self._title_at):
+            self._percent, self._title_at = percent, now + REPEAT_EVERY
+            self._title.value = title_script(percent, self._draws)
 
     def _send(self, kind: str, place: str, content: dict[str, Any]) -> None:
         self._paper.display(kind, {**content, "transient": {"display_id": place}})
@@ -176,6 +189,7 @@ class NotebookPanel(Drawing):
 
         self._aside = ipywidgets.HTML()
         self._again = _html_of_new_pages()
+        self._title = ipywidgets.HTML(layout={"display": "none"})
         buttons = [
             *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
@@ -189,7 +203,7 @@ class NotebookPanel(Drawing):
         self._copy = ipywidgets.HTML(asides.COPY_BUTTON, layout={"flex": "0 0 auto", "display": "none"})
         margin = {"margin": "0 0 0 5px", "flex_flow": "row wrap"}
         self._controls = ipywidgets.HBox([*buttons, *self._logs(), self._all_frames, self._copy], layout=margin)
-        self._box = ipywidgets.VBox([self._again, self._controls, self._aside])
+        self._box = ipywidgets.VBox([self._again, self._controls, self._aside, self._title])
         self._box.add_class("nba-asides")
 
     def _button(self, title: str, hint: str, action: Callable[[], object]) -> Any:

@@ -49,7 +49,7 @@ def test_exported_pages_show_the_table_with_the_state_of_widgets_without_it_and_
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")
+    notebook.wait_until("() => document.title.includes('%')")  # so there are all widgets
     notebook.evaluate(SAVE_STATE)
     notebook.wait_until(
         "() => window.jupyterapp.commands.isToggled('@jupyter-widgets/jupyterlab-manager:saveWidgetState')"
@@ -78,6 +78,7 @@ def test_exported_pages_show_the_table_with_the_state_of_widgets_without_it_and_
         assert page.count(".nba tbody tr") == 2, case
         assert "it/s" in page.text, case
         assert "not found" not in page.text.lower(), case
+        assert "%" not in page.title, case
         assert page.count("button") == 0, "no kernel hears of them"
         assert "Last seen at" not in page.text, case
         page.finish_animations()
