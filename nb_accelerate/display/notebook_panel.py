@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.display import asides, html
+from nb_accelerate.display import asides, html, notification
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
 from nb_accelerate.display.page_title import REPEAT_EVERY, percent_of, title_script
@@ -95,6 +95,7 @@ class NotebookPanel(Drawing):
         self._title: Any = None
         self._percent: int | None = None
         self._title_at = 0.0
+        self._began = time.monotonic()
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
         self._log_of = min(ranks)
@@ -141,6 +142,8 @@ class NotebookPanel(Drawing):
         if self._thread is not None:
             self._thread.join(_WAIT)
             stop_answering(self._kernel)
+        if self._box is not None:  # and its display still there: without one nothing is run in the page
+            self._tell_end(view)
         if view.is_worth_keeping and (was_drawn or view.bars or view.charts):
             self._show(bundle(view))
         elif self._is_shown:
@@ -149,7 +152,6 @@ class NotebookPanel(Drawing):
             self._send("update_display_data", self._buttons_id, {"data": {}, "metadata": {}})
         if self._box is None:
             return
-        self._show_in_title(None)
         if self._again.is_asked_for:  # the page knows no display that could be left in the place of widgets
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + _TO_KEEP
             self._box.children = (self._again,)
@@ -173,6 +175,12 @@ class NotebookPanel(Drawing):
         if percent != self._percent or (percent is not None and now >= self._title_at):
             self._percent, self._title_at = percent, now + REPEAT_EVERY
             self._title.value = title_script(percent, self._draws)
+
+    def _tell_end(self, view: View) -> None:
+        last = title_script(None, self._draws)
+        if time.monotonic() >= self._began + notification.LEAST_SECONDS:
+            last += notification.notify_script(self._buttons_id, view)
+        self._title.value = last
 
     def _send(self, kind: str, place: str, content: dict[str, Any]) -> None:
         self._paper.display(kind, {**content, "transient": {"display_id": place}})
@@ -201,8 +209,9 @@ class NotebookPanel(Drawing):
             layout={"width": "auto", "flex": "0 0 auto", "display": "none"},
         )
         self._copy = ipywidgets.HTML(asides.COPY_BUTTON, layout={"flex": "0 0 auto", "display": "none"})
+        notify = ipywidgets.HTML(notification.notify_button(self._buttons_id), layout={"flex": "0 0 auto"})
         margin = {"margin": "0 0 0 5px", "flex_flow": "row wrap"}
-        self._controls = ipywidgets.HBox([*buttons, *self._logs(), self._all_frames, self._copy], layout=margin)
+        self._controls = ipywidgets.HBox([*buttons, *self._logs(), notify, self._all_frames, self._copy], layout=margin)
         self._box = ipywidgets.VBox([self._again, self._controls, self._aside, self._title])
         self._box.add_class("nba-asides")
 

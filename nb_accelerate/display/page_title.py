@@ -29,7 +29,7 @@ _SCRIPT = (
     f" window.nbAccelerateTitle = setTimeout(restore, {_FORGET_AFTER}); }} }}"
 )
 
-_EMPTY_IMAGE = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
+EMPTY_IMAGE = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
 
 
 def percent_of(view: View) -> int | None:
@@ -46,4 +46,4 @@ def title_script(percent: int | None, number: int) -> str:
         number: of the drawing. A widget sends its value if it is another one.
     """
     shown = "" if percent is None else percent
-    return f'<img alt="" src="{_EMPTY_IMAGE}" data-percent="{shown}" data-number="{number}" onload="{_SCRIPT}">'
+    return f'<img alt="" src="{EMPTY_IMAGE}" data-percent="{shown}" data-number="{number}" onload="{_SCRIPT}">'
