@@ -36,6 +36,14 @@ def last_name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def target_of(statement: ast.stmt) -> str:
+    """Return the name that a statement assigns to; empty if it does not assign to one name."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        [target] = statement.targets
+        return target.id if isinstance(target, ast.Name) else ""
+    return ""
+
+
 def above(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> Iterator[ast.AST]:
     """Yield the nodes that a node is in, from the inside to the outside."""
     while node in parents:

@@ -19,16 +19,20 @@ from nb_accelerate.magics.loop_calls import (
     local_names,
     own_nodes,
     parameters,
+    target_of,
     the_call,
     unsure,
     walk,
 )
+from nb_accelerate.magics.loop_loader import iterated, wrapped
+from nb_accelerate.magics.loop_precision import read_precision, unscaled_loss
 from nb_accelerate.magics.loop_refusals import passes_on, refuse_attributes, refuse_elsewhere, refuse_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.magics.loop_calls import Scope
+    from nb_accelerate.magics.loop_precision import MixedPrecision
 
 _OPTIMIZERS = frozenset(
     {
@@ -48,9 +52,6 @@ _OPTIMIZERS = frozenset(
     }
 )
 """Classes of ``torch.optim`` that step without a closure."""
-
-_AROUND_LOADERS = frozenset({"enumerate", "tqdm", "tqdm_notebook"})
-"""Calls that give each batch of a loader once, in its order."""
 
 _LOOPS = (ast.For, ast.While)
 
@@ -73,6 +74,7 @@ class TrainingLoop:
         prepare_after: the last statement that makes one of them; None if another cell makes them.
         own_loss: the name whose ``backward`` is called; empty for an expression.
         epoch_schedulers: names of those that step once for each epoch.
+        precision: its autocast blocks and its GradScaler.
     """
 
     tree: ast.Module
@@ -88,6 +90,7 @@ class TrainingLoop:
     prepare_after: ast.stmt | None
     own_loss: str
     epoch_schedulers: tuple[str, ...]
+    precision: MixedPrecision
 
 
 def read_loop(source: str) -> TrainingLoop:
@@ -125,37 +128,56 @@ def read_loop(source: str) -> TrainingLoop:
     scheduler_names = [
         name
         for name, (_, call) in made.items()
-        if "lr_scheduler" in ast.unparse(call.func) or last_name(call.func).endswith("LR")
+        if "lr_scheduler" in ast.unparse(call.func)
+        or last_name(call.func).endswith("LR")
+        or any(ast.unparse(one) == optimizer for one in call.args[:1])  # get_linear_schedule_with_warmup(optimizer)
     ]
     loaders = [name for name, (_, call) in made.items() if last_name(call.func) == "DataLoader"]
-    everything = local_names(scope, outer, tree, [model, optimizer, *loaders, *scheduler_names])
-    loader = everything[scope].get(_iterated(loop, scope), "")
+    scalers = _grad_scalers(outer)
+    everything = local_names(scope, outer, tree, [model, optimizer, *loaders, *scheduler_names, *scalers])
+    if scope is not outer:
+        scalers |= (own := _grad_scalers(scope))
+        everything[scope].update({name: name for name in own})
+    loader = everything[scope].get(iterated(loop, scope), "")
     if not loader or loader not in loaders:
         raise unsure(
             loop,
             f"the loop goes over {ast.unparse(loop.iter)!r}, which is not one DataLoader made beside it, so nothing "
             "says how ranks share the rows",
         )
-    shared = (model, optimizer, loader, *scheduler_names)
+    shared = (model, optimizer, loader, *scheduler_names, *scalers)
     names = {
         where: {here: there for here, there in one.items() if there in shared} for where, one in everything.items()
     }
-    _check_steps(names, optimizer, optimizer_made)
+    scaler, scaler_made = next(iter(scalers.items()), ("", None))
+    precision = read_precision(
+        tree,
+        names,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        scaler_made=scaler_made,
+        loop=loop,
+        backward=backward,
+    )
+    _check_steps(names, optimizer, optimizer_made, scaler)
     stepping = {name: [step for where, step in _steps(names, name)] for name in scheduler_names}
     with_batches = tuple(name for name, steps in stepping.items() if any(loop in above(s, parents) for s in steps))
     by_name = [*([made[model][0]] if model in made else []), optimizer_made, made[loader][0]]
     by_name += [made[name][0] for name in with_batches]
     # An assignment such as `model = model.to(device)` makes the model too.
-    by_name += [one for one in outer.body if isinstance(one, ast.Assign) and _target(one) in (model, optimizer, loader)]
+    by_name += [
+        one for one in outer.body if isinstance(one, ast.Assign) and target_of(one) in (model, optimizer, loader)
+    ]
     for statement in by_name:
         if statement not in outer.body:
             raise unsure(statement, f"{ast.unparse(statement)!r} is inside a loop or a branch, so it may be made twice")
     last = max(by_name, key=lambda one: one.lineno)
-    used = [called or loop, *(_wrapped(loop, scope) if scope is outer else ())]
+    used = [called or loop, *(wrapped(loop, scope) if scope is outer else ())]
     first = min((one for one in outer.body if any(node in ast.walk(one) for node in used)), key=lambda one: one.lineno)
     if last.lineno >= first.lineno:
-        raise unsure(last, f"{_target(last)!r} is assigned again after the loop has begun")
-    if model not in made and not any(_target(one) == model for one in outer.body):
+        raise unsure(last, f"{target_of(last)!r} is assigned again after the loop has begun")
+    if model not in made and not any(target_of(one) == model for one in outer.body):
         raise unsure(optimizer_made, f"{model!r} is not made in this {'function' if outer is not tree else 'cell'}")
     for where, one in names.items():
         begin = 0 if where is not outer else loop.lineno if scope is outer else first.lineno
@@ -180,7 +202,8 @@ def read_loop(source: str) -> TrainingLoop:
         schedulers=with_batches,
         prepare_after=last,
         own_loss=_own_loss(backward),
-        epoch_schedulers=tuple(name for name in stepping if name not in with_batches),
+        epoch_schedulers=tuple(name for name, steps in stepping.items() if steps and name not in with_batches),
+        precision=precision,
     )
 
 
@@ -207,12 +230,18 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
     """Read a function that gets all it trains as arguments, alone in its cell."""
     own = [one.arg for one in parameters(function)]
     called = {one.func.id for one in walk(function, ast.Call) if isinstance(one.func, ast.Name)}
+    scalers = _grad_scalers(function)
+    scaler = next(iter(scalers), "")
+    backward_of = ast.unparse(backward.func.value)  # type: ignore[attr-defined]
+    if unscaled_loss(backward) is not backward.func.value:  # type: ignore[attr-defined]
+        scaler = backward_of.partition(".")[0]
     methods = {
         name: {one.attr for one in walk(function, ast.Attribute) if ast.unparse(one.value) == name} for name in own
     }
-    optimizers = [name for name in own if {"step", "zero_grad"} <= methods[name]]
+    stepped = {ast.unparse(one) for call in _calls_of(function, f"{scaler}.step") for one in call.args}
+    optimizers = [name for name in own if "zero_grad" in methods[name] and ("step" in methods[name] or name in stepped)]
     models = [name for name in own if name in called and methods[name] & {"train", "parameters", "zero_grad"}]
-    loader = _iterated(loop, function)
+    loader = iterated(loop, function)
     if loader not in own:
         raise unsure(loop, f"the loop goes over {ast.unparse(loop.iter)!r}, which is no argument of {function.name}")
     for kind, found, how in (
@@ -225,12 +254,23 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
     for one in walk(function, ast.Name):
         if one.id in (model, optimizer, loader) and isinstance(one.ctx, ast.Store):
             raise unsure(one, f"{one.id!r} is assigned again in a function that gets it")
-    names: dict[Scope, dict[str, str]] = {function: {name: name for name in (model, optimizer, loader)}}
-    _check_steps(names, optimizer, function)
+    known = [model, optimizer, loader, *([scaler] if scaler in own or scaler in scalers else [])]
+    names: dict[Scope, dict[str, str]] = {function: {name: name for name in known}}
+    precision = read_precision(
+        tree,
+        names,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler if scaler in known else "",
+        scaler_made=scalers.get(scaler),
+        loop=loop,
+        backward=backward,
+    )
+    _check_steps(names, optimizer, function, scaler)
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     refuse_attributes(function, names[function], model, loader, 0, parents)
     refuse_elsewhere(tree, names)
-    others = [name for name in own if name != optimizer and "step" in methods[name]]
+    others = [name for name in own if name not in (optimizer, scaler) and "step" in methods[name]]
     steps = [step for name in others for step in walk(function, ast.Call) if ast.unparse(step.func) == f"{name}.step"]
     with_batches = {ast.unparse(s.func.value) for s in steps if s in ast.walk(loop)}  # type: ignore[attr-defined]
     return TrainingLoop(
@@ -247,6 +287,7 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
         prepare_after=None,
         own_loss=_own_loss(backward),
         epoch_schedulers=tuple(name for name in others if name not in with_batches),
+        precision=precision,
     )
 
 
@@ -265,8 +306,13 @@ def _the_backward(tree: ast.Module) -> ast.Call:
 
 
 def _own_loss(backward: ast.Call) -> str:
-    assert isinstance(backward.func, ast.Attribute)
-    return backward.func.value.id if isinstance(backward.func.value, ast.Name) else ""
+    loss = unscaled_loss(backward)
+    return loss.id if isinstance(loss, ast.Name) else ""
+
+
+def _grad_scalers(scope: Scope) -> dict[str, ast.Assign]:
+    """Return the statements of a scope that make a GradScaler, by its name."""
+    return {name: made for name, (made, call) in _makers(scope).items() if last_name(call.func) == "GradScaler"}
 
 
 def _optimizers(scope: Scope) -> list[tuple[ast.Assign, ast.Call]]:
@@ -288,11 +334,15 @@ def _the_optimizer(scope: Scope) -> tuple[ast.Assign, str, str]:
         and isinstance(first.func.value, ast.Name)
     ):
         raise unsure(made, "the optimizer's parameters are not those of one model, as in SGD(model.parameters(), ...)")
-    return made, _target(made), first.func.value.id
+    return made, target_of(made), first.func.value.id
 
 
-def _check_steps(names: Mapping[Scope, Mapping[str, str]], optimizer: str, made: ast.stmt) -> None:
+def _check_steps(names: Mapping[Scope, Mapping[str, str]], optimizer: str, made: ast.stmt, scaler: str) -> None:
     steps = [step for _, step in _steps(names, optimizer)]
+    if scaler and _steps(names, scaler):  # whose argument was looked at already
+        if steps:
+            raise unsure(steps[0], f"{optimizer} is stepped by itself and by {scaler}")
+        return
     for step in steps:
         if step.args or step.keywords:
             raise unsure(step, f"{ast.unparse(step.func)}() has arguments: a closure is not understood")
@@ -300,41 +350,17 @@ def _check_steps(names: Mapping[Scope, Mapping[str, str]], optimizer: str, made:
         raise unsure(made, f"there is no {optimizer}.step()")
 
 
-def _iterated(loop: ast.For, scope: Scope) -> str:
-    """Return the name of what a loop goes over, also through enumerate and tqdm; empty if it has none."""
-    over = _inside(loop.iter)
-    for made in _wrapped(loop, scope):
-        over = _inside(made.value)
-    return over.id if isinstance(over, ast.Name) else ""
-
-
-def _wrapped(loop: ast.For, scope: Scope) -> list[ast.Assign]:
-    """Return the assignment of ``bar = tqdm(loader)``, for a loop over ``bar`` or ``enumerate(bar)``."""
-    return _wraps(_inside(loop.iter), scope)
-
-
-def _inside(over: ast.expr) -> ast.expr:
-    while isinstance(over, ast.Call) and last_name(over.func) in _AROUND_LOADERS and over.args:
-        over = over.args[0]
-    return over
-
-
-def _wraps(over: ast.expr, scope: Scope) -> list[ast.Assign]:
-    if not isinstance(over, ast.Name):
-        return []
-    found = [one for one in own_nodes(scope) if isinstance(one, ast.Assign) and _target(one) == over.id]
-    [made] = found if len(found) == 1 else [None]
-    is_wrapped = made and isinstance(made.value, ast.Call) and last_name(made.value.func) in _AROUND_LOADERS
-    return [made] if made and is_wrapped else []
-
-
 def _makers(scope: Scope) -> dict[str, tuple[ast.Assign, ast.Call]]:
     """Return the assignments of a call's value to a name, by name; the first of each."""
     found: dict[str, tuple[ast.Assign, ast.Call]] = {}
     for one in own_nodes(scope):
-        if isinstance(one, ast.Assign) and _target(one) and isinstance(one.value, ast.Call):
-            found.setdefault(_target(one), (one, one.value))
+        if isinstance(one, ast.Assign) and target_of(one) and isinstance(one.value, ast.Call):
+            found.setdefault(target_of(one), (one, one.value))
     return found
+
+
+def _calls_of(scope: Scope, function: str) -> list[ast.Call]:
+    return [one for one in own_nodes(scope) if isinstance(one, ast.Call) and ast.unparse(one.func) == function]
 
 
 def _steps(names: Mapping[Scope, Mapping[str, str]], stepping: str) -> list[tuple[Scope, ast.Call]]:
@@ -346,10 +372,3 @@ def _steps(names: Mapping[Scope, Mapping[str, str]], stepping: str) -> list[tupl
         and is_method(call, "step")
         and local.get(ast.unparse(call.func.value)) == stepping  # type: ignore[attr-defined]
     ]
-
-
-def _target(statement: ast.stmt) -> str:
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        [target] = statement.targets
-        return target.id if isinstance(target, ast.Name) else ""
-    return ""

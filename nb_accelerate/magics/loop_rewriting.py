@@ -6,71 +6,29 @@ Only the places that change are edited, so comments and layout stay.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.magics.loop_calls import bind, functions_of, is_method, own_nodes, parameters, unsure, walk
+from nb_accelerate.magics.loop_calls import (
+    bind,
+    functions_of,
+    is_method,
+    own_nodes,
+    parameters,
+    unsure,
+    walk,
+)
+from nb_accelerate.magics.loop_edits import Edits
+from nb_accelerate.magics.loop_precision import CLIPS, unscaled_loss
+from nb_accelerate.magics.loop_precision_edits import accelerator_line, rewrite_precision, scaler_names
 from nb_accelerate.magics.loop_reading import read_loop
 
 if TYPE_CHECKING:
     from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_reading import TrainingLoop
 
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
-
 _DEVICE_WORDS = ("cpu", "cuda", "mps", "xpu")
-
-
-@dataclass
-class _Edits:
-    """Replacements in a text, by byte offsets, as `ast` counts columns."""
-
-    source: str
-    found: list[tuple[int, int, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._lines = [0]
-        for line in self.source.encode().splitlines(keepends=True):
-            self._lines.append(self._lines[-1] + len(line))
-
-    def replace(self, node: ast.expr, text: str) -> None:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        start = self._lines[node.lineno - 1] + node.col_offset
-        end = self._lines[node.end_lineno - 1] + node.end_col_offset
-        if not any(start < other_end and other_start < end for other_start, other_end, _ in self.found):
-            self.found.append((start, end, text))
-
-    def insert_argument(self, beside: ast.expr | ast.arg, text: str) -> None:
-        at = self._lines[beside.lineno - 1] + beside.col_offset
-        if any(start < at < end for start, end, _ in self.found):
-            raise unsure(beside, "a call of a function of this cell inside one that changes; give its value a name")
-        self.found.append((at, at, text))
-
-    def changes(self, function: ast.FunctionDef) -> str:
-        """Return the new texts in a function."""
-        assert function.end_lineno is not None
-        begin, end = self._lines[function.lineno - 1], self._lines[function.end_lineno]
-        return "\n".join(text for start, _, text in self.found if begin <= start < end)
-
-    def insert_before(self, node: ast.stmt, line: str) -> None:
-        self._insert(self._lines[node.lineno - 1], node, line)
-
-    def insert_after(self, node: ast.stmt, line: str) -> None:
-        assert node.end_lineno is not None
-        self._insert(self._lines[node.end_lineno], node, line)
-
-    def _insert(self, at: int, beside: ast.stmt, line: str) -> None:
-        start = self._lines[beside.lineno - 1]
-        indent = self.source.encode()[start : start + beside.col_offset].decode()  # tabs stay tabs
-        self.found.append((at, at, f"{indent}{line}\n"))
-
-    def text(self) -> str:
-        result = self.source.encode()
-        for start, end, text in sorted(self.found, key=lambda one: one[:2], reverse=True):
-            result = result[:start] + text.encode() + result[end:]
-        return result.decode()
 
 
 @dataclass(frozen=True)
@@ -98,10 +56,11 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
     """
     source = source if source.endswith("\n") else f"{source}\n"
     loop = read_loop(source)
-    edits = _Edits(source)
+    edits = Edits(source)
     if loop.outer is not None and loop.prepare_after is not None:
         _insert_accelerator(loop, loop.outer, loop.prepare_after, edits)
     _rewrite_calls(loop, edits)
+    rewrite_precision(loop, edits)
     _rewrite_devices(loop, edits)
     if isinstance(loop.outer, ast.FunctionDef):
         _pass_accelerator(loop, loop.outer, edits)
@@ -115,7 +74,7 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
     return Rewritten(text, tuple(_notes(loop)))
 
 
-def _insert_accelerator(loop: TrainingLoop, outer: Scope, prepare_after: ast.stmt, edits: _Edits) -> None:
+def _insert_accelerator(loop: TrainingLoop, outer: Scope, prepare_after: ast.stmt, edits: Edits) -> None:
     if ";" in _line_of(edits.source, prepare_after.end_lineno or 1).partition("#")[0]:
         raise unsure(prepare_after, "two statements in one line; write them in two")
     top = next(one for one in loop.tree.body if not (isinstance(one, ast.ImportFrom) and one.module == "__future__"))
@@ -128,12 +87,12 @@ def _insert_accelerator(loop: TrainingLoop, outer: Scope, prepare_after: ast.stm
         for one in outer.body
         if not isinstance(one, quiet) and not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
     )
-    edits.insert_before(first, "accelerator = Accelerator()")
+    edits.insert_before(first, accelerator_line(loop))
     names = ", ".join([loop.model, loop.optimizer, loop.loader, *loop.schedulers])
     edits.insert_after(prepare_after, f"{names} = accelerator.prepare({names})")
 
 
-def _pass_accelerator(loop: TrainingLoop, outer: ast.FunctionDef, edits: _Edits) -> None:
+def _pass_accelerator(loop: TrainingLoop, outer: ast.FunctionDef, edits: Edits) -> None:
     """Give the functions that use the accelerator of another one a first argument for it."""
     functions = functions_of(loop.tree)
     scopes: list[Scope] = [loop.tree, *functions.values()]
@@ -143,12 +102,21 @@ def _pass_accelerator(loop: TrainingLoop, outer: ast.FunctionDef, edits: _Edits)
         for call in own_nodes(scope)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in functions
     ]
-    using = [one for one in functions.values() if one is not outer and "accelerator" in edits.changes(one)]
+    have = {one for one in functions.values() if any(arg.arg in scaler_names(loop, one) for arg in parameters(one))}
+    using = [
+        one
+        for one in functions.values()
+        if one is not outer and one not in have and "accelerator" in edits.changes(one)
+    ]
     for function in using:  # it grows: who calls such a function has to have the accelerator too
         callers = [scope for scope, called, _ in calls if called is function]
         if loop.tree in callers:
             raise unsure(function, f"{function.name} is called outside {outer.name} too, where there is no accelerator")
-        using += [one for one in callers if isinstance(one, ast.FunctionDef) and one is not outer and one not in using]
+        using += [
+            one
+            for one in callers
+            if isinstance(one, ast.FunctionDef) and one is not outer and one not in have and one not in using
+        ]
     for function in using:
         positional = [*function.args.posonlyargs, *function.args.args]
         if not positional:
@@ -170,16 +138,15 @@ def _calls(loop: TrainingLoop) -> list[ast.Call]:
     return [node for _, node in _nodes(loop) if isinstance(node, ast.Call)]
 
 
-def _rewrite_calls(loop: TrainingLoop, edits: _Edits) -> None:
+def _rewrite_calls(loop: TrainingLoop, edits: Edits) -> None:
     source = edits.source
-    assert isinstance(loop.backward.func, ast.Attribute)
-    loss = ast.get_source_segment(source, loop.backward.func.value)
+    loss = ast.get_source_segment(source, unscaled_loss(loop.backward))
     edits.replace(loop.backward, f"accelerator.backward({loss})")
     for scope, call in _nodes(loop):
         if not isinstance(call, ast.Call):
             continue
         name = ast.unparse(call.func)
-        if name.rpartition(".")[2] in _CLIPS:
+        if name.rpartition(".")[2] in CLIPS:
             edits.replace(call.func, f"accelerator.{name.rpartition('.')[2]}")
         elif name == "torch.save":
             edits.replace(call.func, "accelerator.save")
@@ -195,7 +162,7 @@ def _runs_on_all_ranks(call: ast.Call, loop: TrainingLoop) -> bool:
     return call in ast.walk(loop.loop) and not any(call in ast.walk(one) for one in branches)
 
 
-def _rewrite_devices(loop: TrainingLoop, edits: _Edits) -> None:
+def _rewrite_devices(loop: TrainingLoop, edits: Edits) -> None:
     nodes = [node for _, node in _nodes(loop)]
     stored = any(isinstance(one, ast.Name) and one.id == "device" and isinstance(one.ctx, ast.Store) for one in nodes)
     for scope, one in _nodes(loop):
@@ -230,7 +197,7 @@ def _rewrite_devices(loop: TrainingLoop, edits: _Edits) -> None:
     _rewrite_device_arguments(loop, moved_to, edits)
 
 
-def _rewrite_device_arguments(loop: TrainingLoop, moved_to: set[str], edits: _Edits) -> None:
+def _rewrite_device_arguments(loop: TrainingLoop, moved_to: set[str], edits: Edits) -> None:
     """Replace the devices that are passed to functions of the cell, which move something there."""
     functions = functions_of(loop.tree)
     for scope in loop.names:
@@ -313,11 +280,13 @@ def _notes(loop: TrainingLoop) -> list[str]:
         notes += [
             f"in the cell that makes {names}, before it calls {loop.scope.name}:",  # type: ignore[union-attr]
             "    from nb_accelerate import Accelerator",
-            "    accelerator = Accelerator()",
+            f"    {accelerator_line(loop)}",
             f"    {names} = accelerator.prepare({names})",
         ]
         if any(one.arg == "device" for one in walk(loop.tree, ast.arg)):
             notes.append("    device = accelerator.device")
+        if loop.precision.scaler and loop.precision.scaler_made is None:
+            notes.append(f"and give {loop.scope.name} the accelerator in the place of {loop.precision.scaler}")  # type: ignore[union-attr]
     for scope, call in _nodes(loop):
         if not (isinstance(call, ast.Call) and is_method(call, "item")):
             continue
@@ -338,6 +307,7 @@ def _notes(loop: TrainingLoop) -> list[str]:
         and ast.unparse(made.targets[0]) != loop.loader
     ]
     notes += [f"{name} is not shared out: every rank reads all of it" for name in others]
+    notes += [f"line {call.lineno}: {ast.unparse(call.func)} is outside autocast" for call in loop.precision.outside]
     if loop.epoch_schedulers:
         notes.append(f"{', '.join(loop.epoch_schedulers)} steps once for each epoch, so it is not prepared")
     return notes

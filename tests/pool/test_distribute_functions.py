@@ -254,13 +254,14 @@ def test_with_launch_the_functions_go_along():
 
 def test_the_page_shows_what_the_magic_answers(monkeypatch: pytest.MonkeyPatch):
     page = (Path(__file__).parents[2] / "notebooks" / "how_to" / "distribute.md").read_text(encoding="utf-8")
-    [cell] = re.findall(r"^```python\n%%distribute\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    [answer] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    shown = io.StringIO()
+    cells = re.findall(r"^```python\n%%distribute\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    answers = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     monkeypatch.setattr("builtins.input", lambda _: "")
-    with redirect_stdout(shown):
-        Distribute(SimpleNamespace()).run("", cell)  # type: ignore[arg-type]
-    assert shown.getvalue().startswith(answer)
+    for cell, answer in zip(cells, answers, strict=True):
+        shown = io.StringIO()
+        with redirect_stdout(shown):
+            Distribute(SimpleNamespace()).run("", cell)  # type: ignore[arg-type]
+        assert shown.getvalue().startswith(answer)
 
 
 NAMED = "train(model=model, device=device, train_loader=train_loader, optimizer=optimizer, epoch=epoch)"
