@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import traceback
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
@@ -18,6 +20,9 @@ _ON_RANKS = ("%%time", "%%timeit", "%%prun", "%%capture")
 _OURS = ("%%distributed", "%%rank", "%%local", "%%distribute")
 
 _HERE = ("%distributed", "%load_ext", "%unload_ext", "%reload_ext")
+
+_DEBUG = ["%distributed debug\n"]
+"""In the place of ``%debug``: one debugger, not as many as there are ranks."""
 
 _ONCE = ("%pip", "%conda", "%mamba", "%micromamba", "%uv", "!pip", "!conda", "!mamba", "!micromamba", "!uv")
 """Installing a package, which ranks would do at the same time, in the same place."""
@@ -65,7 +70,23 @@ class AutoMode:
             self._is_paused = before
 
     def _route(self, lines: list[str]) -> list[str]:
-        return lines if self._is_paused else route(lines, everything=self._is_on)
+        if self._is_paused:
+            return lines
+        if "".join(lines).strip() == "%debug" and _failed_on_ranks():
+            return _DEBUG
+        return route(lines, everything=self._is_on)
+
+
+def _failed_on_ranks() -> bool:
+    """Whether the last traceback that the notebook showed is that of a cell which failed on the ranks."""
+    error = getattr(sys, "last_value", None)
+    if error is None or "nb_accelerate.pool.group" not in sys.modules:
+        return False
+    from nb_accelerate import pool as pools
+    from nb_accelerate.pool.group import result_of
+
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1] is result_of.__code__ and pools.current().failed_rank is not None
 
 
 def route(lines: list[str], *, everything: bool) -> list[str]:
@@ -82,7 +103,7 @@ def route(lines: list[str], *, everything: bool) -> list[str]:
     if word == "%%local" and len(first) == 1:
         return ["#\n", *lines[1:]]  # an ordinary cell, with the same line numbers
     if everything and "".join(lines).strip() == "%debug":
-        return ["%distributed debug\n"]  # one debugger, not as many as there are ranks
+        return _DEBUG
     if all(line.lstrip().startswith((*_ONCE, "#")) or not line.strip() for line in lines):
         return lines
     if not everything or not word or word in _HERE or (word.startswith("%%") and word not in _ON_RANKS):

@@ -150,7 +150,10 @@ class Commands:
         from nb_accelerate import pool as pools
 
         ranks = parsed.get("ranks")
-        by_rank = pools.current().pull(parsed.words, ranks)
+        try:
+            by_rank = pools.current().pull(parsed.words, ranks)
+        except NameError as error:
+            raise NameError(str(error)) from None  # without the traceback of a rank
         for name, values in zip(parsed.words, zip(*by_rank, strict=True), strict=True):
             self._shell.user_ns[name] = values[0] if ranks is not None and len(ranks) == 1 else list(values)
         _say(f"{', '.join(parsed.words)}: from {_whom(ranks)}")

@@ -41,7 +41,7 @@ def pull(names: tuple[str, ...]) -> list[Any]:
         if name not in variables:
             near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
             hint = f". Did you mean: '{near[0]}'?" if near else ""
-            raise NameError(f"name '{name}' is not defined on this rank{hint}")
+            raise NameError(f"rank {variables.get('rank', '?')} has no variable {name!r}{hint}")
     return [variables[name] for name in names]
 
 
@@ -51,6 +51,7 @@ def reset(kept: tuple[str, ...]) -> None:
     for name in list(variables):
         if not is_hidden(name) and name not in kept:
             del variables[name]
+    variables["_"] = ""  # as in a new shell
 
 
 def memory() -> dict[str, int]:

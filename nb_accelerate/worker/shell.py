@@ -98,12 +98,22 @@ class DisplaySender(DisplayPublisher):
 class _ValueHook(DisplayHook):
     """Sends the value of a cell's last expression."""
 
+    _shown = 0  # the id of the value that _ was bound to
+
     @override
     def __call__(self, result: object = None) -> None:
         super().__call__(result)  # type: ignore[no-untyped-call]
         if result is not None:
             # IPython keeps no value after a semicolon, which is to hide it from the page and not from --out.
             self.fill_exec_result(result)  # type: ignore[no-untyped-call]
+
+    def update_user_ns(self, result: object) -> None:
+        """Bind ``_`` to a value, unless the user has a variable of that name. No earlier value is kept."""
+        variables = self.shell.user_ns
+        present = variables.get("_", "")
+        if id(present) == self._shown or (isinstance(present, str) and present == ""):
+            variables["_"] = result
+            self._shown = id(result)
 
     def quiet(self) -> bool:
         compiler = RankShell.instance().compile

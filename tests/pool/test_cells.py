@@ -146,6 +146,18 @@ class TestPython:
         assert texts(notebook.run("%%distributed\nimport asyncio\nawait asyncio.sleep(0, 'woken')").ok()) == ["'woken'"]
         assert "loop" in notebook.run("%%rank 0\n%timeit -n1 -r1 sum(range(3))").ok().stdout
 
+    def test_an_underscore_is_the_last_value_and_keeps_no_other(self, notebook: Kernel):
+        code = "import gc, weakref\nclass Shown(list): pass\nshown = Shown(); dies = weakref.ref(shown)"
+        notebook.run(f"%%distributed\n{code}\n_ = 0; del _").ok()
+        notebook.run("%%distributed\nshown").ok()
+        assert texts(notebook.run("%%distributed\n_ is shown")) == ["True"]
+        notebook.run("%%distributed\ndel shown").ok()
+        assert texts(notebook.run("%%distributed\n(dies(), _)")) == ["(None, True)"]
+        notebook.run("%%distributed\nfor _ in range(3): pass").ok()
+        for _ in range(2):  # it is the user's now
+            assert texts(notebook.run("%%distributed\n_ + 5")) == ["7"]
+        notebook.run("%%distributed\ndel _").ok()
+
     def test_out_brings_the_value_of_each_rank(self, notebook: Kernel):
         notebook.run("%%distributed --quiet --out values\nrank * 10").ok()
         assert notebook.run("values").ok().value == "[0, 10]"
@@ -249,6 +261,11 @@ class TestNames:
         assert notebook.run("%distributed pull mine --ranks 1\nmine").ok().value == "6"
         cell = notebook.run("%distributed pull minee")
         assert (cell.error, "Did you mean: 'mine'" in cell.message) == ("NameError", True)
+
+    def test_a_name_that_a_rank_lacks_is_told_in_one_line(self, notebook: Kernel):
+        notebook.run("%%rank 0\nonly_here = 1").ok()
+        cell = notebook.run("%distributed pull only_here")
+        assert plain(cell.traceback) == "NameError: rank 1 has no variable 'only_here'"
 
     def test_what_cannot_be_pickled_is_named_before_any_rank_runs(self, notebook: Kernel):
         notebook.run("import threading\nholder = {'lock': threading.Lock()}").ok()

@@ -70,6 +70,15 @@ class TestPostMortem:
         failed.run("%distributed auto off").ok()
         assert (cell.questions, "42\n" in cell.stdout) == (["rank 1 ipdb> "] * 2, True)
 
+    def test_the_magic_of_a_plain_cell_looks_into_the_rank_if_a_rank_failed_last(self, failed: Kernel):
+        cell = failed.run("%debug", answers=["p secret", "q"]).ok()
+        assert (cell.questions, "42\n" in cell.stdout) == (["rank 1 ipdb> "] * 2, True)
+
+    def test_the_magic_of_a_plain_cell_looks_into_the_notebook_if_it_failed_last(self, failed: Kernel):
+        assert failed.run("here = 7\n1 / 0").error == "ZeroDivisionError"
+        cell = failed.run("%debug", answers=["p here", "q"]).ok()
+        assert (cell.questions, "7\n" in cell.stdout) == (["ipdb> "] * 2, True)
+
     def test_code_can_be_stepped_through(self, notebook: Kernel):
         notebook.run("%%distributed\ndef twice(x):\n    y = 2 * x\n    return y").ok()
         cell = notebook.run("%%rank 0\n%debug twice(21)", answers=["s", "n", "n", "p y", "c"]).ok()
