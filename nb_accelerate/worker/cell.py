@@ -22,6 +22,7 @@ from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
 from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.worker.alarm import Alarm
+from nb_accelerate.worker.bindings import Bindings
 from nb_accelerate.worker.call import answer, exits_well, fail
 from nb_accelerate.worker.debugger import InputRequests
 from nb_accelerate.worker.displays import DisplayPort
@@ -47,8 +48,6 @@ ACCELERATOR = "nb_accelerate.accelerator:Accelerator"
 _GROUP_TIMEOUT = timedelta(days=365)
 """For a collective: somebody may sit at a debugger of one rank, and nccl kills a rank that has waited for longer. Ranks
 that wait in vain are found, and reported, by the pool."""
-
-_MISSING = object()
 
 
 class PersistentRank:
@@ -112,7 +111,7 @@ class PersistentRank:
     def _run(self, cell: RunCell, fds: tuple[int, ...]) -> tuple[CellEnd, Packed | None]:
         page = here()
         page.begin_request()
-        before = dict(self._names)
+        before = Bindings(self._names)
         has_names = cell.names is None
         outcome: Result | Failure
         try:
@@ -120,10 +119,11 @@ class PersistentRank:
                 if cell.names is not None:
                     self._names.update(unpack(cell.names, fds))
                     has_names = True
-                    before = dict(self._names)
+                    before = Bindings(self._names)
                 self._gate.check()
                 if cell.wants_accelerator and "accelerator" not in self._names:
-                    before["accelerator"] = self._names["accelerator"] = named(ACCELERATOR)()
+                    self._names["accelerator"] = named(ACCELERATOR)()
+                    before.add("accelerator", self._names["accelerator"])
                 result = self._shell.run(cell)
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
@@ -135,10 +135,8 @@ class PersistentRank:
             outcome, packed = _cell_failed(error)
         end = CellEnd(
             answer=outcome,
-            bound=tuple(
-                _visible(name for name, value in self._names.items() if before.get(name, _MISSING) is not value)
-            ),
-            unbound=tuple(_visible(before.keys() - self._names.keys())),
+            bound=_visible(before.bound(self._names, self._shell.python_of(cell))),
+            unbound=_visible(before.unbound(self._names)),
             steps=_steps(),
             has_names=has_names,
         )

@@ -109,7 +109,7 @@ class _ValueHook(DisplayHook):
 
     def update_user_ns(self, result: object) -> None:
         """Bind ``_`` to a value, unless the user has a variable of that name. No earlier value is kept."""
-        variables = self.shell.user_ns
+        variables = RankShell.instance().user_ns
         present = variables.get("_", "")
         if id(present) == self._shown or (isinstance(present, str) and present == ""):
             variables["_"] = result
@@ -205,6 +205,13 @@ class RankShell(InteractiveShell):
         finally:
             # Code that the cell runs later, %timeit's say, has no place in the notebook.
             compiler.filename = ""
+
+    def python_of(self, cell: RunCell) -> str:
+        """Return a cell with its magics as calls of functions; as it was written if that fails."""
+        try:
+            return cell.code if cell.is_python else self.transform_cell(cell.code)
+        except Exception:  # of a transformer that users' code has registered
+            return cell.code
 
     @override
     def transform_cell(self, raw_cell: str) -> str:

@@ -212,6 +212,26 @@ class TestNames:
         notebook.run("def who(): return f'rank {rank} of {world_size}'").ok()
         assert notebook.run("%%rank 1\nprint(who())").ok().stdout == "rank 1 of 2\n"
 
+    def test_what_a_cell_deletes_or_binds_again_is_freed_while_it_runs(self, notebook: Kernel):
+        code = "import weakref\nclass Large: pass\na = Large(); b = Large(); listed = [Large()]"
+        notebook.run(f"%%distributed\n{code}\nrefs = [weakref.ref(one) for one in (a, b, listed[0])]").ok()
+        cell = notebook.run("%%distributed\ndel a\nb = None\nlisted = []\n[ref() for ref in refs]")
+        assert texts(cell) == ["[None, None, None]"]
+
+    @pytest.mark.parametrize("magic", ["", "%%time\n"])
+    def test_a_list_that_has_the_address_of_the_old_one_is_the_ranks_all_the_same(self, notebook: Kernel, magic: str):
+        notebook.run("addressed = [1]").ok()
+        code = (
+            "here, tries = id(addressed), 0\nwhile tries < 1000:\n    addressed, tries = [], tries + 1\n"
+            "    if id(addressed) == here: break\nprint(id(addressed) == here)"
+        )
+        assert "True" in notebook.run(f"%%distributed\n{magic}{code}").ok().stdout
+        notebook.run("addressed = [2]").ok()
+        cell = notebook.run("%%distributed\naddressed").ok()
+        assert texts(cell) == ["[]"]
+        notebook.run("%distributed push addressed").ok()
+        notebook.run("%%distributed\ndel addressed, here, tries").ok()
+
     def test_what_the_ranks_bound_is_theirs_and_that_is_said_once(self, notebook: Kernel):
         notebook.run("%%distributed\ntheirs = 'ranks'").ok()
         notebook.run("theirs = 'notebook'").ok()
