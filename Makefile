@@ -53,7 +53,7 @@ docs: $(DOCS)/ready ## Build the documentation site, build/docs/index.html
 notebooks: $(READY) ## Run the notebooks and keep their outputs in them; ARGS='02 05' for some of them
 	@$(RUN) notebooks/site/execute.py $(ARGS)
 
-screenshots: $(READY) ## Picture the states of the panel in JupyterLab, narrow and wide, light and dark
+screenshots: $(READY) ## Picture the states of the panel in JupyterLab or (ARGS=nb7) Notebook 7, narrow and wide, light and dark
 	@$(RUN) tests/browser/screenshots.py $(ARGS)
 
 picture: $(READY) ## Record the moving picture of the README in JupyterLab

@@ -138,20 +138,28 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = ()) -> str:
 
 
 def _hint(name: str) -> str:
-    return f' title="{_HINTS[name]}"' if name in _HINTS else ""
+    return _title(_HINTS.get(name))
 
 
 def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
-    held = f' title="{escape(row.held)}"' if row.held else ""
-    cells = "".join(
-        f'<td class="nba-{name}"{held if name == "memory" else ""}>{escape(getattr(row, name))}</td>'
-        for name in columns
-    )
+    hints = {"memory": row.held, "step": row.step}
+    texts = {name: escape(getattr(row, name)) for name in columns} | {"step": _step(row)}
+    cells = "".join(f'<td class="nba-{name}"{_title(hints.get(name))}>{texts[name]}</td>' for name in columns)
     kind = f' class="nba-{row.kind}"' if row.kind else ""
     return (
         f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
         f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
+
+
+def _title(text: str | None) -> str:
+    return f' title="{escape(text)}"' if text else ""
+
+
+def _step(row: Row) -> str:
+    """Return the step of a row. How many there are is an element: narrow cells, which have the bar, leave it out."""
+    step, of, total = row.step.partition(" / ")
+    return f'{escape(step)}<span class="nba-total">{of}{escape(total)}</span>' if of else escape(step)
 
 
 def _now(row: Row) -> str:

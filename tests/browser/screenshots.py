@@ -1,7 +1,7 @@
-"""Pictures of the panel in JupyterLab for somebody who looks at them: `make screenshots` writes build/screenshots.
+"""Pictures of the panel for somebody who looks at them: `make screenshots` writes them to build/screenshots.
 
-Each state is pictured in windows of several widths, light and dark. ``ARGS="nan killed"`` pictures these states only,
-``ARGS=nb7`` does it in Notebook 7.
+Each state is pictured in JupyterLab, in windows of several widths, light and dark. ``ARGS="nan killed"`` pictures these
+states only, ``ARGS=nb7`` does it in Notebook 7.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def train(state, steps=100, epochs=30, pause=0.05):
             if rank == 1 and state == "slow":
                 time.sleep(3 * pause)
             loss = nn.functional.mse_loss(model(x), y)
+            if state == "first-step":
+                time.sleep(600)
             if state.startswith("nan") and step > 40:
                 loss = loss * float("nan")
             if state == "out-of-memory" and rank == 1 and step == 40:
@@ -89,6 +91,7 @@ class State(NamedTuple):
 
 
 STATES = {
+    "first-step": State(2, "", "forward", False),
     "running": State(2, "", "2 / 30", False),
     "epoch-2-of-3": State(2, "steps=200, epochs=3, pause=0.1", "2 / 3", False),
     "ranks-8": State(8, "", "2 / 30", False),
@@ -153,7 +156,7 @@ def picture_states(notebook: Notebook, where: Where, wanted: list[str]) -> None:
 
 
 def picture_reload(notebook: Notebook, where: Where, cell: int) -> None:
-    """Picture a page that was loaded anew while a cell runs, the panel in another cell, and the end of the kernel."""
+    """Picture a page that was loaded anew while a cell runs and when it is over, and the end of the kernel."""
     notebook.run(cell)
     notebook.wait_until("() => document.querySelector('.nba [role=progressbar]') !== null", timeout=120)
     notebook.wait_until("() => document.querySelector('.jp-OutputArea button') !== null")
@@ -167,6 +170,9 @@ def picture_reload(notebook: Notebook, where: Where, cell: int) -> None:
     notebook.run(cell + 1)
     notebook.wait_for_output(cell + 1, "■", timeout=60)
     picture(notebook, cell + 1, f"{where}-attached")
+    notebook.save()
+    notebook.reload()
+    picture(notebook, cell, f"{where}-saved")
     notebook.run(cell)
     notebook.wait_until(f"() => document.querySelectorAll('.jp-Cell')[{cell}].innerText.includes('Interrupt')")
     notebook.kernel.kill()
