@@ -35,7 +35,7 @@ _COLLECTIVES = ("torch/distributed/", "nb_accelerate/comm/")
 _WRAPPERS = ("wrapper", "inner", "decorate_context")
 """Functions of decorators around a collective."""
 
-_WORKER = re.compile(r"nb_accelerate/(?:worker|launch|diagnostics)/\w+\.py$|^<string>$")
+_WORKER = re.compile(r"nb_accelerate/(?:worker|launch|diagnostics|protocol)/\w+\.py$|^<string>$")
 
 
 _LAST_LINE = b'  File "<string>", line 1 in <module>\n'

@@ -56,6 +56,14 @@ def test_only_a_rank_that_does_not_answer_is_asked_for_its_stacks_by_a_signal(lo
     assert [one.verbs for one in handles] == [["request"], ["request", "signal"]]
 
 
+def test_a_rank_that_waits_for_its_next_request_is_outside_of_users_code() -> None:
+    dump = (
+        'Stack (most recent call first):\n  File "/x/nb_accelerate/protocol/channel.py", line 155 in _recv_fds\n'
+        '  File "/x/nb_accelerate/worker/rank.py", line 9 in serve\n  File "<string>", line 1 in <module>\n'
+    )
+    assert where(dump) == "outside your code"
+
+
 def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
     pieces = [
         b'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 2 in _bootstrap\n\n',
