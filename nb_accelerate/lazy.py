@@ -33,7 +33,7 @@ def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Cal
             return public_names(package)
         home = table(package).get(name)
         if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
+            raise _unknown(package, name, advice)
         module, attribute = home
         try:
             imported = importlib.import_module(module)
@@ -51,6 +51,21 @@ def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Cal
         return sorted({*vars(sys.modules[package]), *table(package)})
 
     return get, listed
+
+
+def _unknown(package: str, name: str, advice: str) -> AttributeError:
+    """Return the error for a name that is not in the table. Of this package it shows no frames, as our other errors."""
+    from nb_accelerate.config.checks import suggest  # when a name is asked for, as above
+    from nb_accelerate.errors.traceback_lines import short_lines, show_instead
+
+    text = f"module {package!r} has no attribute {name!r}{advice}"
+    if name.startswith("__"):  # which Python and its tools look for
+        return AttributeError(text)
+    hint = suggest(name, public_names(package))
+    # With an object given, newer versions of Python add no suggestion of their own.
+    error = AttributeError(f"{text}.{hint}" if hint else text, obj=None)
+    show_instead(error, functools.partial(short_lines, error))
+    return error
 
 
 def public_names(package: str) -> list[str]:

@@ -120,7 +120,7 @@ def _callback_class() -> type:
         def on_step_end(self, _args: Any, state: Any, control: Any, **_others: Any) -> None:
             if self._training is not None:
                 here().step(state.global_step)
-            _tell_epoch(state, math.ceil(state.epoch))
+            _tell_epoch(state, math.ceil(state.epoch or 0.0))
             self._go_on(control)
 
         def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_others: Any) -> None:

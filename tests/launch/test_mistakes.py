@@ -51,6 +51,10 @@ BEFORE_RANKS = {
         "notebook_launcher(ok, num_processes=2, start_method='thread')  # here",
         ("ConfigError: start_method='thread'", "'forkserver'"),
     ),
+    "a misspelt name of the package": Mistake(
+        "import nb_accelerate\nnb_accelerate.notebook_luncher  # here",
+        ("AttributeError: module 'nb_accelerate' has no", "'notebook_luncher'. Did you mean 'notebook_launcher'?"),
+    ),
     "no ranks": Mistake("notebook_launcher(ok, num_processes=0)  # here", ("ConfigError: num_processes=0",)),
     "a misspelt precision": Mistake(
         "notebook_launcher(ok, num_processes=2, mixed_precision='fp61')  # here",
