@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from nb_accelerate.config.env import RESUME, Environment
 from nb_accelerate.config.file import default_path, read_config
@@ -38,6 +38,102 @@ def warm_up_in_kernel() -> None:
     """
     if is_in_kernel() and Environment().keep_warm and threading.current_thread() is threading.main_thread():
         warm_server()
+
+
+@overload
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    num_processes: int | None = ...,
+    mixed_precision: str = ...,
+    use_port: str | int | None = ...,
+    master_addr: str = ...,
+    node_rank: int = ...,
+    num_nodes: int = ...,
+    rdzv_backend: str = ...,
+    rdzv_endpoint: str = ...,
+    rdzv_conf: Mapping[str, Any] | None = ...,
+    rdzv_id: str = ...,
+    max_restarts: int = ...,
+    monitor_interval: float = ...,
+    log_line_prefix_template: str | None = ...,
+    *,
+    kwargs: Mapping[str, Any] | None = ...,
+    start_method: str = ...,
+    devices: str | Sequence[int] | None = ...,
+    timeout: float | None = ...,
+    block: Literal[True] = ...,
+    progress: str = ...,
+    env: Mapping[str, str] | None = ...,
+    by_value: Sequence[ModuleType] = ...,
+    fold_output: bool | None = ...,
+    resume: bool = ...,
+    min_nodes: int | None = ...,
+) -> Values: ...
+
+
+@overload
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    num_processes: int | None = ...,
+    mixed_precision: str = ...,
+    use_port: str | int | None = ...,
+    master_addr: str = ...,
+    node_rank: int = ...,
+    num_nodes: int = ...,
+    rdzv_backend: str = ...,
+    rdzv_endpoint: str = ...,
+    rdzv_conf: Mapping[str, Any] | None = ...,
+    rdzv_id: str = ...,
+    max_restarts: int = ...,
+    monitor_interval: float = ...,
+    log_line_prefix_template: str | None = ...,
+    *,
+    kwargs: Mapping[str, Any] | None = ...,
+    start_method: str = ...,
+    devices: str | Sequence[int] | None = ...,
+    timeout: float | None = ...,
+    block: Literal[False],
+    progress: str = ...,
+    env: Mapping[str, str] | None = ...,
+    by_value: Sequence[ModuleType] = ...,
+    fold_output: bool | None = ...,
+    resume: bool = ...,
+    min_nodes: int | None = ...,
+) -> Launch: ...
+
+
+@overload
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    num_processes: int | None = ...,
+    mixed_precision: str = ...,
+    use_port: str | int | None = ...,
+    master_addr: str = ...,
+    node_rank: int = ...,
+    num_nodes: int = ...,
+    rdzv_backend: str = ...,
+    rdzv_endpoint: str = ...,
+    rdzv_conf: Mapping[str, Any] | None = ...,
+    rdzv_id: str = ...,
+    max_restarts: int = ...,
+    monitor_interval: float = ...,
+    log_line_prefix_template: str | None = ...,
+    *,
+    kwargs: Mapping[str, Any] | None = ...,
+    start_method: str = ...,
+    devices: str | Sequence[int] | None = ...,
+    timeout: float | None = ...,
+    block: bool,
+    progress: str = ...,
+    env: Mapping[str, str] | None = ...,
+    by_value: Sequence[ModuleType] = ...,
+    fold_output: bool | None = ...,
+    resume: bool = ...,
+    min_nodes: int | None = ...,
+) -> Values | Launch: ...
 
 
 def notebook_launcher(

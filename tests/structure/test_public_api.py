@@ -104,7 +104,9 @@ def test_a_strict_type_checker_accepts_each_public_name(tmp_path: Path):
         for name in package.__all__
     ]
     script = tmp_path / "script.py"
-    script.write_text("\n".join([*lines, "reveal_type(Accelerator)", "from nb_accelerate import Accelerater"]))
+    launches = ("reveal_type(notebook_launcher(print))", "reveal_type(notebook_launcher(print, block=False))")
+    text = [*lines, "reveal_type(Accelerator)", *launches, "from nb_accelerate import Accelerater"]
+    script.write_text("\n".join(text))
     run = subprocess.run(
         [
             sys.executable,
@@ -122,9 +124,10 @@ def test_a_strict_type_checker_accepts_each_public_name(tmp_path: Path):
         cwd=Path(nb_accelerate.__file__).parents[1],
     )
     said = [line.partition(": ")[2] for line in run.stdout.splitlines() if line.startswith(str(script))]
-    assert len(said) == 2, run.stdout
+    assert len(said) == 4, run.stdout
     assert "nb_accelerate.accelerator.accelerator.Accelerator" in said[0]
-    assert "Accelerater" in said[1]
+    assert [line.rpartition(".")[2].strip('"') for line in said[1:3]] == ["Values", "Launch"]
+    assert "Accelerater" in said[3]
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error():
