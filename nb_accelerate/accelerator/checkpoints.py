@@ -13,6 +13,7 @@ from nb_accelerate.checkpoint import loading, opening, state
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.background import saves
+from nb_accelerate.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.checkpoint.numbered import read_newest, remove_old
 from nb_accelerate.checkpoint.sharing import share
 from nb_accelerate.comm import SingleCollectives
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
+
+_MOST_NEARBY = 3
+"""Checkpoints that are named if one was asked for that is not there."""
 
 
 class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
@@ -357,5 +361,13 @@ def _given(folder: str | os.PathLike[str] | None, argument: str) -> Path:
 def _there(folder: str | os.PathLike[str] | None) -> Path:
     path = _given(folder, "input_dir")
     if not path.is_dir():
-        raise ConfigError(f"There is no folder {path} to load a checkpoint from.")
+        raise ConfigError(f"There is no folder {path} to load a checkpoint from.{_nearby(path)}")
     return path
+
+
+def _nearby(path: Path) -> str:
+    """Return a sentence with the newest checkpoints beside a path, or in ``checkpoints`` there; none without any."""
+    parents = (path.parent, path.parent / "checkpoints")
+    found = {entry.parent.resolve() for parent in parents for entry in parent.glob(f"*/{MANIFEST_NAME}")}
+    newest = sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True)[:_MOST_NEARBY]
+    return f" The newest checkpoints nearby: {', '.join(map(str, newest))}." if newest else ""

@@ -5,6 +5,7 @@
     NbAccelerateError
     ├── ConfigError (ValueError)          an option has a value that cannot be
     ├── UnknownArgumentError (TypeError)  a call has an argument that is not taken
+    ├── NotATensorError (TypeError)       something else is where tensors are exchanged or moved
     ├── MissingDependencyError (ImportError)   a package is not installed; names what to install
     ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
     ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
@@ -65,6 +66,10 @@ class ConfigError(NbAccelerateError, ValueError):
 
 class UnknownArgumentError(NbAccelerateError, TypeError):
     """A call has an argument that the function or class does not take."""
+
+
+class NotATensorError(NbAccelerateError, TypeError):
+    """An object is where only tensors, and containers of tensors, can be."""
 
 
 class MissingDependencyError(NbAccelerateError, ImportError):

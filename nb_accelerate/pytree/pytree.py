@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nb_accelerate.errors import NotATensorError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -70,7 +72,7 @@ def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = Fal
         movable: call ``function`` with other objects that have a ``to`` method as well, instead of looking inside.
 
     Raises:
-        TypeError: with ``strict``, a leaf is not a tensor.
+        NotATensorError: with ``strict``, a leaf is not a tensor.
     """
     kind = type(data)
     if kind is Tensor:
@@ -88,8 +90,9 @@ def map_tensors(function: Callable[[Any], Any], data: Any, *, strict: bool = Fal
         items, rebuild = inside
         return rebuild([map_tensors(function, item, strict=strict, movable=movable) for item in items])
     if strict:
-        raise TypeError(
-            f"found a {kind.__name__} ({str(data)[:60]!r}) where only tensors, and containers of tensors, can be"
+        raise NotATensorError(
+            f"found a {kind.__name__} ({str(data)[:60]!r}) where only tensors, and containers of tensors, can be. "
+            "Make a tensor of it; gather_object collects any objects of all ranks."
         )
     return data
 
@@ -98,7 +101,7 @@ def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
     """Return the tensors of ``data`` in the order in which `map_tensors` visits them.
 
     Raises:
-        TypeError: with ``strict``, a leaf is not a tensor.
+        NotATensorError: with ``strict``, a leaf is not a tensor.
     """
     if type(data) is Tensor:
         return [data]

@@ -10,6 +10,7 @@ from typing_extensions import override
 from nb_accelerate.config.checks import check_flag, suggest
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
+from nb_accelerate.errors import UnknownArgumentError
 from nb_accelerate.process import context, devices, group as process_group
 from nb_accelerate.process.setup import setup_process
 from nb_accelerate.state.choices import current_collectives, current_process
@@ -115,7 +116,7 @@ class PartialState(ProcessView):
 
     Raises:
         ConfigError: the environment contradicts itself, or an earlier choice.
-        TypeError: `InitProcessGroupKwargs` has no such field.
+        UnknownArgumentError: `InitProcessGroupKwargs` has no such field.
     """
 
     _shared_state = SharedState(lambda: context.current() is not None, *SHOWN)
@@ -125,7 +126,7 @@ class PartialState(ProcessView):
         fields = InitProcessGroupKwargs.__dataclass_fields__
         for name in kwargs:
             if name not in fields:
-                raise TypeError(f"PartialState has no argument {name!r}.{suggest(name, ['cpu', *fields])}")
+                raise UnknownArgumentError(f"PartialState has no argument {name!r}.{suggest(name, ['cpu', *fields])}")
         setup_process(cpu=cpu or None, options=InitProcessGroupKwargs(**kwargs) if kwargs else None)
 
     @property

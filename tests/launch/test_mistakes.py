@@ -76,6 +76,14 @@ BEFORE_RANKS = {
     "an argument that the Accelerator does not take": Mistake(
         "Accelerator(cpu=True, project='x')  # here", ("UnknownArgumentError:", "'project'", "'project_dir'")
     ),
+    "gathering what is no tensor": Mistake(
+        "Accelerator(cpu=True).gather({'a': 'x'})  # here", ("NotATensorError:", "'x'", "gather_object")
+    ),
+    "a checkpoint that is not there": Mistake(
+        "import tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    one = Accelerator(cpu=True)\n"
+        "    one.save_state(folder + '/checkpoint_4')\n    one.load_state(folder + '/checkpoint_5')  # here",
+        ("ConfigError: There is no folder", "checkpoint_5", "The newest checkpoints nearby:", "checkpoint_4"),
+    ),
     "a tracker that there is not": Mistake("Accelerator(log_with='wandbb')  # here", ("ConfigError:", "'wandb'")),
     "accumulation over no steps": Mistake(
         "Accelerator(gradient_accumulation_steps=0)  # here", ("ConfigError:", "gradient_accumulation_steps=0")
