@@ -303,7 +303,7 @@ class Machines:
         try:
             peer.link.write(line)
         except OSError:
-            self._drop(peer)
+            self._drop_when_read(peer)
 
     def _flush(self, deadline: float) -> None:
         """Send what is left, to those that read."""
@@ -313,7 +313,7 @@ class Machines:
                 try:
                     peer.link.flush()
                 except OSError:
-                    self._drop(peer)
+                    self._drop_when_read(peer)
 
     def _read(self, seconds: float) -> bool:
         """Wait for lines and take them; returns whether something is to be said now."""
@@ -371,6 +371,12 @@ class Machines:
             peer.number = len(self._table)
         self._table = {**self._table, peer.number: replace(told, number=peer.number)}
         peer.rows = [row for row in line["rows"] if isinstance(row, dict)]
+
+    def _drop_when_read(self, peer: _Peer) -> None:
+        """Take what a machine said before its connection ended, how its launch has ended perhaps, and drop it."""
+        while peer in self._peers and wait([peer.link], 0):  # type: ignore[list-item] # it wants no more than a fileno
+            self._read_peer(peer)
+        self._drop(peer)
 
     def _drop(self, peer: _Peer) -> None:
         with self._changed:

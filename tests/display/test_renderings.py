@@ -132,8 +132,8 @@ def test_without_styles_there_is_a_heading_a_table_and_sentences():
     assert said.startswith("● train 3 ranks · CPU · gloo 0:14 · no step for 9 s rank ")
     header = page.said[page.said.index("rank") : page.said.index("now") + 1]
     assert header == ["rank", "step", "epoch", "it/s", "loss", "memory", "now"]
-    cells = page.said[page.said.index("now") + 1 :][:7]
-    assert cells == ["0", "40 / 80", "1", "0", "6.1000", "840 MB", "backward, for 9 s"]
+    cells = page.said[page.said.index("now") + 1 :][:8]
+    assert cells == ["0", "40", "/ 80", "1", "0", "6.1000", "840 MB", "backward, for 9 s"]
     assert "Rank 1 has not moved for 9 s; ranks 0 and 2 wait for it." in page.said
     assert page.tags.count("tr") == 4
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -81,6 +84,24 @@ def test_a_launch_that_was_killed_is_noticed_and_one_that_is_done_is_no_trouble(
     third._peers[0].link._socket.shutdown(socket.SHUT_RDWR)
     assert first.wait_for(lambda: first.trouble("round") is not None, soon())
     assert "was killed, or that machine has gone down" in str(first.trouble("round"))
+
+
+def test_the_last_line_of_a_machine_is_read_also_if_something_is_written_to_it_first(first: Machines) -> None:
+    other = socket.create_connection(("127.0.0.1", first.port))  # type: ignore[attr-defined]
+    machine = Machine(number=-1, address="127.0.0.2", host="other", node_rank=1)
+
+    def say(**facts: object) -> None:
+        other.sendall(json.dumps({"me": asdict(replace(machine, **facts)), "rows": []}).encode() + b"\n")  # type: ignore[arg-type]
+
+    say()
+    assert first.wait_for(lambda: len(first.all) == 2, soon())
+    assert select.select([other], [], [], LIMIT)[0]  # what it does not read resets the connection
+    with first._changed:  # its thread waits
+        say(ended=DONE)
+        other.close()
+        first._beat()
+    assert first.all[1].ended == DONE
+    assert first.all[1].lost == ""
 
 
 def test_silence_is_noticed(first: Machines, come: Callable[..., Machines]) -> None:
