@@ -18,7 +18,6 @@ its thread began, ends the save on all of them; the checkpoint that was there be
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -255,6 +254,7 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._handle: CheckpointHandle | None = None
+        self._closes_at_exit = False
 
     def start(
         self, folder: Path, write: Callable[[StoreExchange | None], object], exchange: StoreExchange | None
@@ -286,8 +286,7 @@ class BackgroundSaves:
         try:
             page.save_in_background(True)
             self._handle = handle  # before it begins: an interrupt must not lose it
-            atexit.unregister(self.close)
-            atexit.register(self.close)
+            self._close_at_exit()
             handle.begin()
         except BaseException:
             if not handle.has_begun:  # so nothing will be written, and nobody has to wait for it
@@ -330,15 +329,22 @@ class BackgroundSaves:
 
     def forget(self) -> None:
         """Forget the save under way, in a process that was forked from the one that writes it."""
-        atexit.unregister(self.close)
         self._handle = None
 
     def close(self) -> None:
         """Wait for the save under way at the end of the process."""
-        atexit.unregister(self.close)
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.close()
+
+    def _close_at_exit(self) -> None:
+        """Have `close` called while threads can still be started: `atexit` comes too late for the pools that write.
+
+        `multiprocessing` ends the processes that it forks without `atexit`, but not without this.
+        """
+        if not self._closes_at_exit:
+            threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures
+            self._closes_at_exit = True
 
 
 saves = BackgroundSaves()

@@ -339,6 +339,37 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
         run_ranks(save, str(tmp_path / "state"))
 
 
+@pytest.mark.parametrize("how", ["itself", "fork"])
+def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Path, how: str):
+    program = (
+        "import atexit, multiprocessing, sys, threading\n"
+        "from training.test_background_saves import _filled\n"
+        "from nb_accelerate.checkpoint import state\n"
+        "too_late = threading.Event()\n"
+        "write = state.StateWriter.write\n"
+        "def write_later(*args):\n"
+        "    too_late.wait(0.5)\n"
+        "    return write(*args)\n"
+        "state.StateWriter.write = write_later\n"
+        "def save():\n"
+        "    _filled(1.0)[0].save_state(sys.argv[1], async_save=True)\n"
+        "    atexit.register(too_late.set)\n"
+        "if sys.argv[2] == 'fork':\n"
+        "    child = multiprocessing.get_context('fork').Process(target=save)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "else:\n"
+        "    save()\n"
+    )
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", program, str(tmp_path / "state"), how]
+    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    done = subprocess.run(command, cwd=tests, env=environment, stderr=subprocess.PIPE, check=True)
+    assert "was not saved" not in done.stderr.decode()
+    assert os.listdir(tmp_path) == ["state"]
+    assert nb_accelerate.checkpoints(tmp_path / "state", read=True)[0].is_whole
+
+
 def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> bool:
         from training.test_background_saves import _filled
