@@ -174,11 +174,12 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
     ) -> CheckpointHandle | None:
         core, project, identity = self.core, self.core.recording.project, self._identity()
         parts = self._parts()
+        saved = folder.absolute()  # the process may work elsewhere when a save in the background is over
         weights, folders = run_on_all_ranks(collectives, lambda: self._collect(parts))
 
         def remove() -> None:
             if limit is not None:
-                remove_old(folder, limit, worth=project.worth)
+                remove_old(saved, limit, worth=project.worth)
 
         writer = state.StateWriter(
             shared=share(folder, collectives=collectives, identity=identity, on_each_machine=project.save_on_each_node),

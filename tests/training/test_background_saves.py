@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.background import StoreExchange, saves
 from nb_accelerate.checkpoint.host_copies import HostCopies
+from nb_accelerate.config.project import ProjectConfiguration
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import context, group
 from nb_accelerate.progress_page import Phase, here, layout, page
@@ -368,6 +370,27 @@ def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Pat
     assert "was not saved" not in done.stderr.decode()
     assert os.listdir(tmp_path) == ["state"]
     assert nb_accelerate.checkpoints(tmp_path / "state", read=True)[0].is_whole
+
+
+def test_a_process_that_goes_to_another_folder_while_it_saves_removes_no_checkpoints_there(
+    tmp_path: Path, held_back: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    held_back.set()
+    accelerator.save_state()
+    shutil.copytree(tmp_path / "here" / "run", tmp_path / "elsewhere" / "run")
+    held_back.clear()
+    handle = accelerator.save_state(async_save=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    held_back.set()
+    handle.wait()
+    assert os.listdir(tmp_path / "elsewhere" / "run" / "checkpoints") == ["checkpoint_0"]
+    assert os.listdir(tmp_path / "here" / "run" / "checkpoints") == ["checkpoint_1"]
 
 
 def test_ranks_may_leave_their_group_while_they_save(run_ranks: RunRanks, tmp_path: Path):
