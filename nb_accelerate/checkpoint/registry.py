@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,7 +39,7 @@ class Progress:
             # Reading a tensor of another device would wait for that device.
             if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
                 self.metrics[name] = float(value.detach())
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            elif isinstance(value, Real) and not isinstance(value, bool):  # those of NumPy too
                 self.metrics[name] = float(value)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fixtures.ranks import RunRanks
@@ -198,6 +199,16 @@ def test_the_best_stay_and_the_last_one(tmp_path: Path):
     assert [one.metrics["accuracy"] for one in found] == [0.9, 0.8, 0.3]
     accelerator.load_state("latest")
     assert accelerator.core.registry.progress.metrics == {"accuracy": 0.3}
+
+
+def test_the_best_by_a_number_of_numpy_stays(tmp_path: Path):
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2, keep="best")
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(nn.Linear(1, 1))
+    for loss in (3, 1, 4, 5):
+        accelerator.log({"loss": np.float32(loss)})
+        accelerator.save_state()
+    assert [one.metrics["loss"] for one in nb_accelerate.checkpoints(tmp_path)] == [1, 5]
 
 
 def test_a_table_of_checkpoints_needs_no_torch_and_says_what_is_damaged(tmp_path: Path):
