@@ -77,7 +77,7 @@ def read_newest(
 
 
 def remove_old(saved: Path, limit: int, *, worth: Callable[[Mapping[str, float]], float] | None = None) -> None:
-    """Remove the oldest checkpoints, or the worst.
+    """Remove the oldest checkpoints, or the worst. What cannot be removed stays, and a line says so.
 
     Args:
         saved: that which was saved just now, which stays.
@@ -95,7 +95,10 @@ def remove_old(saved: Path, limit: int, *, worth: Callable[[Mapping[str, float]]
     newest = max(number for number, folder in [*others, (_number_of(saved), saved)] if folder in stay)
     for number, folder in others:
         if folder not in stay and (folder in whole or number < newest):
-            remove(folder)
+            try:
+                remove(folder)
+            except OSError as error:  # what was saved is there: the run need not end for this
+                logger.warning("%s is over the total_limit, and could not be removed: %s", folder, error)
 
 
 def _number_of(folder: Path) -> int:

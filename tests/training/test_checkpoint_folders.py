@@ -284,6 +284,27 @@ def test_a_limit_never_removes_what_was_saved_last_nor_the_only_whole_one(tmp_pa
     accelerator.load_state()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, in_background: bool
+):
+    accelerator, _ = _numbering(tmp_path, total_limit=1)
+    accelerator.save_state()
+    rename = Path.rename
+
+    def is_busy(self: Path, target: Path) -> Path:
+        if self.name == "checkpoint_0":
+            raise OSError(16, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", is_busy)
+    for _ in range(2):
+        accelerator.save_state(async_save=in_background)
+        accelerator.wait_for_checkpoint()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_2"]
+    assert "checkpoint_0 is over the total_limit, and could not be removed: [Errno 16]" in caplog.text
+
+
 def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ranks: RunRanks, tmp_path: Path):
     def save_and_load(root: str) -> Any:
         import dataclasses
