@@ -14,7 +14,7 @@ from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.names import MANIFEST_NAME
-from nb_accelerate.checkpoint.numbered import read_newest, remove_old
+from nb_accelerate.checkpoint.numbered import is_taken, read_newest, remove_old
 from nb_accelerate.checkpoint.sharing import share
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.config.checks import check_choice, check_flag
@@ -340,7 +340,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
 
         def check() -> Path:
             folder = self._numbered_folders() / f"checkpoint_{number}"
-            if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+            if is_taken(folder):
                 raise ConfigError(
                     f"{folder} is there already. Call load_state() to go on from the newest checkpoint, or set "
                     f"accelerator.project_configuration.iteration to the number of the next one."

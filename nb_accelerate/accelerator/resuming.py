@@ -21,7 +21,7 @@ from nb_accelerate.accelerator.checkpoints import CheckpointSlice
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.fitting import check_order_is_known, position_here
-from nb_accelerate.checkpoint.numbered import numbered
+from nb_accelerate.checkpoint.numbered import next_number, numbered, tell_of_links
 from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.project import SaveInterval
@@ -136,6 +136,8 @@ class ResumingSlice(CheckpointSlice):
         core = self.core
         there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
         if not any(core.collectives.all_gather_object(bool(there))):
+            if core.process.topology.is_local_main:
+                tell_of_links(self._numbered_folders(), above=-1)
             return self._begin_anew()
         self.load_state()
         manifest = core.registry.loaded
@@ -153,8 +155,10 @@ class ResumingSlice(CheckpointSlice):
 
     def _begin_anew(self) -> int:
         core = self.core
-        there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
-        core.recording.project.iteration = max((number for number, _ in there), default=-1) + 1
+        parent = self._numbered_folders()
+        there = run_on_all_ranks(core.collectives, lambda: numbered(parent))
+        newest = max((number for number, _ in there), default=-1)
+        core.recording.project.iteration = run_on_all_ranks(core.collectives, lambda: next_number(parent, newest))
         core.registry.progress.global_step = 0
         return 0
 

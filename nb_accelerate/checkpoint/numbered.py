@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -38,6 +39,36 @@ def numbered(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def next_number(parent: Path, above: int) -> int:
+    """Return the first number above another one whose name is free, or that of an empty folder."""
+    number = above + 1
+    while is_taken(parent / f"checkpoint_{number}"):
+        number += 1
+    return number
+
+
+def is_taken(folder: Path) -> bool:
+    """Return whether something is where a checkpoint is to be saved: a link, a file, or a folder that is not empty."""
+    if folder.is_symlink() or not folder.is_dir():
+        return os.path.lexists(folder)
+    return any(folder.iterdir())
+
+
+def tell_of_links(parent: Path, *, above: int) -> None:
+    """Say which links have the number of a newer checkpoint: they are not followed, since anyone may have put them."""
+    links = [
+        entry.name
+        for entry in (parent.iterdir() if parent.is_dir() else ())
+        if (match := _NUMBERED.fullmatch(entry.name)) and entry.is_symlink() and int(match[1]) > above
+    ]
+    if links:
+        logger.warning(
+            "In %s %s: links are not followed. Give load_state the one to go on from, or put the folder itself there.",
+            parent,
+            f"{', '.join(sorted(links))} {'is a link' if len(links) == 1 else 'are links'}",
+        )
+
+
 def read_newest(
     parent: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
 ) -> tuple[T, int]:
@@ -71,7 +102,10 @@ def read_newest(
                 logger.warning(
                     "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
                 )
-            return cast("T", result), max(map(max, everywhere)) + 1
+            if identity.local_rank == 0:
+                tell_of_links(parent, above=number)
+            free = gather_from_all_ranks(collectives, lambda: next_number(parent, max(map(max, everywhere))))
+            return cast("T", result), max(free)
         passed_over.append(f"{folder.name}: {' '.join(damage)}")
     raise CheckpointError(f"No checkpoint in {parent} is whole:\n" + "\n".join(passed_over))
 
