@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from nb_accelerate.errors import CheckpointError, ConfigError
 
@@ -146,6 +146,14 @@ def rows_per_step(loader: Any) -> int | None:
         return None
 
 
+def num_rows(loader: Any) -> int | None:
+    """Return the rows of the dataset of a loader; None if it does not say."""
+    try:
+        return int(loader.total_dataset_length)
+    except TypeError:
+        return None
+
+
 def position_here(manifest: Manifest, number: int, loader: Any, world_size: int) -> int:
     """Return how many batches of its epoch a loader is to leave out, on this number of ranks.
 
@@ -161,6 +169,8 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
     position = 0 if manifest.positions is None else manifest.positions[number]
     before = manifest.rows_per_step[number] if number < len(manifest.rows_per_step) else None
     now = rows_per_step(loader)
+    if position:
+        _check_rows(manifest, number, loader)
     same_size = before is not None and before == now
     if not position or same_size or (before is now is None and manifest.readers == world_size):
         return position
@@ -172,6 +182,26 @@ def position_here(manifest: Manifest, number: int, loader: Any, world_size: int)
         f"It was saved by {manifest.readers} processes after {had} of an epoch, and this run of {world_size} "
         f"reads {reads}: rows would be left out or come twice. Start {manifest.readers} processes with the same "
         "batch_size, or load a checkpoint that was saved between epochs."
+    )
+
+
+def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
+    """Look whether a loader in the middle of an epoch still reads as many rows: it shuffles others in another order.
+
+    Rows may have been appended to those that are read in order.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    before = manifest.num_rows[number] if number < len(manifest.num_rows) else None
+    now = num_rows(loader)
+    if before is None or now is None or before == now:
+        return
+    if now > before and isinstance(loader.get_sampler(), SequentialSampler):
+        return
+    raise CheckpointError(
+        f"It was saved in the middle of an epoch of {before} rows, and the dataset has {now} now: rows would be left "
+        "out or come twice. Go on with the same dataset, or load a checkpoint that was saved between epochs."
     )
 
 

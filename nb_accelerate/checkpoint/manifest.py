@@ -39,6 +39,7 @@ class Manifest:
         seeds: with which it shuffles; None where it has no seed.
         positions: batches of that epoch that each rank had of each loader; None in files of older versions.
         rows_per_step: rows of all ranks together in a batch of each loader; None where it has no fixed size.
+        num_rows: rows of the dataset of each loader; None where it does not say, and none in files of older versions.
         global_step: batches that each rank has trained with since the beginning; None if nobody has counted.
         metrics: numbers that were logged last, by name.
         kinds: the class of what was saved, by file.
@@ -54,6 +55,7 @@ class Manifest:
     seeds: list[int | None]
     positions: list[int] | None = None
     rows_per_step: list[int | None] = field(default_factory=list)
+    num_rows: list[int | None] = field(default_factory=list)
     global_step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
@@ -142,6 +144,7 @@ def _checked(content: dict[str, Any], *, of_sums: bool) -> Manifest:
         seeds=[None if seed is None else _whole(seed) for seed in _a(list, content["seeds"])],
         positions=None if positions is None else [_number(one) for one in _a(list, positions)],
         rows_per_step=[None if rows is None else _number(rows) for rows in _a(list, content.get("rows_per_step", []))],
+        num_rows=[None if rows is None else _number(rows) for rows in _a(list, content.get("num_rows", []))],
         global_step=None if global_step is None else _number(global_step),
         metrics={_a(str, name): _a(float, one) for name, one in _a(dict, content.get("metrics", {})).items()},
         kinds=kinds,

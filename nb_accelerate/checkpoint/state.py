@@ -17,7 +17,7 @@ from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all
 from nb_accelerate.checkpoint.background import StoreExchange, saves
 from nb_accelerate.checkpoint.checksums import FileRecord, Recorder
 from nb_accelerate.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
-from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of, rows_per_step
+from nb_accelerate.checkpoint.fitting import check_optimizer, check_scheduler, class_of, num_rows, rows_per_step
 from nb_accelerate.checkpoint.manifest import Manifest
 from nb_accelerate.checkpoint.names import (
     OPTIMIZER_NAME,
@@ -178,6 +178,7 @@ class StateWriter:
             seeds=[_seed(loader) for loader in self.loaders],
             positions=[position_of(loader)[1] for loader in self.loaders],
             rows_per_step=[rows_per_step(loader) for loader in self.loaders],
+            num_rows=[num_rows(loader) for loader in self.loaders],
             global_step=self.progress.global_step,
             metrics=dict(self.progress.metrics),
             kinds={part.file: class_of(part.thing) for part in self.parts if part.check is not None},

@@ -153,6 +153,30 @@ def test_a_run_whose_steps_have_other_sizes_is_told_that_rows_would_come_twice(t
             ]
 
 
+@pytest.mark.parametrize(("shuffle", "now", "left"), [(True, 28, None), (False, 20, None), (False, 28, 6), (True, 24, 5)])
+def test_a_dataset_of_another_length_is_told_in_the_middle_of_an_epoch(
+    tmp_path: Path, shuffle: bool, now: int, left: int | None
+):
+    def resumed(rows: int) -> Any:
+        configuration = DataLoaderConfiguration(use_seedable_sampler=True)
+        accelerator = Accelerator(cpu=True, project_dir=tmp_path, dataloader_config=configuration)
+        accelerator.free_memory()
+        data = torch.utils.data.TensorDataset(torch.arange(float(rows)))
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle)
+        return accelerator, accelerator.resumable(accelerator.prepare(loader), 1)
+
+    accelerator, epochs = resumed(24)
+    for _, batches in epochs:
+        next(batches)
+        accelerator._save_numbered()
+        break
+    if left is None:
+        with pytest.raises(CheckpointError, match=f"an epoch of 24 rows, and the dataset has {now} now"):
+            resumed(now)
+    else:
+        assert [len(list(batches)) for _, batches in resumed(now)[1]] == [left]
+
+
 def test_an_order_that_cannot_be_drawn_again_is_refused_before_training(tmp_path: Path):
     project = ProjectConfiguration(tmp_path, save_every="5 steps")
     accelerator = Accelerator(cpu=True, project_config=project)
