@@ -11,6 +11,7 @@ so ranks ask each other now and then, and agree on when they ask again.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 import time
@@ -29,7 +30,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from types import FrameType
 
     from nb_accelerate.accelerator.core import Core
@@ -102,7 +103,8 @@ class ResumingSlice(CheckpointSlice):
                 evaluate(model)
 
         Started again after whatever has ended it, this goes on with the batch after the checkpoint, with the same
-        random numbers, and yields no epoch if the last one is over. Checkpoints are saved after a batch that closes an
+        random numbers, and yields no epoch if the last one is over. An epoch that is left by ``break`` is over when the
+        next one is asked for. Checkpoints are saved after a batch that closes an
         accumulation window, and after the last lines of an epoch; see ``save_every``, ``save_on_signal``, ``keep`` and
         ``total_limit`` of `ProjectConfiguration`. All processes call it together, after ``prepare``.
 
@@ -169,12 +171,17 @@ class ResumingSlice(CheckpointSlice):
         with schedule:
             steering = self.core.steering
             for epoch in self._counted(first, epochs):
-                yield epoch, self._batches(dataloader, schedule)
+                batches = self._batches(dataloader, schedule)
+                yield epoch, batches
+                if inspect.getgeneratorstate(batches) == inspect.GEN_SUSPENDED:  # left by a break
+                    schedule.count_step()
+                    batches.close()
+                    dataloader.leave_epoch()
                 schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
                 self._save_if_due(schedule)
         self.wait_for_checkpoint()
 
-    def _batches(self, dataloader: DataLoaderShard, schedule: _Schedule) -> Iterator[Any]:
+    def _batches(self, dataloader: DataLoaderShard, schedule: _Schedule) -> Generator[Any, None, None]:
         for batch in dataloader:
             is_last = dataloader.end_of_dataloader
             yield batch

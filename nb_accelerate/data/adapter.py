@@ -203,6 +203,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         last = self.epochs.current or self._progress  # of another loader if the beginning of the epoch is left out
         return last.reader.saved(last.read_state, epoch=epoch, position=position)
 
+    def leave_epoch(self) -> None:
+        """Count the epoch that was begun as over, though not all of its batches were handed out."""
+        self._progress.position = 0
+        self._progress.read_state = self._progress.reader.end_state()
+
     def __len__(self) -> int:
         return len(self._reader)
 

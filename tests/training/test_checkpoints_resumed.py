@@ -153,7 +153,34 @@ def test_a_run_whose_steps_have_other_sizes_is_told_that_rows_would_come_twice(t
             ]
 
 
-@pytest.mark.parametrize(("shuffle", "now", "left"), [(True, 28, None), (False, 20, None), (False, 28, 6), (True, 24, 5)])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("every", ["1 epoch", "1 step"])
+def test_a_run_that_leaves_its_epochs_early_goes_on_with_the_next_one(tmp_path: Path, every: str, stateful: bool):
+    def run(where: str, epochs: int) -> list[Any]:
+        configuration = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=stateful)
+        project = ProjectConfiguration(tmp_path / where, save_every=every)
+        accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=configuration)
+        accelerator.free_memory()
+        torch.manual_seed(1)
+        data = torch.utils.data.TensorDataset(torch.arange(24.0))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+        seen: list[Any] = []
+        for epoch, batches in accelerator.resumable(loader, epochs):
+            for number, (rows,) in enumerate(batches):
+                seen.append((epoch, rows.tolist()))
+                if number == 1:
+                    break
+        return [*seen, accelerator.core.registry.progress.global_step]
+
+    whole = run("whole", 3)
+    assert whole[-1] == 6
+    assert [*run("run", 2)[:-1], *run("run", 3)] == whole
+    assert run("run", 3) == [6]
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "now", "left"), [(True, 28, None), (False, 20, None), (False, 28, 6), (True, 24, 5)]
+)
 def test_a_dataset_of_another_length_is_told_in_the_middle_of_an_epoch(
     tmp_path: Path, shuffle: bool, now: int, left: int | None
 ):
