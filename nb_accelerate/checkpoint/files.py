@@ -299,15 +299,20 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
                 f"{name} is of type {kind}, which safetensors cannot hold. Write safe_serialization=False."
             )
         storage = id_tensor_storage(tensor)
-        tied = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        signs = tensor.is_conj(), tensor.is_neg()  # of views with other numbers at the same place
+        tied = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), signs)
         if tensor.numel() and tied in seen:
             continue
         # Views of something that is written as well would share its memory, which the format refuses.
         whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage[2]
-        own = whole and storage not in seen
+        own = whole and storage not in seen and not any(signs)
         seen |= {tied, storage}
-        kept[name] = tensor.detach() if own else tensor.detach().clone(memory_format=torch.contiguous_format)
+        kept[name] = tensor.detach() if own else _contiguous_copy(tensor)
     return kept
+
+
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def convert_file_size_to_int(size: int | str) -> int:

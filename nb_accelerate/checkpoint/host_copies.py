@@ -45,7 +45,8 @@ class HostCopies:
                 return deep_copy(leaf)
             if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
                 return leaf.detach().cpu().clone()
-            key = leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+            signs = leaf.is_conj(), leaf.is_neg()  # of views with other numbers at the same place
+            key = leaf.device, leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, signs
             if leaf.numel() and key in copies:
                 return copies[key]
             buffer = copies[key] = self._buffer_for(leaf)

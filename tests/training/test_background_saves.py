@@ -25,6 +25,7 @@ import nb_accelerate
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.background import StoreExchange, saves
+from nb_accelerate.checkpoint.files import load_state_dict, write
 from nb_accelerate.checkpoint.host_copies import HostCopies
 from nb_accelerate.config.project import ProjectConfiguration
 from nb_accelerate.errors import CheckpointError
@@ -212,6 +213,19 @@ def test_buffers_are_used_again_and_tied_tensors_stay_tied(caplog: pytest.LogCap
     copies.copy([torch.ones(4)])
     assert copies.num_bytes == 16
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_conjugated_view_is_saved_as_what_it_shows(tmp_path: Path):
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    shown = numbers.conj()
+    copies: Any = HostCopies().copy([numbers, shown])
+    assert torch.equal(copies[0], numbers)
+    assert torch.equal(copies[1], shown)
+    write({"numbers": numbers, "shown": shown, "imag": shown.imag}, tmp_path / "a.safetensors", safe_serialization=True)
+    found = load_state_dict(tmp_path / "a.safetensors")
+    assert found["numbers"].tolist() == [1 + 2j, 3 - 4j]
+    assert found["shown"].tolist() == [1 - 2j, 3 + 4j]
+    assert found["imag"].tolist() == [-2, 4]
 
 
 def test_a_second_signal_ends_a_process_that_had_no_handler(tmp_path: Path):
