@@ -18,6 +18,7 @@ its thread began, ends the save on all of them; the checkpoint that was there be
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -340,9 +341,11 @@ class BackgroundSaves:
     def _close_at_exit(self) -> None:
         """Have `close` called while threads can still be started: `atexit` comes too late for the pools that write.
 
-        `multiprocessing` ends the processes that it forks without `atexit`, but not without this.
+        `multiprocessing` ends the processes that it forks without `atexit`, but not without this. Ranks of a launch end
+        by `atexit` alone, while threads can still be started.
         """
         if not self._closes_at_exit:
+            atexit.register(self.close)
             threading._register_atexit(self.close)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures
             self._closes_at_exit = True
 

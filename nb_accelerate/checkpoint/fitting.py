@@ -150,7 +150,7 @@ def num_rows(loader: Any) -> int | None:
     """Return the rows of the dataset of a loader; None if it does not say."""
     try:
         return int(loader.total_dataset_length)
-    except TypeError:
+    except Exception:  # a dataset's own
         return None
 
 
