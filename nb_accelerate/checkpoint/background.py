@@ -329,8 +329,12 @@ class BackgroundSaves:
                 self._handle = None
 
     def forget(self) -> None:
-        """Forget the save under way, in a process that was forked from the one that writes it."""
+        """Forget the save under way, in a process that was forked from the one that writes it.
+
+        Exit handlers are registered anew: a rank begins by removing those that it inherits.
+        """
         self._handle = None
+        self._closes_at_exit = False
 
     def close(self) -> None:
         """Wait for the save under way at the end of the process."""

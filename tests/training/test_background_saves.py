@@ -355,10 +355,10 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
         run_ranks(save, str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("how", ["itself", "fork"])
+@pytest.mark.parametrize("how", ["itself", "fork", "fork, by exit handlers alone"])
 def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Path, how: str):
     program = (
-        "import atexit, multiprocessing, sys, threading\n"
+        "import atexit, multiprocessing, os, sys, threading\n"
         "from training.test_background_saves import _filled\n"
         "from nb_accelerate.checkpoint import state\n"
         "too_late = threading.Event()\n"
@@ -374,6 +374,15 @@ def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Pat
         "    child = multiprocessing.get_context('fork').Process(target=save)\n"
         "    child.start()\n"
         "    child.join()\n"
+        "elif sys.argv[2] == 'fork, by exit handlers alone':\n"
+        "    state.saves._close_at_exit()\n"  # as a save before the fork does
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        atexit._clear()\n"
+        "        save()\n"
+        "        atexit._run_exitfuncs()\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
         "else:\n"
         "    save()\n"
     )
