@@ -27,20 +27,26 @@ class Progress:
 
     Attributes:
         global_step: batches that each rank has trained with in `Accelerator.resumable`; None outside of it.
-        metrics: numbers that were logged last, by name.
+        metrics: numbers that were logged last, by name; as tensors where they are on a device.
     """
 
     global_step: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Keep the numbers among values that are logged."""
         for name, value in values.items():
-            # Reading a tensor of another device would wait for that device.
-            if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
-                self.metrics[name] = float(value.detach())
+            if isinstance(value, Tensor):
+                if value.numel() == 1 and not (value.is_complex() or value.is_meta):
+                    # Reading it would wait for its device. A copy, because sums are often set to zero afterwards.
+                    is_here = value.device.type == "cpu"
+                    self.metrics[name] = float(value.detach()) if is_here else value.detach().clone()
             elif isinstance(value, Real) and not isinstance(value, bool):  # those of NumPy too
                 self.metrics[name] = float(value)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the numbers that were logged last, by name. Waits for those that are on a device."""
+        return {name: float(value) for name, value in self.metrics.items()}
 
 
 @dataclass(kw_only=True)

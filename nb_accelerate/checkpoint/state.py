@@ -180,7 +180,7 @@ class StateWriter:
             rows_per_step=[rows_per_step(loader) for loader in self.loaders],
             num_rows=[num_rows(loader) for loader in self.loaders],
             global_step=self.progress.global_step,
-            metrics=dict(self.progress.metrics),
+            metrics=self.progress.read_metrics(),
             kinds={part.file: class_of(part.thing) for part in self.parts if part.check is not None},
         )
         return Content(

@@ -52,6 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     sys.path.insert(0, str(Path.cwd()))  # where module:Class of one's own lies
     batch_size, sequence_length = arguments.batch_size, arguments.sequence_length
+    if ":" not in arguments.model and not Path(arguments.model).exists():
+        print(f"reading the configuration of {arguments.model} from the Hub", file=sys.stderr, flush=True)
     inputs = None
     if batch_size or sequence_length:
         batch_size, sequence_length = batch_size or 1, sequence_length or 512

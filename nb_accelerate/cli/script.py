@@ -62,10 +62,16 @@ def run(job: Job, options: LaunchOptions, plan: LaunchPlan) -> int:
         try:
             launch.run()
         except BaseException as error:
-            if isinstance(error, ConfigError) and not isinstance(error.__cause__, RankTraceback):
+            cause = error.__cause__
+            if isinstance(error, ConfigError) and not isinstance(cause, RankTraceback):
                 raise  # of this command line, such as a port that is taken; not of the script
             code = _exit_code(error)
-            if not (received or sink.is_closed):
+            if received or sink.is_closed:
+                pass
+            elif job.kind == "program" and isinstance(error, RankDiedError) and isinstance(cause, RankTraceback):
+                # Not the rank itself: it has waited for the program, and passes its exit code on.
+                print(f"nb-accelerate: {job.target} ended with exit code {code} on rank {error.rank}", file=sys.stderr)
+            else:
                 tell(error)
         else:
             code = 0

@@ -23,11 +23,12 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
     Returns:
         The id of the display that a panel may replace; "" if the front end cannot replace it.
     """
+    waits = ": waiting for the other machines" if plan.num_nodes > 1 else ""
     if front_end != "widget":
-        sink.write("stdout", plan.brief + "\n")
+        sink.write("stdout", f"{plan.brief}{waits}\n")
         return ""
     place = uuid.uuid4().hex
-    data = {"text/plain": f"{plan.brief}: starting"}
+    data = {"text/plain": plan.brief + (waits or ": starting")}
     sink.display("display_data", {"data": data, "metadata": {}, "transient": {"display_id": place}})
     return place
 

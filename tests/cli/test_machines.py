@@ -154,7 +154,7 @@ def test_a_machine_that_is_started_after_another_takes_part(tmp_path: Path, two_
     script.write_text(TRAIN)
     flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
     first = launch(0, flags, script, str(tmp_path), "-1")
-    wait_for(first, "on each of 2 machines")
+    wait_for(first, "on each of 2 machines: waiting for the other machines")
     late = launch(1, flags, script, str(tmp_path), "-1")
     for job in (first, late):
         output, error = job.communicate(timeout=60)

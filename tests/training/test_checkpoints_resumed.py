@@ -262,6 +262,29 @@ def test_the_best_by_a_number_of_numpy_stays(tmp_path: Path):
     assert [one.metrics["loss"] for one in nb_accelerate.checkpoints(tmp_path)] == [1, 5]
 
 
+def test_sums_that_are_set_to_zero_after_they_were_logged_are_noted_as_logged(tmp_path: Path):
+    accelerator = Accelerator(cpu=True)
+    total = torch.tensor(2.5)
+    accelerator.log({"loss": total, "complex": torch.tensor(1j), "meta": torch.zeros((), device="meta")})
+    total.zero_()
+    accelerator.save_state(tmp_path / "state")
+    assert nb_accelerate.checkpoints(tmp_path / "state")[0].metrics == {"loss": 2.5}
+
+
+@pytest.mark.gpu
+def test_numbers_on_a_gpu_are_noted_without_waiting_for_it(tmp_path: Path):
+    accelerator = Accelerator()
+    total = torch.tensor(2.5, device=accelerator.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        accelerator.log({"loss": total})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    total.zero_()
+    accelerator.save_state(tmp_path / "state")
+    assert nb_accelerate.checkpoints(tmp_path / "state")[0].metrics == {"loss": 2.5}
+
+
 def test_a_table_of_checkpoints_needs_no_torch_and_says_what_is_damaged(tmp_path: Path):
     _run(tmp_path, save_every="6 steps")
     (tmp_path / "checkpoints" / "checkpoint_1" / "optimizer.bin").write_bytes(b"")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch_xla.debug import metrics
 
-from nb_accelerate import Accelerator, DistributedType
+from nb_accelerate import Accelerator, DistributedType, checkpoints
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context
 from nb_accelerate.progress_page import Phase, ProgressPage, here, layout
@@ -360,7 +360,11 @@ def test_a_checkpoint_of_xla_is_read_on_the_cpu_and_the_other_way_round(tmp_path
     accelerator = Accelerator()
     model, optimizer, scheduler, loader = state_of(accelerator)
     train(accelerator, model, optimizer, scheduler, loader, most=2)
+    total = torch.tensor(2.5, device="xla")
+    accelerator.log({"loss": total})
+    total.zero_()
     accelerator.save_state(tmp_path / "xla")
+    assert checkpoints(tmp_path / "xla")[0].metrics == {"loss": 2.5}
     weights = {name: value.cpu() for name, value in model.state_dict().items()}
     moments = [value["exp_avg"].cpu() for value in optimizer.state.values()]
 
