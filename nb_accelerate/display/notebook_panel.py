@@ -174,10 +174,10 @@ class NotebookPanel(Drawing):
         now = time.monotonic()
         if percent != self._percent or (percent is not None and now >= self._title_at):
             self._percent, self._title_at = percent, now + REPEAT_EVERY
-            self._title.value = title_script(percent, self._draws)
+            self._title.value = title_script(self._buttons_id, percent, self._draws)
 
     def _tell_end(self, view: View) -> None:
-        last = title_script(None, self._draws)
+        last = title_script(self._buttons_id, None, self._draws)
         if time.monotonic() >= self._began + notification.LEAST_SECONDS:
             last += notification.notify_script(self._buttons_id, view)
         self._title.value = last

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from browser.test_panel import SETUP, launch, start, wait_for_percent
+from nb_accelerate.display.page_title import title_script
 
 if TYPE_CHECKING:
     from browser.conftest import OpenNotebook
@@ -60,6 +61,16 @@ def test_the_title_is_what_it_was_when_the_output_is_cleared_and_when_the_kernel
     notebook.wait_until(HAS_PERCENT, timeout=60)
     notebook.kernel.kill()
     notebook.wait_until(HAS_NONE, timeout=20)
+
+
+def test_of_several_runs_the_title_tells_the_one_that_is_behind(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([SETUP])
+    draw = "script => document.body.insertAdjacentHTML('beforeend', script)"
+    begins = "start => start ? document.title.startsWith(start) : !document.title.includes('%')"
+    drawings = (("a", 43, "43 %"), ("b", 12, "12 %"), ("b", 50, "43 %"), ("a", None, "50 %"), ("b", None, ""))
+    for key, percent, start_of_title in drawings:
+        notebook.evaluate(draw, title_script(key, percent, 0))
+        notebook.wait_until(begins, start_of_title)
 
 
 # What the browser shows cannot be seen from a page, and no page of a browser without a screen is hidden: so it is noted
