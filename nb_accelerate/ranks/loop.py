@@ -277,6 +277,8 @@ class RankLoop:
             if self.output is not None:
                 self.output.close()
             self.output = output
+            for rank in request.ranks:
+                rank.output.forget()
         for rank in request.ranks:
             rank.output.alone = self.output is not None and self.output.alone
         self.requests.append(request)

@@ -64,6 +64,7 @@ class RankOutput:
         self._text = {name: decoder("replace") for name in ("stdout", "stderr", "for_all")}
         self._line: dict[StreamName, _Line] = {"stdout": _Line(), "stderr": _Line(), "for_all": _Line()}
         self._last: deque[str] = deque(maxlen=_MAX_LINES)
+        self._num_newlines = 0
 
     @property
     def text(self) -> str:
@@ -72,8 +73,14 @@ class RankOutput:
 
     @property
     def tail(self) -> str:
-        """The last lines, as many as an error shows."""
-        return "".join(self.text.splitlines(keepends=True)[-_TAIL_LINES:])
+        """The last lines since `forget`, as many as an error shows."""
+        text = self.text
+        num_lines = self._num_newlines + (text != "" and not text.endswith("\n"))
+        return "".join(text.splitlines(keepends=True)[-min(_TAIL_LINES, num_lines) :]) if num_lines else ""
+
+    def forget(self) -> None:
+        """Begin another cell: an error in it shows none of the lines before."""
+        self._num_newlines = 0
 
     def feed(self, data: bytes) -> None:
         """Take bytes that the rank has written to descriptor 1, with its frames."""
@@ -120,6 +127,7 @@ class RankOutput:
             self._emit(chunk.stream, text)
 
     def _emit(self, stream: StreamName, text: str) -> None:
+        self._num_newlines += text.count("\n")
         self._last.extend(line[-_MAX_WIDTH:] for line in text.splitlines(keepends=True)[-_MAX_LINES:])
         self._emit_lines(stream, text)
 

@@ -106,6 +106,11 @@ def test_lines_of_several_ranks_are_passed_on_whole() -> None:
     first.finish()
     assert seen == ["from two\n", "grüße from one\n", "and\n"]
     assert first.tail == "grüße from one\nand\n"
+    first.forget()
+    assert first.tail == ""
+    first.feed(b"in the next cell\nand ")
+    assert first.tail == "in the next cell\nand "
+    assert first.text == "grüße from one\nand\nin the next cell\nand "
 
 
 def all_errors(cls: type[errors.NbAccelerateError] = errors.NbAccelerateError) -> list[type[errors.NbAccelerateError]]:
