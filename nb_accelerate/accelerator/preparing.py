@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
 from nb_accelerate.accelerator.prepared import PreparedSlice
+from nb_accelerate.accelerator.unprepared_loaders import warn_of_unprepared_loader
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_loader_lengths, prepare_data_loader
@@ -28,6 +29,7 @@ from nb_accelerate.strategies.unwrapping import innermost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nb_accelerate.accelerator.core import Core
     from nb_accelerate.data.dispatcher import SliceFunction
 
 logger = logging.getLogger("nb_accelerate")
@@ -227,9 +229,7 @@ class PreparingSlice(PreparedSlice):
                 accumulation=core.accumulation,
                 step=core.precision.bind(engine),
                 scaler=core.precision.scaler,
-                before_first_step=None
-                if core.strategy.checks_optimizers
-                else partial(check_owned, models=core.shared.models),
+                before_first_step=partial(_check_first_step, core),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
                 owns_gradients=core.strategy.owns_gradients,
@@ -330,6 +330,12 @@ def _check_kind(item: Any) -> None:
             "(torch.optim.Optimizer), a loader (torch.utils.data.DataLoader) or a scheduler "
             "(torch.optim.lr_scheduler.LRScheduler). Leave it out; what needs no preparation works as it is."
         )
+
+
+def _check_first_step(core: Core, optimizer: torch.optim.Optimizer) -> None:
+    if not core.strategy.checks_optimizers:
+        check_owned(optimizer, core.shared.models)
+    warn_of_unprepared_loader(core)
 
 
 def _contains(known: Sequence[Any], item: Any) -> bool:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 def suggest(given: object, known: Iterable[str]) -> str:
     """Return a suggestion for a mistyped word.
@@ -22,6 +25,12 @@ def suggest(given: object, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(str(given).lower(), list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """Return `repr` of what was given, in one line and cut off after 80 characters: it may be a model."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -35,7 +44,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     if word in known:
         return word
     listed = ", ".join(repr(choice) for choice in known)
-    raise ConfigError(f"{name}={value!r} is not a choice.{suggest(word, known)} Write one of: {listed}.")
+    raise ConfigError(f"{name}={shown(value)} is not a choice.{suggest(word, known)} Write one of: {listed}.")
 
 
 def check_whole(name: str, value: object, *, at_least: int) -> int:
@@ -46,7 +55,8 @@ def check_whole(name: str, value: object, *, at_least: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(
-            f"{name}={value!r} is {described(value)}, not a whole number. Write an integer such as {name}={at_least}."
+            f"{name}={shown(value)} is {described(value)}, not a whole number. Write an integer such as "
+            f"{name}={at_least}."
         )
     if value < at_least:
         raise ConfigError(f"{name}={value} is too small. Write an integer of at least {at_least}.")
@@ -60,7 +70,7 @@ def check_number(name: str, value: object, *, above: float) -> float:
         ConfigError: it is not a number, or it is not greater than ``above``.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name}={value!r} is {described(value)}, not a number. Write a number above {above}.")
+        raise ConfigError(f"{name}={shown(value)} is {described(value)}, not a number. Write a number above {above}.")
     if not value > above:
         raise ConfigError(f"{name}={value} is too small. Write a number above {above}.")
     return value
@@ -74,7 +84,9 @@ def check_flag(name: str, value: object) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise ConfigError(f"{name}={value!r} is {described(value)}, not a yes or no. Write {name}=True or {name}=False.")
+    raise ConfigError(
+        f"{name}={shown(value)} is {described(value)}, not a yes or no. Write {name}=True or {name}=False."
+    )
 
 
 def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
@@ -90,7 +102,7 @@ def check_options(name: str, value: T | None, kind: type[T]) -> T | None:
     if isinstance(value, Mapping) and all(field in known for field in value):
         fields = ", ".join(f"{field}={item!r}" for field, item in value.items())
     raise ConfigError(
-        f"{name}={value!r} is {described(value)}, not a {kind.__name__} of this package. Write "
+        f"{name}={shown(value)} is {described(value)}, not a {kind.__name__} of this package. Write "
         f"{name}={kind.__name__}({fields}), with `from nb_accelerate.utils import {kind.__name__}`."
     )
 

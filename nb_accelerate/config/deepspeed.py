@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_options, check_whole, described
+from nb_accelerate.config.checks import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_options,
+    check_whole,
+    described,
+    shown,
+)
 from nb_accelerate.config.deepspeed_json import AUTO, HfDeepSpeedConfig, contradictions, filled
 from nb_accelerate.config.installed import is_installed
 from nb_accelerate.config.kwargs import KwargsHandler
@@ -347,7 +355,7 @@ def resolve_deepspeed(
         plugins = dict(plugin)
     elif isinstance(plugin, dict):
         raise ConfigError(
-            f"deepspeed_plugins={plugin!r} is {described(plugin)} without plugins. Write "
+            f"deepspeed_plugins={shown(plugin)} is {described(plugin)} without plugins. Write "
             'deepspeed_plugins={"student": DeepSpeedPlugin(...), "teacher": DeepSpeedPlugin(...)}.'
         )
     else:

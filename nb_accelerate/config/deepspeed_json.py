@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.checks import described
+from nb_accelerate.config.checks import described, shown
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def read_deepspeed_config(given: Any) -> dict[str, Any]:
         return copy.deepcopy(given)
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(
-            f"hf_ds_config={given!r} is {described(given)}. Write the path of a JSON file, or the configuration as a "
-            "dict."
+            f"hf_ds_config={shown(given)} is {described(given)}. Write the path of a JSON file, or the configuration "
+            "as a dict."
         )
     path = Path(given).expanduser()
     text = str(given)

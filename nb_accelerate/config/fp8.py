@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.config.checks import check_choice, check_flag, described
+from nb_accelerate.config.checks import check_choice, check_flag, described, shown
 from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.errors import ConfigError
@@ -47,7 +47,7 @@ class AORecipeKwargs(KwargsHandler):
     def _check(self) -> None:
         if self.module_filter_func is not None and not callable(self.module_filter_func):
             raise ConfigError(
-                f"module_filter_func={self.module_filter_func!r} is {described(self.module_filter_func)}. Write a "
+                f"module_filter_func={shown(self.module_filter_func)} is {described(self.module_filter_func)}. Write a "
                 "function of a layer and its name: module_filter_func=lambda layer, name: name != 'head'."
             )
         for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):

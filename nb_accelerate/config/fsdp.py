@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.config.checks import check_choice, check_flag, check_options, check_whole, described
+from nb_accelerate.config.checks import check_choice, check_flag, check_options, check_whole, described, shown
 from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
@@ -113,7 +113,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         for name, (values, instead) in _REFUSED.items():
             value = getattr(self, name)
             if not any(value is one for one in values):
-                raise ConfigError(f"{name}={value!r} of FullyShardedDataParallelPlugin cannot be used. {instead}.")
+                raise ConfigError(f"{name}={shown(value)} of FullyShardedDataParallelPlugin cannot be used. {instead}.")
         self._check_version()
         self._set("sharding_strategy", _strategy(self.sharding_strategy))
         self._check_reshard()
@@ -142,7 +142,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         self._set("cpu_offload", _offload(self.cpu_offload))
         if self.ignored_modules is not None and not isinstance(self.ignored_modules, (str, Iterable)):
             raise ConfigError(
-                f"ignored_modules={self.ignored_modules!r} is {described(self.ignored_modules)}. Write a list of "
+                f"ignored_modules={shown(self.ignored_modules)} is {described(self.ignored_modules)}. Write a list of "
                 "modules, or a regular expression for their names."
             )
 
@@ -282,7 +282,7 @@ def _precision_policy(value: Any) -> Any:
     dtype = _dtype(value)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(
-            f"mixed_precision_policy={value!r} is {described(value)}. Write 'bf16', 'fp16' or 'fp32', or "
+            f"mixed_precision_policy={shown(value)} is {described(value)}. Write 'bf16', 'fp16' or 'fp32', or "
             "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)."
         )
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
@@ -310,7 +310,7 @@ def _offload(value: Any) -> Any:
     if isinstance(offloads, bool):
         return offloads
     raise ConfigError(
-        f"cpu_offload={value!r} is {described(value)}. Write cpu_offload=True, or a "
+        f"cpu_offload={shown(value)} is {described(value)}. Write cpu_offload=True, or a "
         "torch.distributed.fsdp.CPUOffloadPolicy."
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nb_accelerate.config.checks import described
+from nb_accelerate.config.checks import described, shown
 from nb_accelerate.config.fp8 import AORecipeKwargs
 from nb_accelerate.config.kwargs import (
     AutocastKwargs,
@@ -54,8 +54,8 @@ class Handlers:
             )
         if isinstance(given, (Mapping, str)) or (given is not None and not isinstance(given, Iterable)):
             raise ConfigError(
-                f"kwargs_handlers={given!r} is {described(given)}, not a list of handlers. Write a list of instances "
-                f"of: {known}."
+                f"kwargs_handlers={shown(given)} is {described(given)}, not a list of handlers. Write a list of "
+                f"instances of: {known}."
             )
         found: dict[str, Any] = {}
         for handler in given or ():

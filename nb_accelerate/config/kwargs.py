@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole
+from nb_accelerate.config.checks import check_choice, check_flag, check_number, check_whole, shown
 from nb_accelerate.config.options import Options
 from nb_accelerate.errors import ConfigError
 
@@ -206,7 +206,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             return
         if not isinstance(self.timeout, timedelta):
             raise ConfigError(
-                f"timeout={self.timeout!r} is not a datetime.timedelta. "
+                f"timeout={shown(self.timeout)} is not a datetime.timedelta. "
                 "Write timeout=timedelta(seconds=60), with `from datetime import timedelta`."
             )
         if self.timeout <= timedelta(0):

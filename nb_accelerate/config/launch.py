@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.config.checks import check_choice
+from nb_accelerate.config.checks import check_choice, shown
 from nb_accelerate.config.precision import PrecisionType
 from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.errors import ConfigError
@@ -68,7 +68,7 @@ class LaunchOptions:
         _check_function(self.function)
         _check_args(self.args)
         if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
-            raise ConfigError(f"kwargs={self.kwargs!r} does not map names to values. Write kwargs={{'lr': 0.1}}")
+            raise ConfigError(f"kwargs={shown(self.kwargs)} does not map names to values. Write kwargs={{'lr': 0.1}}")
         _check_count("num_processes", self.num_processes, "ranks", "None for all devices")
         for name, choices in _CHOICES.items():
             object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
@@ -77,7 +77,7 @@ class LaunchOptions:
         _check_port(self.use_port)
         self._check_nodes()
         if not _is_int(self.max_restarts) or self.max_restarts < 0:
-            raise ConfigError(f"max_restarts={self.max_restarts!r} is not a number of restarts: 0, 1, 2 ...")
+            raise ConfigError(f"max_restarts={shown(self.max_restarts)} is not a number of restarts: 0, 1, 2 ...")
         _check_prefix(self.log_line_prefix_template)
         _check_env(self.env)
         for module in self.by_value:
@@ -144,7 +144,7 @@ def _check_function(function: object) -> None:
     if callable(function):
         return
     raise ConfigError(
-        f"function={function!r} is of type {type(function).__name__} and cannot be called. Pass the function "
+        f"function={shown(function)} is of type {type(function).__name__} and cannot be called. Pass the function "
         f"itself, without calling it: notebook_launcher(train, args=(...,))"
     )
 
@@ -166,7 +166,7 @@ def _check_count(name: str, number: Any, what: str, default: str) -> None:
         digits = isinstance(number, str) and number.strip().isdigit()
         hint = f" Write {name}={str(number).strip()}" if digits else ""
         raise ConfigError(
-            f"{name}={number!r} is of type {type(number).__name__}, but {what} are counted with an int, or "
+            f"{name}={shown(number)} is of type {type(number).__name__}, but {what} are counted with an int, or "
             f"{default}.{hint}"
         )
     if number < 1:
@@ -178,9 +178,9 @@ def _check_devices(devices: object) -> None:
         return
     ok = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) > 0
     if not ok or not all(_is_int(device) and device >= 0 for device in devices):  # type: ignore[attr-defined]
-        raise ConfigError(f"devices={devices!r}: write devices='cpu', or the numbers of GPUs, as devices=[0, 2]")
+        raise ConfigError(f"devices={shown(devices)}: write devices='cpu', or the numbers of GPUs, as devices=[0, 2]")
     if len(set(devices)) < len(devices):  # type: ignore[call-overload, arg-type]
-        raise ConfigError(f"devices={devices!r} names a GPU twice; each rank needs its own")
+        raise ConfigError(f"devices={shown(devices)} names a GPU twice; each rank needs its own")
 
 
 def _check_port(port: object) -> None:
@@ -188,7 +188,7 @@ def _check_port(port: object) -> None:
         return
     number = int(port) if isinstance(port, str) and port.isdigit() else port
     if not _is_int(number) or not 0 <= number < 1 << 16:  # type: ignore[operator]
-        raise ConfigError(f"use_port={port!r} is not a port: 1 to 65535, or 0 or None for a free one")
+        raise ConfigError(f"use_port={shown(port)} is not a port: 1 to 65535, or 0 or None for a free one")
 
 
 def _check_prefix(template: object) -> None:
@@ -196,7 +196,7 @@ def _check_prefix(template: object) -> None:
         return
     known = ("rank", "local_rank", "role_name")
     if not isinstance(template, str):
-        raise ConfigError(f"log_line_prefix_template={template!r} is not text. Write '[rank ${{rank}}] '")
+        raise ConfigError(f"log_line_prefix_template={shown(template)} is not text. Write '[rank ${{rank}}] '")
     try:
         string.Template(template).substitute(dict.fromkeys(known, ""))
     except (KeyError, ValueError) as error:
@@ -216,4 +216,4 @@ def _check_seconds(name: str, seconds: Any, hint: str) -> None:
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ConfigError(f"{name}={seconds!r} is not a number of seconds above 0. {hint}")
+        raise ConfigError(f"{name}={shown(seconds)} is not a number of seconds above 0. {hint}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.config.checks import check_flag, check_whole
+from nb_accelerate.config.checks import check_flag, check_whole, shown
 from nb_accelerate.config.options import Options
 from nb_accelerate.errors import ConfigError
 
@@ -48,7 +48,7 @@ class TorchTensorParallelConfig(Options):
             return
         if not isinstance(self.plan, Mapping) or not all(isinstance(name, str) for name in self.plan):
             raise ConfigError(
-                f"plan={self.plan!r} is not a dict of styles by the names of layers. Write "
+                f"plan={shown(self.plan)} is not a dict of styles by the names of layers. Write "
                 'plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, with the names of your layers.'
             )
 

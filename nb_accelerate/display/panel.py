@@ -181,13 +181,15 @@ class Panel:
         """Show a sentence about ranks that wait in vain, until one moves or the panel can say it by itself.
 
         Returns:
-            False if it is not shown, because the panel is not redrawn in place.
+            False if the caller is to say it: nothing is shown, or lines are that say nothing of it yet.
         """
         with self._lock:
-            shows = self._drawings[:1] and self._drawings[0].is_redrawn and not self._has_failed
-            if shows:
+            if not self._drawings or self._has_failed:
+                return False
+            if self._drawings[0].is_redrawn:
                 self._state.tell_hang(text)
-            return bool(shows)
+                return True
+            return self._state.leave_standstill(time.monotonic())
 
     def refresh(self) -> None:
         """Take a sample of the ranks, and draw the panel if it is due."""

@@ -87,6 +87,7 @@ class PanelState:
         self._compare_at = now
         self._stacks: Mapping[int, str] = {}
         self._hang = ""
+        self._is_left = False
         self._pace = Pace()
 
     def observe(self, now: float, seen: Sequence[Seen]) -> None:
@@ -96,7 +97,7 @@ class PanelState:
             before = track.moved_at
             track.add(now, one.sample)
             if track.moved_at != before:
-                self._hang = ""
+                self._hang, self._is_left = "", False
             self._times[one.rank].add(now, one.sample)
             if track.moved_at != before and one.rank in self._stacks:
                 self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
@@ -133,6 +134,16 @@ class PanelState:
     def tell_hang(self, text: str) -> None:
         """Take a sentence about ranks that wait in vain; it is shown until one of them moves."""
         self._hang = words.capitalized(text)
+
+    def leave_standstill(self, now: float) -> bool:
+        """Say no more about ranks that stand still, until one of them moves: somebody else says it.
+
+        Returns:
+            True if it was said already, so that nobody else has to.
+        """
+        is_said = bool(self._standstill.sentences(set(self.stalled(now)), now))
+        self._is_left = not is_said
+        return is_said
 
     def end(self, now: float, state: PanelStatus, failure: FailureSummary | None = None) -> None:
         """Note how the launch or cell ended, and why if it failed."""
@@ -349,7 +360,7 @@ class PanelState:
 
     def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
         still = self._standstill.sentences(stalled, now) or ((self._hang,) if self._hang else ())
-        on_now = (*still, *slow) if self._ended is None else ()
+        on_now = (*(() if self._is_left else still), *slow) if self._ended is None else ()
         said = warnings_of(track.sample for track in self._tracks.values())
         return (*on_now, *said, *self._not_finite.sentences(len(self._tracks)), *self._jump.sentences())
 

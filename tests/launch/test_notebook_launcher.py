@@ -235,6 +235,10 @@ def test_what_is_not_a_function_is_refused_with_the_right_call(notebook: Kernel)
     cell = notebook.run("launch(rank.__name__, (), 2)")
     assert cell.error == "ConfigError"
     assert "'rank' is of type str and cannot be called" in cell.message
+    cell = notebook.run("import torch\nlaunch({'weights': torch.ones(50, 50)}, (), 2)")
+    assert re.search(
+        r"function=\{'weights': tensor\(\[\[.{0,80}\.\.\. is of type dict and cannot be called", cell.message
+    )
 
 
 def test_a_function_that_uses_something_unpicklable_says_what_and_where(notebook: Kernel) -> None:

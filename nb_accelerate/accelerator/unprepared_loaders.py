@@ -1,0 +1,70 @@
+"""A warning for training on several processes with a loader that was not prepared, so that all read the same rows."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from nb_accelerate.data.loader import DataLoaderShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from nb_accelerate.accelerator.core import Core
+
+logger = logging.getLogger("nb_accelerate")
+
+_LIBRARIES = ("nb_accelerate", "torch")
+
+
+def warn_of_unprepared_loader(core: Core) -> None:
+    """Name the loader of the user's loop if it was not prepared. Called before the first step of an optimizer.
+
+    Nothing is said of loaders that may share out rows by themselves: with a sampler of the user's, or a stream.
+    """
+    readers = core.data_collectives.world_size
+    if readers == 1 or core.data_collectives.rank or core.prepared.loaders:
+        return
+    name = _find_loader(inspect.currentframe())
+    if name is not None:
+        logger.warning(
+            "%s was not prepared, so each of the %d processes trains with all of its rows. To share them out: "
+            "%s = accelerator.prepare(%s)",
+            *(name, readers, name, name),
+        )
+
+
+def _find_loader(frame: FrameType | None) -> str | None:
+    """Return the name of a plain loader that is being read by one of the callers."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            loaders = {name: one for name, one in list(frame.f_locals.items()) if isinstance(one, DataLoader)}
+            if any(isinstance(one, DataLoaderShard) for one in loaders.values()):
+                return None  # by another `Accelerator`
+            for name, loader in loaders.items():
+                if _gives_all_rows(loader) and any(_readers(loader)):
+                    return name
+        frame = frame.f_back
+    return None
+
+
+def _gives_all_rows(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) in (
+        RandomSampler,
+        SequentialSampler,
+    )
+
+
+def _readers(loader: DataLoader[Any]) -> Iterator[bool]:
+    """Yield True for each iterator of a loader. They are known by the batch sampler, which torch gives to them."""
+    sampler = loader.batch_sampler or loader.sampler
+    for one in gc.get_referrers(sampler):
+        attributes = one if type(one) is dict else vars(one) if isinstance(one, _BaseDataLoaderIter) else {}
+        if attributes.get("_index_sampler") is sampler and "_base_seed" in attributes:
+            yield True

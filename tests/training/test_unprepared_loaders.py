@@ -1,0 +1,73 @@
+"""A loader that was not prepared is named when several ranks train with it; loaders that share out rows are not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+if TYPE_CHECKING:
+    from fixtures.ranks import RunRanks
+
+
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    def __iter__(self):
+        return iter([(torch.ones(1),)] * 4)
+
+
+def train(kind: str) -> list[str]:
+    import logging
+
+    from nb_accelerate import Accelerator
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nb_accelerate").addHandler(handler)
+    accelerator = Accelerator()
+    data = TensorDataset(torch.ones(8, 1))
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = DataLoader(data, batch_size=2, num_workers=1 if kind == "workers" else 0, shuffle=kind == "shuffled")
+    if kind == "sampler":
+        rows = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+    elif kind == "stream":
+        rows = DataLoader(Stream(), batch_size=2)
+    elif kind == "one row":
+        rows = DataLoader(data, batch_size=None)
+    elif kind == "prepared":
+        rows = accelerator.prepare(rows)
+    elif kind == "prepared by another":
+        plain = rows  # noqa: F841 - would be found by its name
+        rows = Accelerator().prepare(rows)
+
+    def train_with(batches: list[tuple[torch.Tensor]] | DataLoader[tuple[torch.Tensor]]) -> None:
+        for (inputs,) in batches:
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+
+    train_with(list(rows) if kind == "not read" else rows)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "workers", "one row"])
+def test_a_loader_that_was_not_prepared_is_named(run_ranks: RunRanks, kind: str):
+    first, second = run_ranks(train, kind)
+    expected = (
+        "batches was not prepared, so each of the 2 processes trains with all of its rows. To share them out: "
+        "batches = accelerator.prepare(batches)"
+    )
+    assert first == [expected]
+    assert second == []
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream", "prepared", "prepared by another", "not read"])
+def test_other_loaders_are_not(run_ranks: RunRanks, kind: str):
+    assert run_ranks(train, kind) == [[], []]
+
+
+def test_one_process_reads_all_rows_anyway():
+    assert train("in order") == []
