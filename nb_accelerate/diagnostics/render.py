@@ -6,9 +6,12 @@ IPython keeps every cell that ran.
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors.traceback_lines import (
+    FULL_TRACEBACK,
     PLAIN,
     FrameLine,
     cell_name,
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 _CONTEXT = 2
 """Lines shown before and after the line of a cell."""
 
+_MOST_OF_LIBRARIES = 2
+"""Frames of libraries, one below the other, that are shown; of more, the innermost one is."""
+
 _OUR_ERRORS = "nb_accelerate.errors."
 """Begins the last line of a traceback of one of our errors."""
 
@@ -42,8 +48,8 @@ def render_report(
 ) -> str:
     """Return a traceback in IPython's manner: cells with the lines around, library code one line a frame.
 
-    Frames of this package are left out. Of an error of this package only the user's own lines are shown, since its
-    text says the rest.
+    Frames of this package are left out, and most of libraries. Of an error of this package only the user's own lines
+    are shown, since its text says the rest.
 
     Args:
         report: the exception.
@@ -75,8 +81,18 @@ def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
             else "During handling of the above exception, another exception occurred:"
         )
         yield ""
-    for frame in report.frames:
-        if wants_full() or (is_users(frame.filename) if is_our_error else not is_ours(frame.filename)):
+    shown = [
+        frame
+        for frame in report.frames
+        if wants_full() or (is_users(frame.filename) if is_our_error else not is_ours(frame.filename))
+    ]
+    for of_user, run in itertools.groupby(shown, lambda frame: is_users(frame.filename)):
+        frames = list(run)
+        hidden = [] if of_user or wants_full() or len(frames) <= _MOST_OF_LIBRARIES else frames[:-1]
+        if hidden:
+            names = ", ".join(dict.fromkeys(_library(frame.filename) for frame in hidden))
+            yield f"{style.faint}    ... {len(hidden)} frames of {names}; {FULL_TRACEBACK}=1 shows them{style.end}"
+        for frame in frames[len(hidden) :]:
             line = FrameLine(frame.filename, frame.lineno, frame.name)
             yield from frame_lines(line, style, context=0 if is_our_error else _CONTEXT)
     yield ""
@@ -86,6 +102,13 @@ def _chain(report: ErrorReport, style: Style) -> Iterator[str]:
     for number, one in enumerate(report.group, start=1):
         yield f"  {style.faint}--- exception {number} of {report.group_size}{style.end}"
         yield from (f"  {line}" for line in _chain(one, style) if line)
+
+
+def _library(filename: str) -> str:
+    """Return the name of the package that a file belongs to."""
+    parts = Path(filename).parts
+    folders = [number for number, part in enumerate(parts[:-1]) if part in ("site-packages", "dist-packages")]
+    return parts[folders[-1] + 1].removesuffix(".py") if folders else "Python"
 
 
 def place(frame: Frame | FrameLine) -> str:

@@ -231,6 +231,22 @@ def test_an_argument_that_cannot_be_is_one_clear_error(notebook: Kernel, argumen
     assert re.search(text, cell.message), cell.message
 
 
+@pytest.mark.parametrize("shows_all", [False, True])
+def test_frames_of_libraries_are_folded_unless_all_are_wanted(notebook: Kernel, shows_all: bool) -> None:
+    notebook.run("import torch\ndef layers():\n    torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 3))").ok()
+    notebook.run(f"import os; os.environ['NB_ACCELERATE_FULL_TRACEBACK'] = '{shows_all:d}'").ok()
+    text = plain(notebook.run("launch(layers, (), 2)").traceback)
+    notebook.run("del os.environ['NB_ACCELERATE_FULL_TRACEBACK']").ok()
+    assert "in layers\n" in text
+    assert "in forward\n    return F.linear(" in text
+    if shows_all:
+        assert "frames of torch" not in text
+        assert "_wrapped_call_impl" in text
+    else:
+        assert re.search(r"\.\.\. \d frames of torch; NB_ACCELERATE_FULL_TRACEBACK=1 shows them", text)
+        assert "_wrapped_call_impl" not in text
+
+
 def test_what_is_not_a_function_is_refused_with_the_right_call(notebook: Kernel) -> None:
     cell = notebook.run("launch(rank.__name__, (), 2)")
     assert cell.error == "ConfigError"
