@@ -20,12 +20,16 @@ _NOT_HERE = {
     "init_process_group": "makes the process group, which Accelerator() does",
     "set_autocast_dtype": "chooses the precision, which Accelerator(mixed_precision='bf16') does",
     "set_device": "chooses a device, which Accelerator() does",
-    "LBFGS": "steps with a closure",
-    "ReduceLROnPlateau": "needs a metric that is the same on all ranks",
-    "Accelerator": "is there already",
     "no_sync": "belongs to a loop that is distributed already",
 }
 """Names that a plain loop does not have, and what they do."""
+
+_BY_HAND = {
+    "LBFGS": "steps with a closure, which is not understood. By hand: call accelerator.backward(loss) in the closure",
+    "ReduceLROnPlateau": "needs a metric that is the same on all ranks. By hand: accelerator.reduce(metric, 'mean')",
+    "Accelerator": "is there already",
+}
+"""Names of what is not rewritten, and why."""
 
 _OF_MODEL = frozenset(
     {
@@ -55,6 +59,8 @@ def refuse_names(tree: ast.Module) -> None:
         name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         if name in _NOT_HERE:
             raise unsure(node, f"{name} {_NOT_HERE[name]}; take it out first")
+        if name in _BY_HAND:
+            raise unsure(node, f"{name} {_BY_HAND[name]}")
         if isinstance(node, ast.Name) and name == "accelerator":
             raise unsure(node, "the name 'accelerator' is used already")
 

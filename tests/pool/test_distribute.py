@@ -216,6 +216,10 @@ UNSURE = {
     "two losses": (PLAIN.replace("        loss.backward()\n", "        loss.backward()\n" * 2), "line 21: a second"),
     "arguments of backward": (PLAIN.replace("backward()", "backward(retain_graph=True)"), "line 20: backward()"),
     "a closure": (PLAIN.replace("step()", "step(closure)"), "line 21: optimizer.step() has arguments"),
+    "LBFGS": (
+        PLAIN.replace("torch.optim.SGD", "torch.optim.LBFGS"),
+        "By hand: call accelerator.backward(loss) in the closure",
+    ),
     "two optimizers": (
         PLAIN.replace("loader = ", "other = torch.optim.Adam(model.parameters())\nloader = "),
         "line 13: a second optimizer",
