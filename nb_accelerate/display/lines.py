@@ -56,6 +56,13 @@ class Lines(Drawing):
         if view.state == "starting":
             return
         self._calls += self.every
+        self._warn(view)
+        if self._calls >= self._next and view.has_steps:
+            self._next = self._calls + min(self._calls, _LONGEST)
+            self._paper.write("stdout", f"{text.line(view)}\n")
+            self._wrote = True
+
+    def _warn(self, view: View) -> None:
         for warning in view.warnings:
             cause = _CHANGES.sub("", warning.split(" for ")[0].split(":")[0])
             if cause not in self._said:
@@ -63,13 +70,10 @@ class Lines(Drawing):
                 self._paper.write("stderr", f"{warning}\n")
         if not view.warnings:
             self._said.clear()
-        if self._calls >= self._next and view.has_steps:
-            self._next = self._calls + min(self._calls, _LONGEST)
-            self._paper.write("stdout", f"{text.line(view)}\n")
-            self._wrote = True
 
     @override
     def finish(self, view: View, *, was_drawn: bool) -> None:
+        self._warn(view)  # what a short run never had drawn
         if not (self._wrote or view.bars or view.charts):
             return
         if self._is_notebook:

@@ -244,8 +244,8 @@ class Panel:
         remember(view)
         self.logs = {rank: "".join(watched.log(rank).splitlines(keepends=True)[-_KEPT_LINES:]) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
-        # What was over before a panel appeared has none, but for bars: they were not printed.
-        if self._was_drawn or view.bars or view.charts or own.is_announced:
+        # What was over before a panel appeared has none, but for bars, which were not printed, and warnings.
+        if self._was_drawn or view.bars or view.charts or view.warnings or own.is_announced:
             own.finish(view, was_drawn=self._was_drawn)
         for drawing in others:
             drawing.finish(view, was_drawn=True)

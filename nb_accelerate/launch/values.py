@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError
+from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.ranks.failures import add_note
 
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
@@ -108,6 +111,12 @@ def _unpack_each(request: Request) -> tuple[dict[int, Any], list[Exception]]:
             try:
                 results[rank] = unpack(answer.parcel, request.take(rank)[1])
             except Exception as error:
+                add_note(
+                    error,
+                    f"The value that rank {rank} returned was pickled there, and cannot be unpickled here. Return "
+                    "numbers or tensors instead; of a model, accelerator.get_state_dict(model).",
+                )
+                show_instead(error, functools.partial(short_lines, error))
                 errors.append(error)
     return results, errors
 

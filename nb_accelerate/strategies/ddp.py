@@ -48,6 +48,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ]
 
     @override
+    def __reduce__(self) -> tuple[Callable[..., nn.Module], tuple[Any, ...]]:
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        return _rebuild, (type(self), self.module, state)
+
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.needs_first_sync = bool(self.static_graph)  # the reducer is a new one
@@ -90,6 +95,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 name=name,
                 obj=self,
             ) from None
+
+
+def _rebuild(kind: type[DistributedDataParallel], module: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """Return the wrapper that was pickled, or the model in it where there is no process group, as in a notebook."""
+    if not dist.is_initialized():
+        return module
+    wrapper = kind.__new__(kind)
+    wrapper.__setstate__(state)
+    return wrapper
 
 
 class DDPStrategy(Strategy):

@@ -270,6 +270,48 @@ def test_a_value_that_cannot_come_back_says_what_and_where(notebook: Kernel) -> 
     assert "the returned value['a'] cannot be sent" in cell.message
 
 
+def test_a_value_that_cannot_be_unpickled_is_told_without_our_frames(notebook: Kernel) -> None:
+    cell = notebook.run(
+        "class Odd:\n    def __reduce__(self):\n        return int, ('x',)\nlaunch(lambda: Odd(), (), 2)"
+    )
+    assert cell.error == "ValueError"
+    shown = plain(cell.traceback)
+    assert "The value that rank 0 returned was pickled there, and cannot be unpickled here." in shown
+    assert len(shown.splitlines()) < 6
+
+
+def test_a_prepared_model_comes_back_as_the_model_in_it(notebook: Kernel) -> None:
+    notebook.run(
+        "from nb_accelerate import Accelerator\n"
+        "class Net(torch.nn.Linear):\n"
+        "    pass\n"
+        "def prepare():\n"
+        "    model = Accelerator().prepare(Net(2, 2))\n"
+        "    import copy, cloudpickle\n"
+        "    for other in (copy.deepcopy(model), cloudpickle.loads(cloudpickle.dumps(model))):\n"
+        "        assert type(other) is type(model) and type(other).__name__ == 'DistributedDataParallel'\n"
+        "        assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)))\n"
+        "    return model"
+    ).ok()
+    cell = notebook.run("first, second = launch(prepare, (), 2)\ntype(first), type(second), second.weight.shape")
+    assert cell.ok().value == "(__main__.Net, __main__.Net, torch.Size([2, 2]))"
+
+
+def test_a_short_run_without_a_panel_tells_that_its_loss_is_nan(notebook: Kernel) -> None:
+    notebook.run(
+        "def diverge():\n"
+        "    accelerator = Accelerator()\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    data = torch.utils.data.DataLoader(torch.ones(40, 1))\n"
+        "    model, data = accelerator.prepare(model, data)\n"
+        "    for batch in data:\n"
+        "        accelerator.backward(model(batch).sum() * float('nan'))"
+    ).ok()
+    notebook.run("from nb_accelerate import Accelerator").ok()
+    cell = notebook.run("notebook_launcher(diverge, (), 2, progress='text')").ok()
+    assert "The loss is nan since about step" in cell.stderr
+
+
 def test_a_timeout_says_where_every_rank_was(notebook: Kernel) -> None:
     notebook.run("def waits():\n    print('here', flush=True); time.sleep(600)").ok()
     cell = notebook.run(

@@ -173,8 +173,6 @@ def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
         load_checkpoint_in_model(Tied(), tmp_path / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.may_leave("threads")  # of tqdm
 def test_other_weights_in_the_folder_of_a_state_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -190,6 +188,8 @@ def test_other_weights_in_the_folder_of_a_state_are_told(tmp_path: Path, caplog:
         accelerator.load_state(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.may_leave("threads")  # of tqdm
 def test_models_of_transformers_are_saved_and_loaded_both_ways(tmp_path: Path):
     from transformers import BertConfig, BertForMaskedLM
 
