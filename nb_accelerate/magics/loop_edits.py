@@ -86,8 +86,9 @@ class Edits:
         self.found.append((at, at, f"{indent}{line}\n"))
 
     def text(self) -> str:
-        """Return the text with all replacements."""
+        """Return the text with all replacements; insertions at one place stand in the order in which they were made."""
         result = self.source.encode()
-        for start, end, text in sorted(self.found, key=lambda one: one[:2], reverse=True):
+        ordered = sorted(self.found, key=lambda one: one[:2])  # it keeps the order of equal ones
+        for start, end, text in reversed(ordered):
             result = result[:start] + text.encode() + result[end:]
         return result.decode()

@@ -184,6 +184,19 @@ def test_an_import_from_the_future_stays_first():
     assert (first, second) == ("from __future__ import annotations", "from nb_accelerate import Accelerator")
 
 
+WITHOUT_IMPORTS = LOOPS["a regression in a cell"].removeprefix(START).lstrip("\n")
+
+
+@pytest.mark.parametrize("head", ["", "# my loop\n", "\n\n# one\n# two\n", '"""A loop."""\n'])
+@pytest.mark.parametrize("launch", [False, True])
+def test_the_accelerator_is_imported_before_it_is_made(head: str, *, launch: bool):
+    text = rewrite(head + WITHOUT_IMPORTS, launch=launch).text
+    names = "Accelerator, notebook_launcher" if launch else "Accelerator"
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines.index(f"from nb_accelerate import {names}") < lines.index("accelerator = Accelerator()")
+    assert text.count("from nb_accelerate") == 1
+
+
 def test_tabs_stay_tabs_and_texts_that_are_no_devices_stay():
     cell = "mode = 'cpu'\nwhere = 'cuda'\n" + PLAIN.replace("    ", "\t").replace("(4, 1)", "(4, 1).to(where)")
     body = "\n".join(f"\t{line}" if line else "" for line in cell.splitlines())
