@@ -48,18 +48,34 @@ def test_losses_of_all_stages_are_those_of_ddp(run_ranks, how):
 
 
 @pytest.mark.limit(120)
-def test_16_bit_losses_are_those_of_ddp_to_the_tolerance_of_16_bits(run_ranks):
+def test_bf16_losses_are_those_of_ddp_to_the_tolerance_of_16_bits(run_ranks):
     def compare():
         reference = train(None, precision="bf16", clip=0.5)
-        found = [train(plugin(stage), precision="bf16", clip=0.5) for stage in (1, 2, 3)]
-        half = train(plugin(2, fp16={"enabled": "auto", "initial_scale_power": 8}), precision="fp16", clip=0.5)
-        return reference, found, half
+        return reference, [train(plugin(stage), precision="bf16", clip=0.5) for stage in (1, 2, 3)]
 
-    reference, found, half = run_ranks(compare, deadline=110)[0]
-    for result in (*found, half):
-        assert difference(reference.losses, result.losses) < BF16
-        assert sum(result.losses[-4:]) < sum(result.losses[:4])
-        assert difference(reference.norms, result.norms) < BF16
+    reference, found = run_ranks(compare, deadline=110)[0]
+    for result in found:
+        assert_close_in_16_bits(reference, result)
+
+
+@pytest.mark.limit(120)
+def test_fp16_losses_are_those_of_ddp_to_the_tolerance_of_16_bits_where_the_cpu_has_fp16(run_ranks):
+    def compare():
+        reference = train(None, precision="bf16", clip=0.5)
+        engine = plugin(2, fp16={"enabled": "auto", "initial_scale_power": 8})
+        return reference, train(engine, precision="fp16", clip=0.5)
+
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        assert_close_in_16_bits(*run_ranks(compare, deadline=110)[0])
+    else:
+        with pytest.raises(ConfigError, match=r"does not train in fp16 on this CPU.*mixed_precision='bf16'"):
+            run_ranks(compare, deadline=110)
+
+
+def assert_close_in_16_bits(reference, result):
+    assert difference(reference.losses, result.losses) < BF16
+    assert sum(result.losses[-4:]) < sum(result.losses[:4])
+    assert difference(reference.norms, result.norms) < BF16
 
 
 def test_nothing_is_compiled_and_nothing_is_printed(run_ranks, capfd, monkeypatch, tmp_path):

@@ -67,6 +67,34 @@ def import_deepspeed(device_type: str) -> Any:
     return deepspeed
 
 
+def refuse_unsupported(precision: str) -> None:
+    """Check that the engines of this process can train in a precision.
+
+    Args:
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        ConfigError: the device lacks instructions that DeepSpeed wants for it.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    if precision == "fp16" and not device.is_fp16_supported():
+        raise ConfigError(
+            f"mixed_precision='fp16' was asked for, and DeepSpeed does not train in fp16 on this {_called(device)}. "
+            "Write mixed_precision='bf16'."
+        )
+    if precision == "bf16" and not device.is_bf16_supported():
+        raise ConfigError(
+            f"mixed_precision='bf16' was asked for, and DeepSpeed does not train in bf16 on this {_called(device)}. "
+            "Write mixed_precision='fp16', or leave mixed_precision out."
+        )
+
+
+def _called(device: Any) -> str:
+    return "CPU, which has no instructions for it" if device.device_name() == "cpu" else str(device.device_name())
+
+
 def set_loudness(config: Mapping[str, Any]) -> None:
     """Make DeepSpeed say errors only, unless a configuration asks for more.
 

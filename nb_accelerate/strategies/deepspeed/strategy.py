@@ -30,6 +30,7 @@ from nb_accelerate.strategies.deepspeed.library import (
     forget_ended_groups,
     import_deepspeed,
     path_of_programs,
+    refuse_unsupported,
     set_loudness,
 )
 from nb_accelerate.strategies.deepspeed.pairing import optimizer_of, without_model
@@ -157,6 +158,7 @@ class DeepSpeedStrategy(Strategy):
                 f'{precision.name}.enabled false. Write one of the two, or "auto" in the configuration.'
             )
         self._precision = configured or precision.name
+        refuse_unsupported(self._precision)
         return DeepSpeedPrecision(self._precision)
 
     @override
