@@ -173,13 +173,13 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> CheckpointHandle | None:
         core, project, identity = self.core, self.core.recording.project, self._identity()
-        parts = self._parts()
+        parts, first = self._parts(), core.registry.first_of_run
         saved = folder.absolute()  # the process may work elsewhere when a save in the background is over
         weights, folders = run_on_all_ranks(collectives, lambda: self._collect(parts))
 
         def remove() -> None:
             if limit is not None:
-                remove_old(saved, limit, worth=project.worth)
+                remove_old(saved, limit, first=first, worth=project.worth)
 
         writer = state.StateWriter(
             shared=share(folder, collectives=collectives, identity=identity, on_each_machine=project.save_on_each_node),
@@ -270,7 +270,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
 
         if self._means_newest(input_dir):
             parent = run_on_all_ranks(collectives, self._numbered_folders)
-            found, next_number = read_newest(parent, read, collectives=collectives, identity=identity)
+            found, next_number = read_newest(
+                parent, read, collectives=collectives, identity=identity, first=core.registry.first_of_run
+            )
         else:
             folder, next_number = run_on_all_ranks(collectives, lambda: _there(input_dir)), project.iteration
             whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, identity=identity)

@@ -12,6 +12,7 @@ so ranks ask each other now and then, and agree on when they ask again.
 from __future__ import annotations
 
 import inspect
+import logging
 import signal
 import threading
 import time
@@ -22,7 +23,7 @@ from nb_accelerate.accelerator.checkpoints import CheckpointSlice
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.fitting import check_order_is_known, position_here
-from nb_accelerate.checkpoint.numbered import next_number, numbered, tell_of_links
+from nb_accelerate.checkpoint.numbered import newest_before, next_number, numbered, tell_of_links
 from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.project import SaveInterval
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from nb_accelerate.accelerator.core import Core
     from nb_accelerate.config.project import ProjectConfiguration
     from nb_accelerate.data import DataLoaderShard
+
+logger = logging.getLogger("nb_accelerate")
 
 _ASK_EVERY = 0.25
 """Seconds between two questions of ranks to each other. A question takes a fraction of a millisecond."""
@@ -130,14 +133,36 @@ class ResumingSlice(CheckpointSlice):
         if project.signals or (interval is not None and interval.unit != "epochs"):
             check_order_is_known(dataloader)
         resumes = Environment().resume if resume is None else check_flag("resume", resume)
+        self._leave_earlier_run(Environment().resume_since if resume is None else None)
         first = self._go_on(dataloader) if resumes else self._begin_anew()
+        if first >= epochs and core.process.topology.is_main:
+            logger.warning(
+                "The newest checkpoint in %s is at the end of epoch %d, and epochs=%d: nothing is left to train.",
+                self._numbered_folders(),
+                first,
+                epochs,
+            )
         return self._epochs(dataloader, first, epochs, interval)
+
+    def _leave_earlier_run(self, since: int | None) -> None:
+        """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them.
+
+        Args:
+            since: when this run was launched to begin anew, in milliseconds since 1970; None if it was not.
+        """
+        core, parent = self.core, self._numbered_folders()
+        core.registry.first_of_run = 0
+        if since is not None:
+            core.registry.first_of_run = 1 + run_on_all_ranks(
+                core.collectives, lambda: newest_before(parent, since / 1000)
+            )
 
     def _go_on(self, dataloader: DataLoaderShard) -> int:
         """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""
         core = self.core
         there = run_on_all_ranks(core.collectives, lambda: numbered(self._numbered_folders()))
-        if not any(core.collectives.all_gather_object(bool(there))):
+        own = [number for number, _ in there if number >= core.registry.first_of_run]
+        if not any(core.collectives.all_gather_object(bool(own))):
             if core.process.topology.is_local_main:
                 tell_of_links(self._numbered_folders(), above=-1)
             return self._begin_anew()
@@ -160,7 +185,18 @@ class ResumingSlice(CheckpointSlice):
         parent = self._numbered_folders()
         there = run_on_all_ranks(core.collectives, lambda: numbered(parent))
         newest = max((number for number, _ in there), default=-1)
-        core.recording.project.iteration = run_on_all_ranks(core.collectives, lambda: next_number(parent, newest))
+        project = core.recording.project
+        project.iteration = run_on_all_ranks(core.collectives, lambda: next_number(parent, newest))
+        first = core.registry.first_of_run = core.registry.first_of_run or project.iteration
+        earlier = [number for number, _ in there if number < first]
+        if earlier and core.process.topology.is_local_main:
+            logger.warning(
+                "%s has checkpoints of an earlier run, the newest is checkpoint_%d. This run begins anew and keeps "
+                "them%s. To go on from there instead: resume=True.",
+                parent,
+                earlier[-1],
+                "" if project.total_limit is None else "; total_limit counts its own only",
+            )
         core.registry.progress.global_step = 0
         return 0
 

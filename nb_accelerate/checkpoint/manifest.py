@@ -68,7 +68,7 @@ class Manifest:
         }
     )
     num_readers: int | None = None
-    saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
 
     @property
     def readers(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks
@@ -69,8 +70,31 @@ def tell_of_links(parent: Path, *, above: int) -> None:
         )
 
 
+def newest_before(parent: Path, time: float) -> int:
+    """Return the number of the newest checkpoint that was saved before a time; -1 if there is none.
+
+    Args:
+        parent: the folder that the numbered ones are in.
+        time: in seconds since 1970. What does not say when it was saved, was saved before.
+    """
+    for number, folder in reversed(numbered(parent)):
+        try:
+            manifest = Manifest.read(published(folder, "state"))
+            saved = datetime.fromisoformat(manifest.saved_at).timestamp() if manifest is not None else 0.0
+        except (CheckpointError, ValueError):  # damaged; those below it tell
+            continue
+        if saved < time:
+            return number
+    return -1
+
+
 def read_newest(
-    parent: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
+    parent: Path,
+    read: Callable[[Checkpoint], T],
+    *,
+    collectives: Collectives,
+    identity: RankIdentity,
+    first: int = 0,
 ) -> tuple[T, int]:
     """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
 
@@ -81,6 +105,7 @@ def read_newest(
         read: see `read_checkpoint`.
         collectives: of all ranks.
         identity: of this rank.
+        first: the number of the first that may be read.
 
     Returns:
         What was read, and the number of the next checkpoint, which none that was passed over has either.
@@ -89,7 +114,9 @@ def read_newest(
         CheckpointError: there are some, and none is whole; or the newest whole one does not fit.
         ConfigError: there is none.
     """
-    everywhere = gather_from_all_ranks(collectives, lambda: [number for number, _ in numbered(parent)])
+    everywhere = gather_from_all_ranks(
+        collectives, lambda: [number for number, _ in numbered(parent) if number >= first]
+    )
     numbers = sorted(set(everywhere[0]).intersection(*everywhere), reverse=True)
     if not numbers:
         raise ConfigError(f"There is no checkpoint in {parent} yet.")
@@ -110,17 +137,20 @@ def read_newest(
     raise CheckpointError(f"No checkpoint in {parent} is whole:\n" + "\n".join(passed_over))
 
 
-def remove_old(saved: Path, limit: int, *, worth: Callable[[Mapping[str, float]], float] | None = None) -> None:
+def remove_old(
+    saved: Path, limit: int, *, first: int = 0, worth: Callable[[Mapping[str, float]], float] | None = None
+) -> None:
     """Remove the oldest checkpoints, or the worst. What cannot be removed stays, and a line says so.
 
     Args:
         saved: that which was saved just now, which stays.
         limit: how many stay. Those that are not whole do not count, so that they never push out one that is; they
             are removed when a newer one stays.
+        first: the number of the first that may be removed, and that counts.
         worth: of the values that were logged before a checkpoint was saved; those of the most worth stay. None keeps
             the newest.
     """
-    others = [(number, folder) for number, folder in numbered(saved.parent) if folder != saved]
+    others = [(number, folder) for number, folder in numbered(saved.parent) if folder != saved and number >= first]
     looks = {folder: manifest for _, folder in others if (manifest := _manifest_if_whole(folder)) is not None}
     whole = list(looks)
     if worth is not None:

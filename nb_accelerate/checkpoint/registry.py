@@ -60,6 +60,8 @@ class Registry:
         progress: of the run.
         copies: buffers of saves in the background.
         loaded: what is known about the checkpoint that was loaded last.
+        first_of_run: the number of the first checkpoint of this run. Those with smaller ones are of an earlier run, and
+            are kept whatever the limit is.
     """
 
     objects: list[Any] = field(default_factory=list)
@@ -68,6 +70,7 @@ class Registry:
     progress: Progress = field(default_factory=Progress)
     copies: HostCopies = field(default_factory=HostCopies)
     loaded: Manifest | None = None
+    first_of_run: int = 0
 
     def add(self, *objects: Any) -> None:
         """Add objects.

@@ -25,6 +25,7 @@ _YES = ("1", "true", "yes", "y", "on", "t")
 DEBUG_MODE = "ACCELERATE_DEBUG_MODE"
 DEVICE = "NB_ACCELERATE_DEVICE"
 RESUME = "NB_ACCELERATE_RESUME"
+RESUME_SINCE = "NB_ACCELERATE_RESUME_SINCE"
 
 
 class Environment:
@@ -135,6 +136,14 @@ class Environment:
         """``NB_ACCELERATE_RESUME``: go on from the newest checkpoint; yes by default, and after a restart."""
         wanted = self.flag(RESUME) is not False
         return wanted or bool(self.whole("TORCHELASTIC_RESTART_COUNT"))
+
+    @property
+    def resume_since(self) -> int | None:
+        """``NB_ACCELERATE_RESUME_SINCE``: when this run began, in milliseconds since 1970, if it began anew.
+
+        Ranks that are started again go on from no checkpoint that is older.
+        """
+        return self.whole(RESUME_SINCE)
 
     @property
     def has_rendezvous(self) -> bool:

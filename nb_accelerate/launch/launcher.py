@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-from nb_accelerate.config.env import RESUME, Environment
+from nb_accelerate.config.env import RESUME, RESUME_SINCE, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display.frontend import choose_front_end, is_in_kernel
@@ -235,6 +236,7 @@ def notebook_launcher(
         [0, 1]
     """
     of_file = _options_of_file() if num_processes is None and devices is None and num_nodes == 1 else {}
+    began = {} if resume else {RESUME_SINCE: str(int(time.time() * 1000))}
     options = LaunchOptions(
         function=function,
         args=args,
@@ -257,7 +259,7 @@ def notebook_launcher(
         devices=of_file.get("devices", devices),
         timeout=timeout,
         progress=progress,
-        env={RESUME: str(int(resume)), **(env or {})},
+        env={RESUME: str(int(resume)), **began, **(env or {})},
         by_value=tuple(by_value),
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
     )
@@ -277,7 +279,10 @@ def notebook_launcher(
             with guard:
                 sink.write("stderr", warning + "\n")
     run = cast("Callable[..., Values | Launch]", named(plan.method.runner))
-    return run(options, plan, sink, front_end=front_end, place=place, block=block)
+    try:
+        return run(options, plan, sink, front_end=front_end, place=place, block=block)
+    except SyntaxError as error:  # whose traceback IPython always shows: without the frames of the wait for the ranks
+        raise error.with_traceback(None) from error.__cause__
 
 
 def run_in_processes(

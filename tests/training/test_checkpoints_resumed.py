@@ -108,6 +108,66 @@ def test_a_run_that_ends_anywhere_goes_on_with_the_batch_after_the_checkpoint(
         assert _run(where, save_every=every, stateful=stateful) == []  # it is over
 
 
+def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    _run(tmp_path, save_every="1 epoch")
+    assert "nothing is left" not in caplog.text
+    assert _run(tmp_path, save_every="1 epoch") == []
+    assert "is at the end of epoch 3, and epochs=3: nothing is left to train." in caplog.text
+
+
+def _saves_and_fails_once(where: str) -> int:
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(where, save_every="1 epoch"))
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(torch.ones(4, 1))
+    )
+    steps = 0
+    for _, batches in accelerator.resumable(loader, 2):
+        for rows in batches:
+            if Path(where, "fail").exists():
+                accelerator.wait_for_everyone()
+                Path(where, "fail").unlink(missing_ok=True)
+                raise RuntimeError("before the first checkpoint")
+            accelerator.backward(model(rows).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return steps
+
+
+def test_ranks_that_are_started_again_go_on_from_no_checkpoint_of_an_earlier_run(tmp_path: Path):
+    def launch(**options: Any) -> list[int]:
+        run = nb_accelerate.notebook_launcher(
+            _saves_and_fails_once, (str(tmp_path),), 2, progress="off", start_method="forkserver", **options
+        )
+        return list(run)
+
+    assert launch() == [4, 4]
+    (tmp_path / "fail").touch()
+    assert launch(max_restarts=1) == [4, 4]  # not [0, 0], from the end of the run before
+    assert launch(max_restarts=1, resume=True) == [0, 0]
+
+
+def test_a_run_that_begins_anew_keeps_checkpoints_of_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def there() -> list[str]:
+        return sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+
+    options: dict[str, Any] = {"save_every": "1 epoch", "total_limit": 2}
+    _run(tmp_path, **options)
+    assert there() == ["checkpoint_1", "checkpoint_2"]
+    assert "earlier run" not in caplog.text
+    first = _run(tmp_path, **options, resume=False, die_after=15)
+    assert there() == ["checkpoint_1", "checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    assert (
+        "has checkpoints of an earlier run, the newest is checkpoint_2. This run begins anew and keeps them; "
+        "total_limit counts its own only. To go on from there instead: resume=True."
+    ) in caplog.text
+    rest = _run(tmp_path, **options)  # it goes on with the second one, and is that run from there on
+    assert first[:14] + rest == _run(tmp_path / "whole")
+    assert there() == ["checkpoint_4", "checkpoint_5"]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
