@@ -62,15 +62,22 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
 
 
 def where(dump: str) -> str:
-    """Return in a few words what a rank was doing, for a list of ranks.
-
-    The innermost frame, and the line of the notebook (or of the user's file) that led there.
-    """
+    """Return in a few words what a rank was doing, for a list of ranks: see `where_in`."""
     if dump == STOPPED:
         return dump
-    frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
-    if not frames:  # it is about to run users' code, or tells how that has ended
-        return "outside your code" if main_thread(dump) else "no answer"
+    found = main_thread(dump)  # without frames of users it is about to run their code, or tells how that has ended
+    return where_in(found) or ("outside your code" if found else "no answer")
+
+
+def where_in(frames: Iterable[Frame]) -> str:
+    """Return the innermost frame, and the line of the notebook (or of the user's file) that led there.
+
+    Args:
+        frames: innermost first. Without any but those of a rank's own machinery the result is "".
+    """
+    frames = [frame for frame in frames if not _WORKER.search(frame.filename)]
+    if not frames:
+        return ""
     first = frames[0]
     user = next((frame for frame in frames if is_users(frame.filename)), first)
     if user is first:

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.render import render_report
+from nb_accelerate.diagnostics.render import place, render_report
 from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
-from nb_accelerate.errors.traceback_lines import show_instead, text_lines, user_frames
+from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames, wants_full
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.ranks.same_failure import (
-    describe_stacks,
     failed_alike,
     failed_otherwise,
     interrupted_at,
+    meanwhile,
     one_line,
     whose,
 )
@@ -175,10 +175,10 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     cause = first_cause(incidents)
     wording, world_size = request.wording, request.world_size
     if cause.kind is IncidentKind.INTERRUPTED:
-        return interrupted(f"{wording.what} was {cause.how}", interrupted_at(request.answers))
+        return interrupted(f"{wording.what} was {cause.how}", interrupted_at(request.answers, request.stacks))
     number = cause.rank.rank if cause.rank is not None else None
     stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
-    footer = describe_stacks(stacks)
+    footer = meanwhile(request.answers, stacks, cause=number)
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
@@ -333,9 +333,14 @@ def show_traceback_of_rank(
         footer: what other ranks were doing, or "".
     """
     title = whose(ranks, world_size)
-    add_note(error, f"Raised by {title}.")
+    if isinstance(error, SyntaxError) and not wants_full():
+        # IPython asks this type for no lines, and shows its cause and traceback besides its own text.
+        users = [frame for frame in report.frames if is_users(frame.filename)]
+        add_note(error, f"Raised by {title}{f', in {place(users[-1])}' if users else ''}.")
+    else:
+        add_note(error, f"Raised by {title}.")
+        vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
     add_note(error, footer)
-    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
     show_instead(error, functools.partial(_lines, error, report, title, footer))
     with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
         error._nb_ranks = title.removesuffix(f" of {world_size}")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not

@@ -103,9 +103,10 @@ class HangWatch:
             text = verdict(dumps, finished)
             if text:
                 self._said = True
-                said = f"nothing has moved for {round(self._quiet, 1):g} s: {text}. {request.wording.when_hung}"
-                if request.panel is None or not request.panel.tell_hang(said):
-                    request.say(said)
+                said = f"{text}. {request.wording.when_hung}"
+                # The panel counts the seconds by itself.
+                if request.panel is None or not request.panel.tell_hang(f"no rank goes on: {said}"):
+                    request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {said}")
             elif places == self._seen:
                 self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
         self._seen = places

@@ -313,6 +313,8 @@ class Request:
                         ask_for_stacks(rank)
                     elif rank.is_ready:
                         rank.handle.nudge()
+                        if self.was_interrupted and not rank.stacks:  # C code may never let it answer
+                            ask_for_stacks(rank)
 
     # Its end.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import place
-from nb_accelerate.diagnostics.stacks import where
+from nb_accelerate.diagnostics.stacks import where, where_in
 from nb_accelerate.display.words import label, named
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.protocol.messages import Failure
@@ -50,18 +50,31 @@ def one_line(report: ErrorReport) -> str:
     return f"{report.type_name}: {report.message}".rstrip(": ").split("\n")[0]
 
 
-def describe_stacks(stacks: Mapping[int, str]) -> str:
-    """``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``; equal places said once."""
-    return _lines({rank: where(dump) for rank, dump in stacks.items()}, "Meanwhile ")
+def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause: int | None) -> str:
+    """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``.
+
+    Equal places are said once.
+
+    Args:
+        answers: what ranks have answered, by rank. One that has lost another rank says where it noticed that.
+        stacks: of ranks, by rank, for all others.
+        cause: the rank that all this is about.
+    """
+    places = {rank: where(dump) for rank, dump in stacks.items()}
+    for rank, (answer, _) in answers.items():
+        if isinstance(answer, Failure) and answer.peer_lost:
+            places[rank] = where_in(reversed(answer.report.frames))
+    return _lines({rank: place for rank, place in places.items() if place and rank != cause}, "Meanwhile ")
 
 
-def interrupted_at(answers: Mapping[int, Answer]) -> str:
+def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:
     """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, Cell In[7] line 12``.
 
     Args:
         answers: what ranks have answered since, by rank.
+        stacks: of ranks, by rank, for those that could not answer.
     """
-    places = {}
+    places = {rank: where(dump) for rank, dump in stacks.items() if rank not in answers}
     for rank, (answer, _) in answers.items():
         if isinstance(answer, Failure) and answer.report.type_name == "KeyboardInterrupt":
             frames = [frame for frame in answer.report.frames if is_users(frame.filename)]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import select
+import signal
 import struct
 import threading
 import time
@@ -123,6 +124,30 @@ def test_a_failure_leaves_ranks_the_time_to_save_in_the_background(loop: RankLoo
     assert saves.verbs == ["dump_stacks", "interrupt", "terminate"]
     assert said == ["rank 1 is saving. Interrupt not to wait"]
     assert ("interrupted" if insists else "rank 0 raised First") in str(error_of(request))
+
+
+def test_an_interrupt_says_where_a_rank_was_that_c_code_keeps_from_answering(loop: RankLoop) -> None:
+    class InC(ActorRank):
+        def dump_stacks(self, *, by_signal: bool = False) -> None:
+            super().dump_stacks(by_signal=by_signal)
+            os.write(self._ends[2], b'Thread 0x1 (most recent call first):\n  File "/home/me/a.py", line 3 in train\n')
+            os.write(self._ends[2], b'  File "<string>", line 1 in <module>\n')
+
+    handle = InC(0, None)
+    request = begin(loop, [handle], call_steps(Timeouts(interrupt=20.0)))
+    loop.interrupt(request)
+
+    def end(_: RankLoop) -> None:
+        if request.stacks:
+            handle._end(-signal.SIGKILL)
+
+    loop.observers.append(end)
+    try:
+        loop.run(request)
+    finally:
+        loop.observers.remove(end)
+    assert handle.verbs == ["interrupt", "dump_stacks"]
+    assert error_of(request).__notes__ == ["Rank 0 was in train, /home/me/a.py:3"]
 
 
 def test_ranks_that_do_not_answer_in_time_are_named(loop: RankLoop) -> None:
