@@ -88,6 +88,15 @@ def show_instead(error: BaseException, lines: Callable[[Style], list[str]]) -> N
         pass
 
 
+def lines_instead(error: BaseException) -> Callable[[Style], list[str]] | None:
+    """Return what `show_instead` was given for an exception; None if it was not called."""
+    try:
+        found: Callable[[Style], list[str]] | None = vars(error).get(_LINES)
+    except Exception:  # users' classes: one without attributes, or with an odd __dict__
+        return None
+    return found
+
+
 def short_lines(error: BaseException, style: Style = PLAIN) -> list[str]:
     """Return the user's lines that led to an exception, innermost last, and then its text."""
     frames = user_frames(error.__traceback__)
@@ -194,10 +203,7 @@ def shorten_tracebacks(own: type[BaseException]) -> None:
 
 def _lines_of(error: BaseException, own: type[BaseException]) -> Sequence[str] | None:
     style = ANSI if _is_terminal() else PLAIN
-    try:
-        lines: Callable[[Style], list[str]] | None = vars(error).get(_LINES)
-    except Exception:  # users' classes: one without attributes, or with an odd __dict__
-        lines = None
+    lines = lines_instead(error)
     if lines is not None:
         return lines(style)
     return short_lines(error, style) if isinstance(error, own) else None

@@ -8,7 +8,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import CellSyntaxError, NbAccelerateError
-from nb_accelerate.errors.traceback_lines import cell_name, show_instead, text_lines
+from nb_accelerate.errors.traceback_lines import cell_name, lines_instead, show_instead, text_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def plain_errors() -> Iterator[None]:
         yield
     except SyntaxError as error:
         plain = CellSyntaxError(str(error.msg))
-        _show_as(plain, functools.partial(_syntax_lines, error))
+        _show_as(plain, lines_instead(error) or functools.partial(_syntax_lines, error))  # a rank's has some
         raise plain from None
     except (NbAccelerateError, NameError) as error:
         _show_as(error, functools.partial(text_lines, error))

@@ -189,6 +189,25 @@ def test_a_mistake_that_a_rank_makes_is_told_in_a_few_lines(notebook: Kernel, na
     check_what_is_shown(notebook, WITH_RANKS[name])
 
 
+def test_a_module_that_does_not_compile_is_told_with_its_line_and_that_of_the_import(
+    notebook: Kernel, tmp_path: Path
+) -> None:
+    (tmp_path / "mistaken.py").write_text("def f(:\n")
+    notebook.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\ndef use():\n    import mistaken").ok()
+    try:
+        shown = _COLOURS.sub("", notebook.run("notebook_launcher(use, num_processes=1)").traceback)
+        in_a_cell = _COLOURS.sub("", notebook.run("%%distributed -n 1\nimport mistaken").traceback)
+    finally:
+        notebook.run(f"sys.path.remove({str(tmp_path)!r})\n%distributed stop").ok()
+    # IPython adds the lines that led there to a SyntaxError, whatever the error says: one frame of ours.
+    assert shown.count("nb_accelerate/") == 1, shown
+    for lines in (shown, in_a_cell):
+        assert lines.count("mistaken.py") == 1
+        assert lines.count("SyntaxError: invalid syntax") == 1
+    assert re.search(r"Raised by rank 0 of 1, in use, Cell In\[\d+\] line 3\.$", shown.strip())
+    assert re.search(r"Cell In\[\d+\], line 2\n", in_a_cell)
+
+
 def test_a_variable_brings_all_frames_back(notebook: Kernel) -> None:
     code = BEFORE_RANKS["no ranks"].code
     try:
