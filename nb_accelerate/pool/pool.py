@@ -11,8 +11,10 @@ import functools
 import os
 import sys
 import time
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.pool.cell import Cell
 from nb_accelerate.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
@@ -329,6 +331,8 @@ class Pool:
     def push(self, values: Mapping[str, Any], ranks: Sequence[int] | None = None, *, large: bool = False) -> None:
         """Define names on the ranks, also those that cells have bound there.
 
+        A module of the user's, which is sent by its name, is loaded anew from its file there.
+
         Args:
             values: by name.
             ranks: the ranks; None for all.
@@ -344,6 +348,10 @@ class Pool:
             self._call(chosen, packed)
         for rank in chosen:
             self._syncs[rank.rank].sent(values, uses)
+        modules = [value for value in values.values() if isinstance(value, ModuleType)]
+        own = tuple(one.__name__ for one in modules if is_users(getattr(one, "__file__", None) or "<frozen>"))
+        if own:
+            self.call(remote.reload, own, ranks=ranks)
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None = None) -> list[list[Any]]:
         """Return values of variables of the ranks.

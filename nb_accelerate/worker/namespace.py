@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import difflib
+import importlib
 import re
 import sys
 from typing import Any
@@ -23,6 +24,14 @@ def is_hidden(name: str) -> bool:
 def push(values: dict[str, Any]) -> None:
     """Define names."""
     _variables().update(values)
+
+
+def reload(modules: tuple[str, ...]) -> None:
+    """Load modules anew from their files, which may have been edited since they were imported here."""
+    importlib.invalidate_caches()
+    for name in modules:
+        if name in sys.modules:
+            importlib.reload(sys.modules[name])
 
 
 def use_search_path(entries: list[str]) -> None:

@@ -471,6 +471,21 @@ def test_modules_that_the_notebook_reloads_are_reloaded_on_ranks_too(notebook: K
     notebook.run("sys.path.pop(0)").ok()
 
 
+def test_a_module_that_is_pushed_is_loaded_anew(notebook: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "pushed_module.py"
+    module.write_text("answer = 41\n")
+    notebook.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport pushed_module, json").ok()
+    cell = "%%distributed\nprint(pushed_module.answer)"
+    assert notebook.run(cell).ok().stdout == "41\n"
+    module.write_text("answer = 'edited'\n")  # of another length: times of files may be equal
+    notebook.run("%distributed push pushed_module json").ok()
+    assert notebook.run(cell).ok().stdout == "edited\n"
+    module.write_text("answer = \n")
+    cell = notebook.run("%distributed push pushed_module")
+    assert (cell.error, cell.message) == ("CellSyntaxError", "invalid syntax")
+    notebook.run("sys.path.pop(0)").ok()
+
+
 def test_a_name_that_only_ranks_have_is_told_to_be_there(notebook: Kernel) -> None:
     notebook.run("%%distributed\nonly_there = 1").ok()
     cell = notebook.run("only_there + 1")
