@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.variable import Variable
+from torch.utils.hooks import unserializable_hook
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,4 +28,9 @@ def time_exchange(loss: Tensor, page: ProgressPage) -> None:
     """
     if loss.requires_grad:
         page.times_waits()
-        loss.register_hook(lambda _: _queue_callback(page.wait_after_backward))  # type: ignore[no-untyped-call]
+
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def queue(_: Tensor) -> None:  # a loss that is returned is pickled without it, and without a warning
+            _queue_callback(page.wait_after_backward)
+
+        loss.register_hook(queue)  # type: ignore[no-untyped-call]
