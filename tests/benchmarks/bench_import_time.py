@@ -8,11 +8,18 @@ import sys
 
 from turns import medians, ratios
 
+_SHELL = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.history_manager.enabled = False
+"""
+
 PROGRAMS = {
     "python": "",
     "import nb_accelerate": "import nb_accelerate",
     "its notebook_launcher": "from nb_accelerate import notebook_launcher",
-    "import IPython": "import IPython",
+    "a shell of IPython": _SHELL,
+    "the same, %load_ext nb_accelerate": f"{_SHELL}shell.run_line_magic('load_ext', 'nb_accelerate')",
     "import torch": "import torch",
 }
 

@@ -55,9 +55,12 @@ def scripts(folder: Path) -> dict[str, Path]:
         archive = folder / run.stdout.split()[-1]
         digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
         assert digest == expected, f"{package} is another one than it was"
+        script = folder / member.rpartition("/")[2]
         with tarfile.open(archive) as content:
-            content.extract(member, folder, filter="data")
-        found[member.rpartition("/")[2]] = folder / member
+            source = content.extractfile(member)
+            assert source is not None, f"{package} has no file {member}"
+            script.write_bytes(source.read())
+        found[script.name] = script
     return found
 
 

@@ -116,8 +116,8 @@ while True: time.sleep(0.1)
     ("cell", "answers"),
     [
         (SLEEPY, {"asleep": signal.SIGINT}),
-        (STUBBORN, {"asleep": signal.SIGINT, "no": signal.SIGINT}),
-        (STUBBORN, {"asleep": signal.SIGTERM}),
+        pytest.param(STUBBORN, {"asleep": signal.SIGINT, "no": signal.SIGINT}, marks=pytest.mark.slow),
+        pytest.param(STUBBORN, {"asleep": signal.SIGTERM}, marks=pytest.mark.slow),
     ],
     ids=["interrupt", "interrupt twice", "terminate"],
 )

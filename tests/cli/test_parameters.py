@@ -83,6 +83,7 @@ def test_a_function_is_kept_with_what_comes_before_it():
         keep_function(book, "trian", "call()")
 
 
+@pytest.mark.slow
 def test_one_function_of_a_notebook_runs_on_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write(tmp_path, DEFAULTS, TRAIN, LAUNCH)
     flags = ["--function", "train", "--num_processes", "2", "-p", "lr=0.5", "--output-dir", str(tmp_path)]

@@ -149,6 +149,7 @@ def test_ctrl_c_leaves_how_far_the_ranks_were(plain: None, launched: Terminal, t
     assert "1 / 2" in table
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_in_the_table_and_its_traceback_below(
     failing: None, launched: Terminal, tmp_path: Path
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_rank_that_fails_is_in_the_table_and_its_traceback_below(
     assert "2 / 2" in tables(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal, tmp_path: Path) -> None:
     wait_for_step(launched, 0)
     launched.wait_for(lambda text: "rank 0 begins 0" in text and "rank 1 begins 0" in text)
@@ -175,7 +177,7 @@ def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal
     assert [output.output_type for output in outputs(tmp_path)] == ["stream"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--bell"]])
+@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--bell"]])
 def test_the_bell_rings_at_the_end_when_asked_for(flags: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('trained')\nraise SystemExit(3)\n")

@@ -50,6 +50,7 @@ def test_without_its_package_chips_are_left_to_torch_xla(monkeypatch: pytest.Mon
     assert tpu.TPU.find(None, False) == ()
 
 
+@pytest.mark.slow
 def test_ranks_are_told_what_torch_tpu_sets_and_the_notebook_is_left_as_it_is(four_chips: None) -> None:
     told = [tpu.TPU.pin(("0", "1", "2", "3"), rank) for rank in range(4)]
     addresses = "localhost:0,localhost:1,localhost:2,localhost:3"

@@ -194,6 +194,7 @@ def test_a_cell_that_captures_its_output_keeps_one_panel_and_not_each_drawing(no
     assert notebook.run("sum('text/html' in one.data for one in kept.outputs)").ok().value == "1"
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_and_one_that_waits_are_told_apart_by_their_cpu(notebook: Kernel) -> None:
     sent = everything(notebook, "percents = notebook_launcher(uneven, (4.0,), 2, progress='widget')")
     percents = [re.findall(r'<td class="nba-cpu">(\d+) %</td>', one) for one in sent.html]

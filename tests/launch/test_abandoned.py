@@ -61,6 +61,7 @@ def watched(pid: int) -> Iterator[Callable[[float], bool]]:
 can_watch = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a process that is not a child cannot be watched")
 
 
+@pytest.mark.slow
 @can_watch
 def test_the_next_server_removes_the_folder_of_one_that_was_killed_and_of_no_other():
     with launched("waits") as (_, _, living), launched("waits") as (kernel, server, left):

@@ -101,7 +101,7 @@ def train():
 
 
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
 def test_the_notebook_is_told_once_that_its_own_model_is_unchanged(kernel, method: str) -> None:
     launch = f"notebook_launcher(train, num_processes=2, start_method={method!r})"
     kernel.run(NOTEBOOK)

@@ -225,6 +225,7 @@ def has_what_can_wait():
 """
 
 
+@pytest.mark.slow
 def test_idle_processes_are_there_before_what_can_wait_is_imported_and_others_afterwards(notebook: Kernel) -> None:
     notebook.run("import sys, time\nfrom nb_accelerate.launch import close, warm_status\nclose()").ok()
     notebook.run(IDLE).ok()

@@ -124,7 +124,9 @@ def _clean(notebook: Kernel, stacks: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_clean")
 @pytest.mark.parametrize("way", ["in_python", "in_sleep", "in_c", "in_a_collective", "in_a_loader"])
-@pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["forkserver", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fork", "spawn"))]
+)
 def test_an_interrupt_is_a_keyboard_interrupt(notebook: Kernel, way: str, method: str) -> None:
     cell = start_two(notebook, way, f", start_method={method!r}")
     notebook.interrupt()
@@ -248,7 +250,7 @@ def test_a_launch_in_the_background_is_not_hit_by_the_interrupt_of_another_cell(
     ("way", "method"),
     [
         ("in_c", "forkserver"),
-        ("in_a_loader", "fork"),
+        pytest.param("in_a_loader", "fork", marks=pytest.mark.slow),
         pytest.param("in_a_loader", "forkserver", marks=pytest.mark.slow),
         pytest.param("in_c", "fork", marks=pytest.mark.slow),
         pytest.param("in_c", "spawn", marks=pytest.mark.slow),

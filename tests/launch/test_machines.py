@@ -123,7 +123,14 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize(("method", "backend"), [("fork", "c10d"), ("forkserver", "c10d"), ("forkserver", "static")])
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [
+        pytest.param("fork", "c10d", marks=pytest.mark.slow),
+        ("forkserver", "c10d"),
+        pytest.param("forkserver", "static", marks=pytest.mark.slow),
+    ],
+)
 def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(method: str, backend: str) -> None:
     command = [sys.executable, "-c", AGAIN, method, f"127.0.0.1:{free_port()}", backend]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)

@@ -279,6 +279,7 @@ for method in ("fork", "forkserver"):
 """
 
 
+@pytest.mark.slow
 def test_a_process_with_more_files_open_than_select_can_name_launches_too() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", MANY_FILES],

@@ -55,6 +55,7 @@ def launched(words: list[str], folder: Path, *limits: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_too_few_files_are_a_sentence_and_leave_nothing(method: str, tmp_path: Path) -> None:
     limits = ("12", "16", "24")

@@ -452,6 +452,7 @@ class TestHangs:
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
+    @pytest.mark.slow
     def test_a_rank_whose_c_code_holds_the_interpreter_says_where_it_is(self, notebook: Kernel):
         notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
         cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True)\nsum(range(10**9))")

@@ -44,6 +44,7 @@ def test_stopping_while_a_cell_runs_leaves_nothing(kernel: Kernel) -> None:
     assert kernel.settles_at(before), (before, kernel.counts(), kernel.processes())
 
 
+@pytest.mark.slow
 def test_two_notebooks_do_not_meet(kernel: Kernel, shared_kernel: Kernel) -> None:
     for number, one in enumerate((kernel, shared_kernel)):
         one.set_timeouts("nb_accelerate.pool.Pool", fold=30.0)  # equal output is one line, however late a rank is

@@ -180,6 +180,7 @@ SEED = 20
 
 
 class TestStandardLibrary:
+    @pytest.mark.slow
     def test_a_sample_of_its_modules_is_read(self):
         print(f"seed {SEED}")
         sample = random.Random(SEED).sample(library(), 12)

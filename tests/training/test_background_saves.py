@@ -355,7 +355,14 @@ def test_a_function_that_leaves_by_exit_has_its_last_save_written(run_ranks: Run
         run_ranks(save, str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("how", ["itself", "fork", "fork, by exit handlers alone"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("itself", marks=pytest.mark.slow),
+        "fork",
+        pytest.param("fork, by exit handlers alone", marks=pytest.mark.slow),
+    ],
+)
 def test_a_save_that_is_under_way_when_its_process_ends_is_written(tmp_path: Path, how: str):
     program = (
         "import atexit, multiprocessing, os, sys, threading\n"

@@ -395,6 +395,7 @@ def test_a_rank_that_fails_while_saving_fails_all_and_training_goes_on(run_ranks
         assert "could not be written" in own or "File too large" in own
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_in_time_is_named_and_never_left_out(run_ranks: RunRanks, tmp_path: Path):
     def save(where: str) -> Any:
         import json

@@ -50,7 +50,14 @@ def test_a_rank_that_is_late_for_the_first_save_of_a_run_is_waited_for(run_ranks
 
 @pytest.mark.parametrize(
     "where_others_are",
-    ["returned", "in a collective", "in a backward", "out of the group", "in a collective of another machine"],
+    [
+        "returned",
+        "in a collective",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("in a backward", "out of the group", "in a collective of another machine")
+        ),
+    ],
 )
 def test_a_save_of_the_main_process_only_ends_when_the_others_are_past_it(
     run_ranks: RunRanks, tmp_path: Path, where_others_are: str

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nb_accelerate.accelerator import Accelerator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_torch_has_no_causal_attention_and_no_backward_over_cut_sequences_on_cpus(run_ranks, causal):
     def attend() -> str:

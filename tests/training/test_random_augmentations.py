@@ -31,6 +31,7 @@ def augmentations(accelerator, make):
     return [([column.tolist() for column in batch], torch.rand(()).item()) for _ in range(2) for batch in loader]
 
 
+@pytest.mark.slow
 def test_random_augmentations_draw_what_they_draw_under_accelerate(run_ranks):
     def compare():
         from accelerate import Accelerator as Theirs

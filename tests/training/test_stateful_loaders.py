@@ -138,7 +138,7 @@ def test_ranks_take_up_their_positions(run_ranks):
     run_ranks(all_kinds)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_that_are_dealt_their_batches_take_up_their_positions(run_ranks, workers):
     def deal(workers):
         torch.set_num_threads(1)
@@ -171,7 +171,7 @@ def test_rank_zero_saves_where_the_data_is_and_the_others_how_far_they_are(run_r
     assert last["nb_accelerate"] == other_last["nb_accelerate"] == {"epoch": 2, "position": 0}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [DataLoaderShard, SkipDataLoader, DataLoaderDispatcher])
 def test_torchdata_and_we_read_what_the_other_wrote(workers, kind):
     from torchdata.stateful_dataloader.sampler import RandomSampler

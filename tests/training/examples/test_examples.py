@@ -77,6 +77,7 @@ def test_examples_report_on_one_process_what_they_report_with_accelerate(tmp_pat
     _compare(*(play(SCRIPTS, package, str(tmp_path)) for package in ("accelerate", "nb_accelerate")))
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_examples_report_on_two_processes_what_they_report_with_accelerate(run_ranks, tmp_path):
     pytest.importorskip("accelerate")
