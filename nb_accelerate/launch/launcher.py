@@ -10,6 +10,7 @@ from nb_accelerate.config.env import RESUME, RESUME_SINCE, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.display.frontend import choose_front_end, is_in_kernel
+from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.neighbours import gpu_warnings
@@ -281,8 +282,10 @@ def notebook_launcher(
     run = cast("Callable[..., Values | Launch]", named(plan.method.runner))
     try:
         return run(options, plan, sink, front_end=front_end, place=place, block=block)
-    except SyntaxError as error:  # whose traceback IPython always shows: without the frames of the wait for the ranks
-        raise error.with_traceback(None) from error.__cause__
+    except SyntaxError as error:  # of which IPython shows the cause and all frames, here those of the wait for ranks
+        if wants_full():
+            raise
+        raise error.with_traceback(None) from None
 
 
 def run_in_processes(

@@ -21,7 +21,7 @@ from nb_accelerate.diagnostics.render import place, render_report
 from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
-from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames, wants_full
+from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.ranks.same_failure import (
     failed_alike,
@@ -333,17 +333,18 @@ def show_traceback_of_rank(
         footer: what other ranks were doing, or "".
     """
     title = whose(ranks, world_size)
-    if isinstance(error, SyntaxError) and not wants_full():
-        # IPython asks this type for no lines, and shows its cause and traceback besides its own text.
-        users = [frame for frame in report.frames if is_users(frame.filename)]
-        add_note(error, f"Raised by {title}{f', in {place(users[-1])}' if users else ''}.")
-    else:
-        add_note(error, f"Raised by {title}.")
-        vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
+    add_note(error, f"Raised by {title}{_place_of_import(error, report)}.")
     add_note(error, footer)
+    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
     show_instead(error, functools.partial(_lines, error, report, title, footer))
     with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
         error._nb_ranks = title.removesuffix(f" of {world_size}")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not
+
+
+def _place_of_import(error: BaseException, report: ErrorReport) -> str:
+    """Return the user's line that led to a SyntaxError, of which IPython shows no other line of a rank."""
+    users = [frame for frame in report.frames if is_users(frame.filename)]
+    return f", in {place(users[-1])}" if isinstance(error, SyntaxError) and users else ""
 
 
 def _lines(error: BaseException, report: ErrorReport, title: str, footer: str, style: Style) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -55,6 +56,13 @@ def start(*arguments: str, **how: object) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     command = [sys.executable, "-m", "nb_accelerate", "launch", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **how)
+
+
+def test_a_script_that_does_not_compile_is_shown_with_its_line(tmp_path: Path):
+    running = start("--cpu", "--num_processes=2", str(write(tmp_path, "import json\ndef main(:\n")))
+    _, shown = running.communicate(timeout=50)
+    assert running.returncode == 1
+    assert re.search(r"all 2 ranks\n+ *File .*train.py\", line 2\n    def main\(:\n +\^\nSyntaxError: invalid syntax\n", shown)
 
 
 def test_a_script_runs_on_every_rank_as_python_would_run_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
