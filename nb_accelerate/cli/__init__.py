@@ -75,7 +75,10 @@ class _Parser(argparse.ArgumentParser):
             command: _Parser = parsed.command
             flag = unknown[0].partition("=")[0]
             known = [name for action in command._actions for name in action.option_strings]
-            command.error(f"unknown: {' '.join(unknown)}.{suggest(flag, known)}")
+            below = [name for action in command._actions for name in action.choices or () if not action.option_strings]
+            meant = flag.lstrip("-")
+            hint = f" Did you mean '{command.prog} {meant}'?" if meant in below else suggest(flag, known)
+            command.error(f"unknown: {' '.join(unknown)}.{hint}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -86,4 +89,11 @@ class _Parser(argparse.ArgumentParser):
             what, given, choices = found[1], found[2], found[3].replace("'", "").split(", ")
             what = "there is no command" if what == "COMMAND" else f"{what} cannot be"
             message = f"{what} {given!r}.{suggest(given, choices)} Write one of: {', '.join(choices)}"
+        elif found := re.fullmatch(r"ambiguous option: (--\S+) could match (.*)", message):
+            flag = found[1].partition("=")[0]
+            names = [name for name in found[2].split(", ") if "-" not in name.lstrip("-")]
+            use = f"--use_{flag.lstrip('-')}"
+            hint = f" Did you mean {use!r}?" if use in self._option_string_actions else ""
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""  # noqa: PLR2004 - as many as are listed
+            message = f"{flag} is the beginning of {', '.join(names[:3])}{rest}.{hint}"
         super().error(message.removesuffix(", ..."))
