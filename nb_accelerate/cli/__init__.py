@@ -94,6 +94,6 @@ class _Parser(argparse.ArgumentParser):
             names = [name for name in found[2].split(", ") if "-" not in name.lstrip("-")]
             use = f"--use_{flag.lstrip('-')}"
             hint = f" Did you mean {use!r}?" if use in self._option_string_actions else ""
-            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""  # noqa: PLR2004 - as many as are listed
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
             message = f"{flag} is the beginning of {', '.join(names[:3])}{rest}.{hint}"
         super().error(message.removesuffix(", ..."))
