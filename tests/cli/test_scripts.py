@@ -62,9 +62,8 @@ def test_a_script_that_does_not_compile_is_shown_with_its_line(tmp_path: Path):
     running = start("--cpu", "--num_processes=2", str(write(tmp_path, "import json\ndef main(:\n")))
     _, shown = running.communicate(timeout=50)
     assert running.returncode == 1
-    assert re.search(
-        r"all 2 ranks\n+ *File .*train.py\", line 2\n    def main\(:\n +\^\nSyntaxError: invalid syntax\n", shown
-    )
+    drawn = r"all 2 ranks\n+ *File .*train.py\", line 2\n    def main\(:\n +\^\nSyntaxError: invalid syntax\n"
+    assert re.search(drawn, shown)
 
 
 def test_a_script_runs_on_every_rank_as_python_would_run_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -122,6 +122,7 @@ def test_ranks_of_a_cell_are_a_block_below_what_they_print_and_then_a_table(
     assert "application/vnd" not in (tmp_path / "a.executed.ipynb").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_where_output_is_redirected_there_are_lines_and_nothing_else(plain: None, tmp_path: Path) -> None:
     for step in range(2):
         (tmp_path / str(step)).touch()
@@ -177,7 +178,8 @@ def test_of_a_kernel_that_dies_no_block_is_left(deadly: None, launched: Terminal
     assert [output.output_type for output in outputs(tmp_path)] == ["stream"]
 
 
-@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow), ["--bell"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--bell"]])
 def test_the_bell_rings_at_the_end_when_asked_for(flags: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('trained')\nraise SystemExit(3)\n")

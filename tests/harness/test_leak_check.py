@@ -60,6 +60,7 @@ def test_what_a_test_leaves_on_purpose_is_not_held_against_it(pytester: pytest.P
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_what_a_fixture_of_wider_scope_keeps_is_not_held_against_a_test_and_all_else_is(
     pytester: pytest.Pytester,
 ) -> None:

@@ -64,6 +64,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_machines_meet_by_number_and_address(tmp_path: Path) -> None:
     port = free_port()
     found = run_on_two(

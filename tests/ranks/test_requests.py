@@ -130,7 +130,7 @@ def test_an_interrupt_says_where_a_rank_was_that_c_code_keeps_from_answering(loo
     class InC(ActorRank):
         def dump_stacks(self, *, by_signal: bool = False) -> None:
             super().dump_stacks(by_signal=by_signal)
-            os.write(self._ends[2], b'Thread 0x1 (most recent call first):\n  File "/home/me/a.py", line 3 in train\n')
+            os.write(self._ends[2], b'Thread 0x1 (most recent call first):\n  File "/srv/a.py", line 3 in train\n')
             os.write(self._ends[2], b'  File "<string>", line 1 in <module>\n')
 
     handle = InC(0, None)
@@ -147,7 +147,7 @@ def test_an_interrupt_says_where_a_rank_was_that_c_code_keeps_from_answering(loo
     finally:
         loop.observers.remove(end)
     assert handle.verbs == ["interrupt", "dump_stacks"]
-    assert error_of(request).__notes__ == ["Rank 0 was in train, /home/me/a.py:3"]
+    assert error_of(request).__notes__ == ["Rank 0 was in train, /srv/a.py:3"]
 
 
 def test_ranks_that_do_not_answer_in_time_are_named(loop: RankLoop) -> None:

@@ -136,6 +136,7 @@ def _said(cell: nbformat.NotebookNode) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.may_leave("files")  # PyTorch makes an empty torchinductor_USER when the first optimizer is built
 def test_the_quickstart_learns_the_digits_on_two_ranks_and_counts_each_held_out_image_once():

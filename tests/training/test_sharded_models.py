@@ -159,6 +159,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_state_and_a_window_that_was_lef
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_shards_is_that_of_a_whole_model_and_the_other_way_round(run_ranks, tmp_path: Path):
     def train(sharded: bool, load: Path | None, save: Path) -> Any:
         from nb_accelerate.process import context

@@ -104,6 +104,7 @@ def test_a_plan_may_come_with_the_model_and_ties_stay_ties(run_ranks, plan):
         torch.testing.assert_close(results[0][4][name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_brings_its_plan(run_ranks):
     tokens = torch.arange(24).reshape(2, 12) % 32
 
