@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.checkpoints import CheckpointSlice
-from nb_accelerate.checkpoint.agreement import run_on_all_ranks
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.fitting import check_order_is_known, position_here
 from nb_accelerate.checkpoint.numbered import newest_before, next_number, numbered, tell_of_links
@@ -151,11 +151,11 @@ class ResumingSlice(CheckpointSlice):
             since: when this run was launched to begin anew, in milliseconds since 1970; None if it was not.
         """
         core, parent = self.core, self._numbered_folders()
-        core.registry.first_of_run = 0
-        if since is not None:
-            core.registry.first_of_run = 1 + run_on_all_ranks(
-                core.collectives, lambda: newest_before(parent, since / 1000)
-            )
+        # A machine that has joined later was launched later: the earliest tells when the run began.
+        earlier = gather_from_all_ranks(
+            core.collectives, lambda: -1 if since is None else newest_before(parent, since / 1000)
+        )
+        core.registry.first_of_run = 1 + min(earlier)
 
     def _go_on(self, dataloader: DataLoaderShard) -> int:
         """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""

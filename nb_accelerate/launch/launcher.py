@@ -17,6 +17,7 @@ from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.launch.servers import warm_server
+from nb_accelerate.ranks.failures import RankTraceback
 from nb_accelerate.ranks.guard import OutputGuard
 from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.worker.groups import named
@@ -283,7 +284,7 @@ def notebook_launcher(
     try:
         return run(options, plan, sink, front_end=front_end, place=place, block=block)
     except SyntaxError as error:  # of which IPython shows the cause and all frames, here those of the wait for ranks
-        if wants_full():
+        if wants_full() or not isinstance(error.__cause__, RankTraceback):
             raise
         raise error.with_traceback(None) from None
 

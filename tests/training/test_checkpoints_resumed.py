@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_ranks_that_are_started_again_go_on_from_no_checkpoint_of_an_earlier_run
     (tmp_path / "fail").touch()
     assert launch(max_restarts=1) == [4, 4]  # not [0, 0], from the end of the run before
     assert launch(max_restarts=1, resume=True) == [0, 0]
+
+
+def test_ranks_that_have_joined_later_go_on_with_the_run_that_they_join(run_ranks: RunRanks, tmp_path: Path):
+    def run(where: str, attempt: int) -> list[Any]:
+        os.environ |= {"NB_ACCELERATE_RESUME": "0", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        hours = 1 if os.environ["RANK"] == "1" else -1
+        os.environ["NB_ACCELERATE_RESUME_SINCE"] = str(int((time.time() + 3600 * hours) * 1000))
+        return _run(Path(where), save_every="1 epoch")
+
+    assert all(run_ranks(run, str(tmp_path), 0))
+    assert run_ranks(run, str(tmp_path), 1) == [[], []]
 
 
 def test_a_run_that_begins_anew_keeps_checkpoints_of_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture):
