@@ -125,6 +125,7 @@ class Request:
     _late_at: float = NEVER
     _ending_since: float = NEVER
     _told_of_save: bool = False
+    _asks_where: bool = True
     _given_away: set[int] = field(default_factory=set)
     _unasked: set[int] = field(default_factory=set)
     _unaided: set[int] = field(default_factory=set)
@@ -306,6 +307,7 @@ class Request:
                 self._enter(StepKind(self.step.kind + 1))
         elif now >= self._again_at:
             is_asking = self.step.kind is StepKind.ASK
+            asks_where, self._asks_where = self._asks_where and self.was_interrupted, False
             self._again_at = NEVER if is_asking else now + _NUDGE_INTERVAL
             for rank in self.waiting:
                 with contextlib.suppress(Exception):  # `_enter` has logged what cannot be done
@@ -313,7 +315,7 @@ class Request:
                         ask_for_stacks(rank)
                     elif rank.is_ready:
                         rank.handle.nudge()
-                        if self.was_interrupted and not rank.stacks:  # C code may never let it answer
+                        if asks_where:  # once: C code may never let it answer
                             ask_for_stacks(rank)
 
     # Its end.
