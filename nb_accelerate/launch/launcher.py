@@ -209,7 +209,7 @@ def notebook_launcher(
         env: environment variables of the ranks, on top of those of this process.
         by_value: modules of yours to send as they are in memory here, instead of importing them in the ranks.
         resume: have `Accelerator.resumable` go on from the newest whole checkpoint that there is. Ranks that are
-            started again after a failure (``max_restarts``) do so anyway.
+            started again after a failure (``max_restarts``) do so anyway, but with checkpoints of this launch only.
         min_nodes: with ``"c10d"``, the fewest machines to run on; `num_nodes` is then the most. All ranks start again
             when a machine comes, which does not count as a restart, and when one is lost, which does.
         fold_output: show a line that all ranks print once, and put the rank in front of others, as ``%%distributed``
