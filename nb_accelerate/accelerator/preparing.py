@@ -27,9 +27,9 @@ from nb_accelerate.strategies import ModelRequest
 from nb_accelerate.strategies.unwrapping import innermost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from nb_accelerate.accelerator.core import Core
+    from nb_accelerate.comm import Collectives
     from nb_accelerate.data.dispatcher import SliceFunction
 
 logger = logging.getLogger("nb_accelerate")
@@ -229,7 +229,13 @@ class PreparingSlice(PreparedSlice):
                 accumulation=core.accumulation,
                 step=core.precision.bind(engine),
                 scaler=core.precision.scaler,
-                before_first_step=partial(_check_first_step, core),
+                # Not the core: whoever keeps one optimizer would keep all that was prepared with it.
+                before_first_step=partial(
+                    _check_first_step,
+                    models=None if core.strategy.checks_optimizers else core.shared.models,
+                    collectives=core.data_collectives,
+                    loaders=core.prepared.loaders,
+                ),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
                 owns_gradients=core.strategy.owns_gradients,
@@ -332,10 +338,16 @@ def _check_kind(item: Any) -> None:
         )
 
 
-def _check_first_step(core: Core, optimizer: torch.optim.Optimizer) -> None:
-    if not core.strategy.checks_optimizers:
-        check_owned(optimizer, core.shared.models)
-    warn_of_unprepared_loader(core)
+def _check_first_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    models: Iterable[nn.Module] | None,
+    collectives: Collectives,
+    loaders: Sequence[DataLoaderShard],
+) -> None:
+    if models is not None:
+        check_owned(optimizer, models)
+    warn_of_unprepared_loader(collectives, loaders)
 
 
 def _contains(known: Sequence[Any], item: Any) -> bool:

@@ -13,23 +13,27 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nb_accelerate.data.loader import DataLoaderShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
-    from nb_accelerate.accelerator.core import Core
+    from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
 
 _LIBRARIES = ("nb_accelerate", "torch")
 
 
-def warn_of_unprepared_loader(core: Core) -> None:
+def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> None:
     """Name the loader of the user's loop if it was not prepared. Called before the first step of an optimizer.
 
     Nothing is said of loaders that may share out rows by themselves: with a sampler of the user's, or a stream.
+
+    Args:
+        collectives: of the ranks that share out rows.
+        prepared: the loaders that were prepared; with one of them, nothing is said of others.
     """
-    readers = core.data_collectives.world_size
-    if readers == 1 or core.data_collectives.rank or core.prepared.loaders:
+    readers = collectives.world_size
+    if readers == 1 or collectives.rank or prepared:
         return
     name = _find_loader(inspect.currentframe())
     if name is not None:

@@ -13,6 +13,9 @@ If a loss is scaled while an optimizer holds true gradients, hooks divide what b
 
 The scale is updated when the next loss is scaled, from the infinite gradients found since the last one, so that several
 optimizers of one loss use the same scale. Gradients that are still scaled are multiplied to fit the new scale.
+
+Two optimizers may have the same parameters, as when a cell that makes one is run again and the first is still referred
+to. Such a gradient is divided once: it is true if it is true for one of them.
 """
 
 from __future__ import annotations
@@ -107,17 +110,23 @@ class ScaledStep(OptimizerStep):
         if self.unscaled and not any(bool(_values(gradient).any()) for gradient in self.gradients()):
             self._forget()
 
-    def divide_by(self, inverse: Tensor) -> None:
-        """Multiply the gradients of the next backward, which adds them to true ones, by ``inverse`` of the scale."""
+    def divide_by(self, inverse: Tensor, done: set[int]) -> None:
+        """Multiply the gradients of the next backward, which adds them to true ones, by ``inverse`` of the scale.
+
+        Args:
+            inverse: of the scale, of shape ``()``.
+            done: the ids of the parameters that another optimizer does this for; those of this one are added.
+        """
         self._release()
         self._checked = False
+        own = [parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in done]
         self._hooks = [
             parameter.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: gradient * inverse.to(gradient.device)
             )
-            for parameter in self.parameters()
-            if parameter.requires_grad
+            for parameter in own
         ]
+        done.update(id(parameter) for parameter in own)
 
     def _forget(self) -> None:
         """Set the state of the gradients to used or dropped."""
@@ -201,8 +210,9 @@ class LossScaler(torch.amp.GradScaler):
             if held:
                 assert self._scale is not None
                 inverse = self._scale.double().reciprocal().float()  # as GradScaler.unscale_ computes it
+                done: set[int] = set()
                 for step in held:
-                    step.divide_by(inverse)
+                    step.divide_by(inverse, done)
         return super().scale(outputs)
 
     @override
@@ -215,21 +225,34 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Do what torch does, for the gradients on each mesh by themselves: it takes no mix of DTensors and others."""
-        by_mesh: dict[Any, list[Tensor]] = {}
+        """Do what torch does, with two exceptions.
+
+        It takes no mix of DTensors and others: the gradients on each mesh are unscaled by themselves. Gradients that
+        are true for another optimizer are only searched for infinite ones.
+        """
+        true = {id(parameter) for parameter in self._true_parameters(besides=optimizer)}
+        alike: dict[tuple[Any, bool], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-        if len(by_mesh) < 2:
+                    key = getattr(parameter.grad, "device_mesh", None), id(parameter) in true
+                    alike.setdefault(key, []).append(parameter)
+        if len(alike) < 2 and not any(is_true for _, is_true in alike):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found: dict[torch.device, Tensor] = {}
-        for parameters in by_mesh.values():
+        for (_, is_true), parameters in alike.items():
             part: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # all that torch reads
-            parts = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
+            inverse = torch.ones_like(inv_scale) if is_true else inv_scale
+            parts = super()._unscale_grads_(part, inverse, torch.zeros_like(found_inf), allow_fp16)
             for device, value in parts.items():
                 found[device] = torch.maximum(found[device], value) if device in found else value
         return found
+
+    def _true_parameters(self, besides: torch.optim.Optimizer | None = None) -> Iterator[Tensor]:
+        """Yield the parameters whose gradients, if there are any, some optimizer has unscaled or used."""
+        for step in self.steps():
+            if step.optimizer is not besides and not step.holds_scaled:
+                yield from step.parameters()
 
     @override
     def get_scale(self) -> float:
@@ -306,7 +329,9 @@ class LossScaler(torch.amp.GradScaler):
         """Run a block that changes the scale. Scaled gradients are multiplied to fit; states of true ones are kept."""
         known = self._per_optimizer_states
         held = {key: known.pop(key) for key, step in self._steps.items() if step.unscaled and key in known}
-        scaled = [step for step in self.steps() if step.holds_scaled]
+        scaled = {id(one): one for step in self.steps() if step.holds_scaled for one in step.parameters()}
+        for parameter in self._true_parameters() if scaled else ():
+            scaled.pop(id(parameter), None)
         before = None if self._scale is None else self._scale.clone()
         try:
             yield
@@ -315,9 +340,9 @@ class LossScaler(torch.amp.GradScaler):
         if before is None:
             return
         after = self._scale if self._enabled and self._scale is not None else torch.ones_like(before)
-        for step in scaled:
-            for gradient in step.gradients():
-                gradient.mul_((after / before).to(gradient.device))
+        for parameter in scaled.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_((after / before).to(parameter.grad.device))
 
     def _updated_copy(self) -> torch.amp.GradScaler:
         """Return a copy that was updated: its scale is the one of the next loss."""

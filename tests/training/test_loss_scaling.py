@@ -218,3 +218,51 @@ def test_scaling_may_be_switched_off():
     optimizer.step()
     assert model.weight.tolist() == [[0.5, 0.0]]
     assert accelerator.scaler.state_dict() == {}
+
+
+@pytest.mark.parametrize("drop", ["zero_grad", "in_place"])
+def test_two_optimizers_of_one_model_divide_its_gradients_once(drop):
+    accelerator = fp16(8.0, growth_interval=1)
+    model, optimizer = one(accelerator)
+    # As when the cell that makes an optimizer is run again, and a scheduler still refers to the first one.
+    again = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    other, other_optimizer = one(accelerator)
+    for _ in range(3):
+        accelerator.backward(spread(model))
+        accelerator.backward(spread(other))
+        other_optimizer.step()  # the scale grows while gradients of the model wait
+        other_optimizer.zero_grad()
+        assert accelerator.clip_grad_norm_(model.parameters(), 1e6).item() == pytest.approx(5**0.5)
+        accelerator.backward(spread(model))  # added to gradients that are unscaled
+        again.step()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[2.0, 4.0]]
+        again.zero_grad(set_to_none=drop == "zero_grad")
+    assert model.weight.tolist() == [[1 - 3.0, 1 - 6.0]]
+
+
+def test_two_optimizers_of_one_model_both_skip_a_step_with_infinite_gradients():
+    accelerator = fp16(1024.0)
+    model, optimizer = one(accelerator)
+    again = accelerator.prepare(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.5))
+    accelerator.backward(spread(model, float("inf")))
+    optimizer.step()
+    again.step()
+    assert (optimizer.step_was_skipped, again.step_was_skipped) == (True, True)
+    assert model.weight.tolist() == [[1.0, 1.0]]
+    model.zero_grad()
+    accelerator.backward(spread(model))
+    again.step()
+    assert model.weight.grad.tolist() == [[1.0, 2.0]]
+    assert accelerator.scaler.get_scale() == 512.0
+
+
+def test_an_optimizer_that_is_kept_keeps_no_other_that_was_prepared_with_it():
+    accelerator = fp16()
+    model, optimizer = one(accelerator)
+    _, other = one(accelerator)
+    gone = [weakref.ref(thing) for thing in (optimizer.optimizer, model.weight, accelerator)]
+    del model, optimizer, accelerator
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    assert other.param_groups

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fixtures.kernels import Kernel
+from fixtures.leaks import name_of
 
 # torch_xla makes a temporary file when it is imported, which a kernel that is shut down leaves.
 pytestmark = pytest.mark.may_leave("files")
@@ -262,7 +263,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(kaggle: Kernel) -> N
     assert cell.error == "RankDiedError"
     assert "rank 2" in cell.message.lower()
     assert "SIGKILL" in cell.message
-    assert [child for child in psutil.Process(kaggle.pid).children(recursive=True) if "nb-rank" in child.name()] == []
+    assert [child for child in kaggle.processes() if "nb-rank" in (name_of(child) or "")] == []
     kaggle.run("notebook_launcher(train, progress='off'); None").ok()
 
 
@@ -297,8 +298,7 @@ def test_after_every_way_to_end_nothing_is_left_and_the_next_launch_works(
     kernel: Kernel = request.getfixturevalue(machine)
 
     def ranks() -> list[psutil.Process]:
-        children = psutil.Process(kernel.pid).children(recursive=True)
-        return [child for child in children if "nb-rank" in child.name()]
+        return [child for child in kernel.processes() if "nb-rank" in (name_of(child) or "")]
 
     kernel.run(
         "import os, signal\nfrom nb_accelerate import Accelerator\n"
