@@ -308,7 +308,10 @@ def loss_of(sample: Sample) -> float | None:
 
 def _whole(sample: Sample, before: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return how far the run is; while it does something else than to train, as far as it was."""
-    if not (sample.trains and sample.total):
+    is_first = not sample.trains and not sample.steps_before  # there was no backward yet
+    if is_first and sample.evaluates:
+        return None
+    if not sample.total or not (sample.trains or is_first):
         return before
     if sample.spans_epochs:
         return min(sample.step, sample.total), sample.total

@@ -14,6 +14,7 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nb_accelerate.display.words import named
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.pool.cell import Cell
 from nb_accelerate.pool.group import RankGroup, breaks_group, result_of
@@ -367,7 +368,11 @@ class Pool:
             NameError: a rank has no such name.
             ShippingError: a value cannot be pickled.
         """
-        values: list[list[Any]] = self.call(remote.pull, tuple(names), ranks=ranks)
+        chosen = [rank.rank for rank in self._ready(ranks)]
+        values = self.call(remote.pull, tuple(names), ranks=chosen)
+        missing = {rank: one for rank, one in zip(chosen, values, strict=True) if isinstance(one, remote.MissingName)}
+        if missing:
+            raise NameError(_of_missing(missing, self.world_size))
         return values
 
     def reset(self) -> None:
@@ -503,3 +508,13 @@ class Pool:
         """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
         if self._group is not None and not self._is_busy and not self._is_starting:
             self._group.loop.say(str(error))
+
+
+def _of_missing(missing: Mapping[int, remote.MissingName], world_size: int) -> str:
+    """Return the text of the error for names that ranks do not have: that of the first, and all ranks that lack it."""
+    name, near = next(iter(missing.values()))
+    ranks = [rank for rank, one in missing.items() if one.name == name]
+    hint = f". Did you mean: '{near}'?" if near else ""
+    if len(ranks) == world_size > 1:
+        return f"no rank has a variable {name!r}{hint}"
+    return f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} no variable {name!r}{hint}"

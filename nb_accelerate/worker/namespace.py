@@ -7,7 +7,7 @@ import difflib
 import importlib
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -39,18 +39,25 @@ def use_search_path(entries: list[str]) -> None:
     sys.path[:] = entries
 
 
-def pull(names: tuple[str, ...]) -> list[Any]:
-    """Return the values of names.
+class MissingName(NamedTuple):
+    """A name that a rank was asked for and does not have.
 
-    Raises:
-        NameError: there is no such name here; says which is near.
+    Attributes:
+        name: which.
+        near: one that it has and that is spelled nearly so; None if there is none.
     """
+
+    name: str
+    near: str | None
+
+
+def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
+    """Return the values of names, or the first name that is not there."""
     variables = _variables()
     for name in names:
         if name not in variables:
             near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
-            hint = f". Did you mean: '{near[0]}'?" if near else ""
-            raise NameError(f"rank {variables.get('rank', '?')} has no variable {name!r}{hint}")
+            return MissingName(name, near[0] if near else None)
     return [variables[name] for name in names]
 
 

@@ -315,6 +315,17 @@ def test_with_the_number_of_epochs_known_the_bar_and_the_time_are_those_of_the_w
     assert (run.row(0).step, run.row(0).now) == ("48 / 120", "evaluating 3 / 10")
 
 
+def test_the_total_is_that_of_the_whole_run_before_its_first_backward():
+    run = Run(2)
+    run.begin_loop(total=40, epoch=1, epochs=3)
+    run.put(step=0, trains=False, phase=Phase.DATA)
+    run.look()
+    assert (run.row(0).step, run.row(0).share) == ("0 / 120", 0.0)
+    run.put(step=3, phase=Phase.EVALUATING, evaluates=True)  # no backward came: it is no training
+    run.look()
+    assert run.row(0).step == "3 / 40"
+
+
 def test_a_rank_that_is_stuck_before_its_first_step_is_named():
     run = Run(3)
     run.put(phase=Phase.RUNNING, request=1)

@@ -65,6 +65,8 @@ def make_program(seed: int) -> tuple[dict[str, float], list[Op]]:
         if rng.random() < 0.1:
             ops.append(Op("free_memory", rng.randrange(MODELS)))
         if rng.random() < 0.1:
+            ops.append(Op("new_optimizer_beside", rng.randrange(MODELS)))
+        if rng.random() < 0.1:
             ops.append(Op("new_accelerator"))
         if rng.random() < 0.1:
             ops.append(Op("save_scale"))
@@ -172,6 +174,9 @@ class Plain(Program):
     def free_memory(self, op: Op) -> None:
         self.optimizers[op.model] = self.new_optimizer(op.model)
 
+    def new_optimizer_beside(self, op: Op) -> None:
+        self.optimizers[op.model] = self.new_optimizer(op.model)
+
     def new_accelerator(self, op: Op) -> None:
         pass
 
@@ -194,6 +199,7 @@ class Ours(Program):
         # Under autocast the numbers would be those of float16; the scaler is what is compared.
         prepared = self.accelerator.prepare(*self.optimizers)
         self.optimizers = list(prepared)
+        self.kept: list[torch.optim.Optimizer] = []
 
     def make_accelerator(self) -> Accelerator:
         return Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**self.options)])
@@ -227,6 +233,11 @@ class Ours(Program):
         # One that is known goes first: it goes on with its scale.
         known = [one for one in self.optimizers if one is not None]
         self.accelerator.prepare(*known)
+        self.optimizers[op.model] = self.accelerator.prepare(self.new_optimizer(op.model))
+
+    def new_optimizer_beside(self, op: Op) -> None:
+        self.kept.append(self.optimizers[op.model])  # as a scheduler keeps it when a cell runs again
+        self.accelerator.prepare(*self.optimizers)  # they are known, so it goes on with its scale
         self.optimizers[op.model] = self.accelerator.prepare(self.new_optimizer(op.model))
 
     def new_accelerator(self, op: Op) -> None:
