@@ -288,6 +288,8 @@ class PanelState:
             return "done"
         if self._ended is not None and self._state == "done":
             return "done"
+        if self._state == "interrupted" and self._failure is None:
+            return "interrupted"
         if standing.kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:

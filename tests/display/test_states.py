@@ -91,6 +91,16 @@ def test_an_interrupted_run_says_so():
     assert [(row.kind, row.now) for row in view.rows] == [("", "interrupted")] * 2
 
 
+def test_a_run_with_a_bad_loss_that_is_interrupted_has_not_failed():
+    run = Run(2)
+    run.begin_loop()
+    run.train(1.0)
+    run.put(loss=float("nan"), state="failed")  # by a KeyboardInterrupt
+    run.look()
+    view = run.end("interrupted")
+    assert [(row.kind, row.now) for row in view.rows] == [("bad", "interrupted")] * 2
+
+
 # Stalls.
 
 
