@@ -73,7 +73,8 @@ class CommunicationSlice(Slice):
         Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch.
         At the end of the data, rows that were repeated to give all processes equal batches are left out. In one
         process, what has an entry for each row of a full batch (``loss.repeat(batch_size)``) is cut to the rows of the
-        last one. Where batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are
+        last one. Of a single value, such as a mean loss, that of each process is returned, with a warning if rows were
+        repeated. Where batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are
         kept. Outside a loop everything is gathered: there is no last batch then.
 
         Example::
@@ -115,7 +116,16 @@ class CommunicationSlice(Slice):
             return operations.gather_object(collectives, input_data)[:real]
         if loader.rows_of_ranks is not None:  # tensors of different sizes are gathered padded, or refused by gather
             real = real_rows_of_padded(loader.rows_of_ranks, real)
-        return map_tensors(lambda tensor: tensor[:real], self.gather(input_data))
+        is_single = [not tensor.dim() for tensor in tensors_in(input_data)]
+        if any(is_single) and collectives.rank == 0:
+            warnings.warn(
+                "gather_for_metrics was given a single value, such as a mean loss, and returns that of each process. "
+                f"Rows that are repeated in the last batch (only {loader.batch_remainder} of all are real) count in "
+                "it. For exact figures, give it one entry for each row.",
+                stacklevel=2,
+            )
+        singles = iter(is_single)
+        return map_tensors(lambda tensor: tensor if next(singles) else tensor[:real], self.gather(input_data))
 
 
 def _real_rows(data: Any, loader: TrackedLoader) -> Any:
@@ -157,18 +167,17 @@ def _check_rows(data: Any, loader: TrackedLoader, *, as_objects: bool) -> None:
         return  # gather_object says what is wrong with it
     if loader.rows_on_rank is None:
         return  # a loader of the user's, which does not say
-    given = [len(data)] if as_objects else [_rows(tensor) for tensor in tensors_in(data)]
+    given = [len(data)] if as_objects else [_rows(tensor) for tensor in tensors_in(data) if tensor.dim()]
     right = {loader.rows_on_rank}
     if loader.rows_of_ranks is not None and not as_objects:
         right.add(max(loader.rows_of_ranks))  # padded to gather them
     wrong = next((rows for rows in given if rows not in right), None)
     if wrong is None:
         return
-    what = "no rows (it has no dimensions)" if wrong < 0 else f"{wrong} entries"
     raise ValueError(
-        f"gather_for_metrics was given something with {what} for a batch of {loader.rows_on_rank} rows. In this last "
-        f"batch only {loader.batch_remainder} rows of all processes are real, and which entries belong to them cannot "
-        "be known. Give it one entry for each row, or use gather for values that are not about rows."
+        f"gather_for_metrics was given something with {wrong} entries for a batch of {loader.rows_on_rank} rows. In "
+        f"this last batch only {loader.batch_remainder} rows of all processes are real, and which entries belong to "
+        "them cannot be known. Give it one entry for each row, or use gather for values that are not about rows."
     )
 
 

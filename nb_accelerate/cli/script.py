@@ -56,7 +56,7 @@ def run(job: Job, options: LaunchOptions, plan: LaunchPlan) -> int:
         announce(plan, sink, front_end)
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             sink.write("stderr", warning + "\n")
-    launch = Launch(options, plan, sink, front_end, name=Path(job.target).name)
+    launch = Launch(options, plan, sink, front_end, name=Path(job.target).name, exit_returns=True)
     sink.on_closed = launch.stop
     with _stopped_by_signals(launch) as received:
         try:

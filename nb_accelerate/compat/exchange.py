@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nb_accelerate.comm import operations
 from nb_accelerate.process import rng
+from nb_accelerate.pytree import tensors_in
 from nb_accelerate.state.choices import current_collectives, current_data_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
 
@@ -35,8 +38,13 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Return, on all processes, the tensors of process ``from_process``."""
-    return operations.broadcast(current_collectives(), tensor, from_process)
+    """Return, on all processes, the tensors of process ``from_process``. They are also written to ``tensor``."""
+    received = operations.broadcast(current_collectives(), tensor, from_process)
+    for own, sent in zip(tensors_in(tensor), tensors_in(received), strict=True):
+        if own is not sent:
+            with torch.no_grad(), contextlib.suppress(RuntimeError):  # an expanded tensor, say, cannot be written to
+                own.copy_(sent)
+    return received
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:

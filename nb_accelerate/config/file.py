@@ -276,7 +276,7 @@ def name_unknown(file: ConfigFile) -> str:
     if not file.unknown:
         return ""
     known = KNOWN.union(*KNOWN_IN.values())
-    listed = ", ".join(f"{key!r}{suggest(key, known)}" for key in file.unknown)
+    listed = "; ".join(f"{key!r}.{suggest(key, known)}".removesuffix(".") for key in file.unknown)
     return f"{file.path} has unknown keys, which are kept and not used: {listed}"
 
 

@@ -38,6 +38,9 @@ _TPU_PODS = (
 """Keys of accelerate for TPU pods that are reached through gcloud. They are accepted and not used: what would use them
 is refused, see `_not_of_pods`."""
 
+_OF_OLDER_VERSIONS = ("ipex_config", "use_mps_device", "use_xpu")
+"""Keys that older versions of accelerate have written, and that 1.15 does not use either."""
+
 NO_WORDS = ("0", "false", "no", "n", "off", "f")
 """How an environment variable says no."""
 
@@ -138,7 +141,7 @@ KEYS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(SECTIONS, _section),
 }
 
-KNOWN = {*KEYS, *_TPU_PODS}
+KNOWN = {*KEYS, *_TPU_PODS, *_OF_OLDER_VERSIONS}
 """Keys that accelerate 1.15 or this package knows."""
 
 KNOWN_IN = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nb_accelerate.pytree import children_of
 
-_JOINED: tuple[type[Any], ...] = (list, tuple, str, bytes)  # by a plus, which of a numpy array means numbers
+_JOINED: tuple[type[Any], ...] = (list, tuple)  # by a plus, which of a numpy array means numbers
 
 
 def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -23,6 +23,8 @@ def bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
 def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
     """Return a rank's part of something with a length, of its own type: a list, tensor, numpy array, table, mapping.
 
+    Text and bytes are handed out whole, as by accelerate: a prompt is one item.
+
     Args:
         inputs: the same on all ranks. Of a mapping, every value is split; of a ``datasets.Dataset`` or a pandas
             object, the rows.
@@ -34,7 +36,7 @@ def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
         TypeError: ``inputs`` has no length.
         ValueError: the values of a mapping are of different lengths.
     """
-    if world_size == 1:
+    if world_size == 1 or isinstance(inputs, (str, bytes)):
         return inputs
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}

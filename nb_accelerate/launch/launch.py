@@ -82,6 +82,7 @@ class Launch(Steerable):
         place: str = "",
         *,
         name: str = "",
+        exit_returns: bool = False,
     ) -> None:
         self._options = options
         self._plan = plan
@@ -89,6 +90,7 @@ class Launch(Steerable):
         self._front_end = front_end
         self._place = place
         self._name = name or getattr(options.function, "__qualname__", type(options.function).__name__)
+        self._exit_returns = exit_returns
         self._began = time.monotonic()
         self._seconds: float | None = None
         self._loop: RankLoop | None = None
@@ -298,6 +300,7 @@ class Launch(Steerable):
                 timeout=options.timeout,
                 say=loop.output.say,
                 attended=False,
+                exit_returns=self._exit_returns,
                 keeps_panel=True,
                 is_raised=self._is_waited_for and attempt >= options.max_restarts,
             )

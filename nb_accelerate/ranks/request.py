@@ -22,6 +22,7 @@ import contextlib
 import enum
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -78,6 +79,9 @@ class Request:
         say: shows the user a line.
         panel: shows how far the ranks are; None if nothing does.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
+        idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
+        exit_returns: whether a rank whose process ends with exit code 0 has answered None. A script may do that, by
+            ``os._exit(0)``, where a function would lose its value.
         attended: whether somebody waits for it and can be asked for input.
         is_raised: whether its error is raised in the cell that has its output and panel, so that nothing else tells it.
         answers: the answers that have come, with their descriptors, by rank.
@@ -105,6 +109,8 @@ class Request:
     say: Callable[[str], object] = lambda _: None
     panel: Panel | None = None
     keeps_panel: bool = False
+    idle: Callable[[], Sequence[int]] = tuple
+    exit_returns: bool = False
     attended: bool = True
     is_raised: bool = True
     take_note: Callable[[], object] = lambda: None
@@ -243,6 +249,9 @@ class Request:
         if self.awaits is Awaits.END or rank.rank in self.answers:
             return
         if self.step is not None and self.step.kind >= StepKind.TERMINATE:
+            return
+        if self.exit_returns and rank.is_ready and rank.handle.exitcode == 0:
+            self.answered(rank, Result(parcel=Parcel(pickled=pickle.dumps(None))), ())
             return
         out_of_memory = oom_kills() > self.oom_kills_before
         was_killed_for_memory = out_of_memory and rank.handle.exitcode == -signal.SIGKILL

@@ -28,6 +28,11 @@ class AimTracker(LibraryTracker):
         super().__init__(run_name, **kwargs)
         self.logging_dir = logging_dir
 
+    @property
+    def writer(self) -> Any:
+        """The ``aim.Run``: `tracker` under the name that accelerate has for it."""
+        return self.tracker
+
     @override
     def open(self) -> Any:
         aim: Any = load_library("aim", self.name)

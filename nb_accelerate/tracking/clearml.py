@@ -24,6 +24,11 @@ class ClearMLTracker(LibraryTracker):
 
     name = "clearml"
 
+    @property
+    def task(self) -> Any:
+        """The task: `tracker` under the name that accelerate has for it."""
+        return self.tracker
+
     @override
     def open(self) -> Any:
         clearml: Any = load_library("clearml", self.name)

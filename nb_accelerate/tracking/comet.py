@@ -19,6 +19,11 @@ class CometMLTracker(LibraryTracker):
 
     name = "comet_ml"
 
+    @property
+    def writer(self) -> Any:
+        """The experiment: `tracker` under the name that accelerate has for it."""
+        return self.tracker
+
     @override
     def open(self) -> Any:
         comet: Any = load_library("comet_ml", self.name)

@@ -24,6 +24,11 @@ class DVCLiveTracker(LibraryTracker):
         super().__init__(run_name or "", **kwargs)
         self._given = live
 
+    @property
+    def live(self) -> Any:
+        """The ``dvclive.Live``: `tracker` under the name that accelerate has for it."""
+        return self._given if self.run is None else self.tracker
+
     @override
     def open(self) -> Any:
         if self._given is not None:

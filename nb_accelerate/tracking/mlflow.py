@@ -52,6 +52,11 @@ class MLflowTracker(LibraryTracker):
             "description": description,
         }
 
+    @property
+    def active_run(self) -> Any:
+        """The run: `tracker` under the name that accelerate has for it."""
+        return self.tracker
+
     @override
     def open(self) -> Any:
         import json

@@ -30,6 +30,11 @@ class TensorBoardTracker(LibraryTracker):
         super().__init__(run_name, **kwargs)
         self.logging_dir = Path(logging_dir) / run_name
 
+    @property
+    def writer(self) -> Any:
+        """The ``SummaryWriter``: `tracker` under the name that accelerate has for it."""
+        return self.tracker
+
     @override
     def open(self) -> Any:
         plain = load_library("tensorboard", self.name, missing_ok=True)

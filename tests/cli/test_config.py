@@ -95,7 +95,7 @@ def test_keys_of_sections_may_lack_their_prefix_and_unknown_ones_are_named(tmp_p
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
         "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
     }
-    assert "'fsdp_config.fsdp_ofload_params' Did you mean 'fsdp_config.fsdp_offload_params'?" in name_unknown(file)
+    assert "'fsdp_config.fsdp_ofload_params'. Did you mean 'fsdp_config.fsdp_offload_params'?" in name_unknown(file)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,16 @@ def test_keys_that_nobody_knows_are_kept_and_named(tmp_path: Path, capsys: pytes
     path = write(tmp_path, f"{OF_2023}num_proceses: 4\n")
     file = read_config(path)
     assert file is not None
-    assert "'num_proceses' Did you mean 'num_processes'?" in name_unknown(file)
+    assert "'num_proceses'. Did you mean 'num_processes'?" in name_unknown(file)
     assert main(["config", "update", "--config_file", str(path)]) == 0
     assert yaml.safe_load(path.read_text())["num_proceses"] == 4
     assert "num_proceses" in capsys.readouterr().out
+
+
+def test_keys_of_older_versions_of_accelerate_are_not_told_as_unknown(tmp_path: Path):
+    file = read_config(write(tmp_path, f"{OF_2023}ipex_config:\n  ipex: false\nuse_xpu: false\n"))
+    assert file is not None
+    assert name_unknown(file) == ""
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path):

@@ -129,7 +129,9 @@ def test_an_exception_is_shown_once_with_the_lines_of_the_script(tmp_path: Path,
     assert "nb_accelerate" not in error
 
 
-@pytest.mark.parametrize(("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0), ("os._exit(0)", 0)]
+)
 def test_the_exit_code_is_that_of_the_script(tmp_path: Path, ending: str, code: int):
     script = write(tmp_path, f"import os, sys\nif os.environ['RANK'] == '1': {ending}\n")
     assert main(["launch", "--cpu", "--quiet", "--num_processes", "2", str(script)]) == code

@@ -117,6 +117,21 @@ def test_free_functions_exchange_what_an_accelerator_would(run_ranks):
     assert run_ranks(run) == [([0.0, -1.0, 1.0, 1.0], 0.5, 10.0, 1, [0, "x", 1, "x"], [1])] * 2
 
 
+def test_broadcast_also_writes_to_what_it_was_given(run_ranks):
+    def run():
+        import torch
+
+        from nb_accelerate import PartialState, utils
+
+        rank = PartialState(cpu=True).process_index
+        plain, leaf = torch.full((3,), float(rank)), torch.full((2,), float(rank), requires_grad=True)
+        expanded = torch.full((1,), float(rank)).expand(2)
+        utils.broadcast([plain, leaf], from_process=1)
+        return plain.tolist(), leaf.tolist(), utils.broadcast(expanded, from_process=1).tolist()
+
+    assert run_ranks(run) == [([1.0, 1.0, 1.0], [1.0, 1.0], [1.0, 1.0])] * 2
+
+
 def test_one_process_exchanges_with_itself():
     assert utils.gather(torch.ones(2)).tolist() == [1.0, 1.0]
     assert utils.broadcast_object_list([3]) == [3]

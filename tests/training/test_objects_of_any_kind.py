@@ -106,6 +106,7 @@ def test_split_between_processes_gives_parts_of_the_type_that_was_given():
         assert [rows(part) for part in plain] == [[0, 1, 2], [3, 4]], name
         assert all(type(part) is type(inputs) for part in plain), name
         assert [rows(split_between(inputs, rank, 2, pad=True)) for rank in range(2)] == [[0, 1, 2], [3, 4, 4]], name
+    assert [split_between({"prompt": "abcde"}, rank, 2, pad=True) for rank in range(2)] == [{"prompt": "abcde"}] * 2
     matrix = split_between(np.arange(6).reshape(3, 2), 1, 2, pad=True)
     assert matrix.tolist() == [[4, 5], [4, 5]]
     assert split_between(np.arange(0), 0, 2, pad=True).tolist() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import warnings
 import weakref
 from collections import UserDict, namedtuple
 
@@ -153,7 +154,7 @@ def test_gather_for_metrics_raises_instead_of_guessing(run_ranks):
         accelerator = Accelerator(cpu=True)
         uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
         found = {}
-        for name, item in {"scalar": torch.tensor(1.0), "other rows": torch.ones(3), "objects": ["a"]}.items():
+        for name, item in {"other rows": torch.ones(3), "objects": ["a"]}.items():
             for batch in accelerator.prepare(DataLoader(range(9), batch_size=4)):
                 found[name] = raised(
                     lambda value=item, rows=batch: (
@@ -167,11 +168,30 @@ def test_gather_for_metrics_raises_instead_of_guessing(run_ranks):
         return found
 
     for found in run_ranks(ask):
-        assert "9" not in found["scalar"][1]
-        assert "no rows (it has no dimensions)" in found["scalar"][1]
         assert "3 entries for a batch of 4 rows" in found["other rows"][1]
         assert "only 1 rows of all processes are real" in found["objects"][1]
         assert "even_batches=True" in found["uneven"][1]
+
+
+def test_gather_for_metrics_returns_single_values_of_all_processes_and_warns_where_rows_are_repeated(run_ranks):
+    def ask():
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(range(9), batch_size=4))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [
+                [one.tolist() for one in accelerator.gather_for_metrics((batch, batch.double().mean()))]
+                for batch in loader
+            ]
+        return found, [str(one.message) for one in caught]
+
+    (found, said), (_, silent) = run_ranks(ask)
+    assert found[0] == [[0, 1, 2, 3, 4, 5, 6, 7], [1.5, 5.5]]
+    assert found[1][0] == [8]
+    assert len(found[1][1]) == 2
+    assert len(said) == 1
+    assert "only 1 of all are real" in said[0]
+    assert silent == []
 
 
 def test_shuffling_is_alike_on_all_ranks_for_every_source_of_randomness(run_ranks):

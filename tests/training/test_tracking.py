@@ -381,6 +381,28 @@ def _calls_of(monkeypatch: pytest.MonkeyPatch, module: str, tracker: Any, **answ
     return calls
 
 
+@pytest.mark.parametrize(
+    ("tracker", "name"),
+    [
+        ("tensorboard", "writer"),
+        ("wandb", "run"),
+        ("trackio", "run"),
+        ("swanlab", "run"),
+        ("comet_ml", "writer"),
+        ("aim", "writer"),
+        ("mlflow", "active_run"),
+        ("clearml", "task"),
+        ("dvclive", "live"),
+    ],
+)
+def test_the_run_of_a_library_has_the_name_that_scripts_for_accelerate_use(tracker: str, name: str, tmp_path: Path):
+    kind = select.TRACKERS[tracker].load()
+    made = kind("digits", tmp_path) if tracker in ("tensorboard", "aim") else kind("digits")
+    made.run = object()
+    assert getattr(made, name) is made.run
+    assert made.tracker is made.run
+
+
 def test_comet_on_a_stand_in(monkeypatch):
     from nb_accelerate.tracking import CometMLTracker
 
