@@ -21,7 +21,13 @@ _CHANGES = re.compile(r"\d+\.\d+x")
 
 
 class Paper(Protocol):
-    """Where lines and displays go: a sink of a launch."""
+    """Where lines and displays go: a sink of a launch.
+
+    Attributes:
+        own_stream: the stream for lines of this package's own.
+    """
+
+    own_stream: Any
 
     def write(self, stream: Any, text: str) -> None:
         """Take lines."""
@@ -59,7 +65,7 @@ class Lines(Drawing):
         self._warn(view)
         if self._calls >= self._next and view.has_steps:
             self._next = self._calls + min(self._calls, _LONGEST)
-            self._paper.write("stdout", f"{text.line(view)}\n")
+            self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
             self._wrote = True
 
     def _warn(self, view: View) -> None:
@@ -79,7 +85,7 @@ class Lines(Drawing):
         if self._is_notebook:
             self._paper.display("display_data", bundle(view))
         else:
-            self._paper.write("stdout", f"{text.line(view)}\n")
+            self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
 
 
 def bundle(view: View) -> dict[str, Any]:

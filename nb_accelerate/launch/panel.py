@@ -25,7 +25,7 @@ def announce(plan: LaunchPlan, sink: Sink, front_end: FrontEnd) -> str:
     """
     waits = ": waiting for the other machines" if plan.num_nodes > 1 else ""
     if front_end != "widget":
-        sink.write("stdout", f"{plan.brief}{waits}\n")
+        sink.write(sink.own_stream, f"{plan.brief}{waits}\n")
         return ""
     place = uuid.uuid4().hex
     data = {"text/plain": plan.brief + (waits or ": starting")}

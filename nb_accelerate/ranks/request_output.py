@@ -157,7 +157,10 @@ class RequestOutput:
     def note(self, line: str) -> None:
         """Show a line of this package's own as a display, which front ends do not draw in red."""
         self._merge.flush(time.monotonic())
-        self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
+        if self._sink.own_stream == "stderr":
+            self._sink.write("stderr", line + "\n")
+        else:
+            self._sink.display("display_data", {"data": {"text/plain": line}, "metadata": {}, "transient": {}})
 
     def flush(self) -> None:
         """Show what has waited long enough."""

@@ -41,9 +41,12 @@ class Sink(Protocol):
 
     Attributes:
         due: `time.monotonic` at which `flush` should be called.
+        own_stream: the stream for lines of this package's own that tell nothing bad. Not stderr in a notebook, which
+            draws that in red; stderr elsewhere, so that stdout has what the ranks print and nothing else.
     """
 
     due: float
+    own_stream: StreamName = "stdout"
 
     def write(self, stream: StreamName, text: str) -> None:
         """Show text of a stream: whole lines, or anything at all if there is only one rank."""
@@ -79,6 +82,7 @@ class StreamSink(Sink):
     """
 
     due = float("inf")
+    own_stream: StreamName = "stderr"
     block: Block | None = None
 
     @override

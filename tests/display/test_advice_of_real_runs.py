@@ -51,7 +51,7 @@ def train(*, slow_loader: int = -1, slow_rank: int = -1, width: int = 64, second
 )
 def test_the_fault_is_named(fault: dict[str, int], said: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
     notebook_launcher(train, num_processes=2, kwargs=fault, progress="text")
-    last = capfd.readouterr().out.splitlines()[-1]
+    last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("2 ranks did the work of ")
     for part in said:
         assert part in last

@@ -150,10 +150,10 @@ def test_where_there_is_no_panel_bars_are_printed(capsys: pytest.CaptureFixture[
 
 
 def test_output_that_is_redirected_gets_the_panel(capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stderr(io.StringIO()) as error:
         on_a_rank(_prints)
-    assert "_prints: done in 0:0" in out.getvalue()
-    assert "it/s]" not in out.getvalue() + capsys.readouterr().err
+    assert "_prints: done in 0:0" in error.getvalue()
+    assert "it/s]" not in error.getvalue() + capsys.readouterr().out
 
 
 SCRIPT = """
@@ -184,7 +184,7 @@ def test_a_script_whose_output_is_a_pipe_prints_lines_without_control_characters
         env={**os.environ, "TERM": "xterm"},
     )
     assert done.returncode == 0, done.stderr
-    assert "work: done in 0:0" in done.stdout
+    assert "work: done in 0:0" in done.stderr
     assert done.stdout.endswith("[1, 1]\n")
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr

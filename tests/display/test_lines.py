@@ -20,6 +20,8 @@ from nb_accelerate.progress_page import Bar, Phase
 
 
 class Paper:
+    own_stream = "stdout"
+
     def __init__(self) -> None:
         self.out: list[str] = []
         self.err: list[str] = []

@@ -38,9 +38,9 @@ def _with_a_bar(value: Callable[[], Any]) -> Any:
 
 def last_line_of_panel(value: Callable[[], Any], error: type[BaseException]) -> tuple[str, dict[int, Any]]:
     """Launch two ranks that return values; return the end of the panel, and the values on the exception."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(error) as caught:
+    with contextlib.redirect_stderr(io.StringIO()) as shown, pytest.raises(error) as caught:
         notebook_launcher(_with_a_bar, (value,), 2, progress="text", devices="cpu")
-    return out.getvalue().splitlines()[-1], caught.value.results  # type: ignore[attr-defined]
+    return shown.getvalue().splitlines()[-1], caught.value.results  # type: ignore[attr-defined]
 
 
 def test_a_value_that_cannot_be_unpickled_has_failed() -> None:
@@ -75,7 +75,7 @@ def test_a_panel_is_kept_up_to_date_while_ranks_leave() -> None:
     def note_panel(loop: RankLoop) -> None:
         panels.update((request.awaits, request.panel is not None) for request in loop.requests)
 
-    with observing(note_panel), contextlib.redirect_stdout(io.StringIO()):
+    with observing(note_panel), contextlib.redirect_stderr(io.StringIO()):
         assert notebook_launcher(_with_a_bar, (lambda: 1,), 2, progress="text", devices="cpu") == [1, 1]
     assert (Awaits.END, True) in panels
     assert (Awaits.END, False) not in panels
