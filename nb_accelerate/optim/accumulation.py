@@ -108,6 +108,12 @@ class AccumulationState:
         return closes or self.sync_each_batch
 
 
+def has_accelerator() -> bool:
+    """Return whether this process has an `Accelerator`."""
+    known = context.current()
+    return known is not None and known.newest.value is not None
+
+
 def newest_accumulation(asked_by: str) -> AccumulationState:
     """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.optim.accumulation import newest_accumulation
+from nb_accelerate.optim.accumulation import has_accelerator, newest_accumulation
 from nb_accelerate.precision import GivenScalerStep, OptimizerStep
 from nb_accelerate.progress_page import Phase, here
 
@@ -226,21 +226,28 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         getattr(self.optimizer, "eval", _nothing)()
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks and attributes of the optimizer inside; it is missing while this object is unpickled.
+        # Hooks and attributes of the optimizer inside; it is missing while this object is made.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # The OptimizerTraining belongs to this process and is not pickled.
         given = self.scaler if self.is_lent_scaler else None
-        return {"optimizer": self.optimizer, "device_placement": self.device_placement, "scaler": given}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        AcceleratedOptimizer.__init__(self, state["optimizer"], state["device_placement"], state["scaler"])
+        return _rebuild, (type(self), self.optimizer, self.device_placement, given)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _rebuild(
+    kind: type[AcceleratedOptimizer],
+    optimizer: torch.optim.Optimizer,
+    device_placement: bool,
+    scaler: torch.amp.GradScaler | None,
+) -> torch.optim.Optimizer:
+    """Wrap an optimizer that was unpickled, unless this process, such as the notebook's, has no `Accelerator`."""
+    return kind(optimizer, device_placement, scaler) if has_accelerator() else optimizer
 
 
 def _takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
