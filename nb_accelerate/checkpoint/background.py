@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from nb_accelerate.checkpoint.presence import Peers, wait_for_keys
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class StoreExchange:
             name: of the exchange, the same on all ranks, and never used again.
         """
         whole: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
-        store = whole.clone()
+        store = clone_store(whole)
         peers = Peers(dist.group.WORLD, store)
         peers.announce()
         prefix = f"nb_accelerate/background saves/{name}"

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch.distributed as dist
 
+from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
@@ -322,7 +323,7 @@ def peers_here() -> Peers | None:
         return None
     # The only store that all ranks are sure to share.
     store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    return Peers(dist.group.WORLD, store.clone())
+    return Peers(dist.group.WORLD, clone_store(store))
 
 
 def report_presence() -> None:

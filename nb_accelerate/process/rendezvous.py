@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, Store
 from typing_extensions import override
 
 from nb_accelerate.process import loopback
+from nb_accelerate.process.store_clones import clone_store, prefixed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -131,7 +132,7 @@ class RendezvousHandler:
         """
         number = self._groups[world_size]
         self._groups[world_size] += 1
-        part = PrefixStore(f"{world_size} ranks, group {number}", store)
+        part = prefixed(f"{world_size} ranks, group {number}", store)
         part.set_timeout(timeout)
         if part.add(_key(rank), 1) > 1:
             raise dist.DistStoreError(
@@ -168,6 +169,10 @@ class _Waiting:
         self._rank = rank
         self._world_size = world_size
         self._is_given_up = is_given_up
+
+    def of(self, store: Store) -> _Waiting:
+        """Return one that waits for keys of another store."""
+        return _Waiting(store, self._rank, self._world_size, self._is_given_up)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Poll until all keys are there.
@@ -219,8 +224,8 @@ class _PollingStore(Store):
         self._clones: list[Store] = []  # see `RendezvousHandler`
 
     def clone(self) -> Store:
-        store: Any = self._store  # torch's stub does not know that it can be cloned
-        clone = _PollingStore(store.clone(), self._waiting)
+        store = clone_store(self._store)
+        clone = _PollingStore(store, self._waiting.of(store))
         clone.set_timeout(self.timeout)  # type: ignore[attr-defined] # no stub
         self._clones.append(clone)
         return clone

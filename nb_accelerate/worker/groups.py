@@ -69,9 +69,11 @@ def abort_groups() -> None:
         # one also forgets the groups, and nobody could tell any more which models belong to them.
         own = distributed.group.WORLD._get_backend(torch.device(backend.device))  # noqa: SLF001 - as `_abort_process_group` does
         own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
-        for group in sorted(names, key=names.get, reverse=True):
-            group.abort()
-        own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
+        try:
+            for group in sorted(names, key=names.get, reverse=True):
+                group.abort() if hasattr(group, "abort") else own.abort()  # groups have none before PyTorch 2.7
+        finally:
+            own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
 
 
 def close_groups() -> None:
