@@ -104,7 +104,9 @@ class ShardedFolder:
         assert self._plan is not None
         folder = own / self.name
         folder.mkdir()
-        writer = FileSystemWriter(folder, sync_files=False)  # the recorder sees to that
+        # The recorder syncs. No copying ahead: values are in host memory already if this is a thread, where it would
+        # make a context on the first GPU of the machine on every rank.
+        writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
         writer.fs = _RecordedFiles(recorder)
         results = writer.write_data(self._plan, _Values(self.values)).wait()
         (notes / f"{self.name}-{self._rank}.json").write_text(json.dumps([_as_json(one) for one in results]))

@@ -118,4 +118,5 @@ def share_random_numbers(collectives: Collectives) -> None:
     """
     if isinstance(collectives, DataParallelCollectives):
         kind = device_kind(collectives.device.type)
-        rng.restore(collectives.of_first_in_group(rng.capture(kind)), kind)
+        own = rng.capture(kind, all_devices=False)  # ranks compute on different devices: the first on the first, say
+        rng.restore(collectives.of_first_in_group(own), kind)

@@ -68,12 +68,14 @@ class _Finding:
     remedy: str = ""
 
 
-def advice(times: Mapping[int, RankTimes], *, cores: int) -> str:
+def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) -> str:
     """Return a sentence, and what to try; "" if nothing is worth one.
 
     Args:
         times: of all ranks, by rank.
         cores: of this machine.
+        on_host: the ranks compute on the processor. If not, the time between steps is also that in which the loop waits
+            for the device, in ``loss.item()`` say, and nothing is said about it.
     """
     if not times or min(one.steps for one in times.values()) < _LEAST_STEPS:
         return ""
@@ -81,7 +83,7 @@ def advice(times: Mapping[int, RankTimes], *, cores: int) -> str:
     if total < _LEAST_SECONDS:
         return ""
     shares = {rank: {phase: spent / total for phase, spent in one.seconds.items()} for rank, one in times.items()}
-    found = [*_waiting(shares, times, cores), *_everywhere(shares, times, cores)]
+    found = [*_waiting(shares, times, cores), *_everywhere(shares, times, cores, on_host=on_host)]
     if not found:
         return ""
     worst = max(found, key=lambda one: one.share)
@@ -134,7 +136,7 @@ def _waiting(
 
 
 def _everywhere(
-    shares: Mapping[int, Mapping[Phase, float]], times: Mapping[int, RankTimes], cores: int
+    shares: Mapping[int, Mapping[Phase, float]], times: Mapping[int, RankTimes], cores: int, *, on_host: bool
 ) -> Iterable[_Finding]:
     """Find what takes long on all ranks."""
     least = {phase: min(_of(one, phase) for one in shares.values()) for phase in _WAITED_FOR}
@@ -150,7 +152,7 @@ def _everywhere(
     if least[Phase.SAVING] >= _WORTH_SAYING:
         remedy = "Try save_state(..., async_save=True), or save less often."
         yield _Finding(least[Phase.SAVING], spent(Phase.SAVING, "saving"), remedy)
-    if least[Phase.RUNNING] >= _BETWEEN_STEPS:
+    if on_host and least[Phase.RUNNING] >= _BETWEEN_STEPS:
         yield _Finding(least[Phase.RUNNING], spent(Phase.RUNNING, "between steps, in what your loop does there"))
 
 

@@ -263,11 +263,16 @@ class PanelState:
         if self._state not in ("done", "interrupted"):
             return ""
         times = {rank: whole for rank, one in self._times.items() if (whole := one.whole()) is not None}
-        return advice(times, cores=self._facts.cores) if len(times) == len(self._times) else ""
+        if len(times) < len(self._times):
+            return ""
+        return advice(times, cores=self._facts.cores, on_host=not self._is_on_device())
+
+    def _is_on_device(self) -> bool:
+        return any(one.sample.memory or one.sample.utilisation is not None for one in self._tracks.values())
 
     def _shown_columns(self) -> tuple[str, ...]:
         """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
-        by_device = any(one.sample.memory or one.sample.utilisation is not None for one in self._tracks.values())
+        by_device = self._is_on_device()
         says_cpu = "CPU" in self._facts.setup and not by_device
         return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 

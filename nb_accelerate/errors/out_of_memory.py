@@ -14,6 +14,9 @@ _TEXTS = (
     "DefaultCPUAllocator: not enough memory",  # Windows
 )
 _TYPES = ("OutOfMemoryError", "MemoryError")
+_TYPES_WITH_TEXT = ("RuntimeError", "AcceleratorError", "DistBackendError")
+"""Types of torch that say it in their text, or something else: the last two are of CUDA and of NCCL."""
+
 _WANTED = r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -26,7 +29,7 @@ def says_out_of_memory(type_name: str, text: str) -> bool:
         text: its text.
     """
     name = type_name.rpartition(".")[2]
-    return name in _TYPES or (name == "RuntimeError" and any(words in text for words in _TEXTS))
+    return name in _TYPES or (name in _TYPES_WITH_TEXT and any(words in text for words in _TEXTS))
 
 
 def bytes_wanted(text: str) -> int:

@@ -58,11 +58,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def capture(kind: DeviceKind) -> dict[str, Any]:
+def capture(kind: DeviceKind, *, all_devices: bool = True) -> dict[str, Any]:
     """Return the states of all random numbers of this process, under accelerate's names for them.
 
     Args:
         kind: of its devices. Others are not touched: that would start their runtime.
+        all_devices: also the states of devices that this process sees and does not use, as accelerate's checkpoints
+            have them; if not, `restore` gives the state to the device that a process uses, whichever it is.
     """
     states = {
         "random_state": random.getstate(),
@@ -70,7 +72,8 @@ def capture(kind: DeviceKind) -> dict[str, Any]:
         "torch_manual_seed": torch.get_rng_state(),
     }
     if kind.get_rng_state is not None:
-        every = [kind.get_rng_state()] if kind.get_rng_states is None else list(kind.get_rng_states())
+        of_all = kind.get_rng_states if all_devices else None
+        every = [kind.get_rng_state()] if of_all is None else list(of_all())
         states[f"torch_{kind.name}_manual_seed"] = every
     if (xla := _xla_model()) is not None:
         states["xm_seed"] = xla.get_rng_state()

@@ -57,6 +57,7 @@ def _gathered(value: Any) -> Any:
     """
     from torch.distributed.tensor import Replicate
 
+    value = value.to(value.device_mesh.device_type)  # shards that were offloaded: NCCL takes no tensors of the host
     placements = list(value.placements)
     split = [dim for dim in reversed(range(len(placements))) if not placements[dim].is_replicate()]
     for dim in sorted(split, key=lambda dim: not hasattr(placements[dim], "split_factor")):

@@ -114,6 +114,12 @@ def test_data_that_all_ranks_wait_for_is_said_of_one_process_too() -> None:
     assert "every rank spent 38 % of the time loading data" in said(rank(data=60), rank(data=60)).lower()
 
 
+def test_the_time_between_steps_is_not_told_of_ranks_that_wait_for_a_device_there() -> None:
+    times = {0: RankTimes(seconds={Phase.RUNNING: 9.0, Phase.FORWARD: 1.0}, steps=500)}
+    assert "between steps" in advice(times, cores=4)
+    assert advice(times, cores=4, on_host=False) == ""
+
+
 def test_a_device_that_is_busy_does_not_wait_for_data() -> None:
     seconds = {**WELL, Phase.DATA: 60.0}
     busy = RankTimes(seconds=seconds, steps=500, num_workers=0, utilisation=97.0)

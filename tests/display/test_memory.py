@@ -85,6 +85,9 @@ def test_errors_about_memory_are_known_by_type_or_text():
     cpu = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     assert says_out_of_memory("OutOfMemoryError", cuda)
     assert says_out_of_memory("RuntimeError", cpu)
+    assert says_out_of_memory("torch.AcceleratorError", "CUDA error: out of memory")
+    assert says_out_of_memory("torch.distributed.DistBackendError", "NCCL error: Cuda failure 2 'out of memory'")
+    assert not says_out_of_memory("torch.AcceleratorError", "CUDA error: device-side assert triggered")
     assert not says_out_of_memory("ValueError", cpu)
     assert not says_out_of_memory("RuntimeError", "shape mismatch")
     assert bytes_wanted(cuda) == int(20.5 * 2**20)
