@@ -37,6 +37,7 @@ from nb_accelerate.errors import (
     CollectiveMismatchError as CollectiveMismatchError,
     ConfigError as ConfigError,
     DeadlineError as DeadlineError,
+    DeadlockError as DeadlockError,
     LaunchError as LaunchError,
     MissingDependencyError as MissingDependencyError,
     NbAccelerateError as NbAccelerateError,

@@ -21,7 +21,8 @@
         ├── RankError                     a rank failed; base of the two below
         │   ├── RankDiedError             its process ended without an answer: exit code or signal
         │   └── RemoteError               it raised something that cannot be raised here as it was
-        └── DeadlineError (TimeoutError)  the run took longer than it was allowed to
+        ├── DeadlineError (TimeoutError)  the run took longer than it was allowed to
+        └── DeadlockError                 ranks wait for others that have returned
 
 An exception that user code raises in a rank is *not* wrapped: it arrives in the notebook with its own
 type. Every error here survives pickling, because it travels from ranks to the kernel. What is shown of one, instead of
@@ -232,6 +233,23 @@ class DeadlineError(LaunchError, TimeoutError):
         """Made by TimeoutError."""
         # Of the two built-in bases OSError has the larger layout, but RuntimeError comes first in the order.
         return TimeoutError.__new__(cls, *args)
+
+    def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.stacks = stacks or {}
+
+
+class DeadlockError(LaunchError):
+    """Ranks wait in collectives for others that have come to the end, so that they would wait forever.
+
+    It is raised when all ranks that have not come to the end have waited in one place for 30 s, and have used next to
+    no processor time in it. So it is one of gloo: of NCCL, whose collectives run on the device, the ranks wait in other
+    places, and the watchdog of PyTorch ends them after its timeout of 10 minutes. That of gloo would be 30 minutes
+    (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).
+
+    Attributes:
+        stacks: what the ranks that wait were doing, by rank.
+    """
 
     def __init__(self, message: str, *, stacks: dict[int, str] | None = None) -> None:
         super().__init__(message)

@@ -193,6 +193,14 @@ class LocalRank(RankHandle):
                 os.write(self._stack_requests, what)
 
     @override
+    def processor_time(self) -> float | None:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if self._pid is not None:
+                used = psutil.Process(self._pid).cpu_times()
+                return float(used.user + used.system)
+        return None
+
+    @override
     def terminate(self) -> None:
         self._is_to_end = self._is_to_end or self._pid is None
         self.signal(signal.SIGTERM)

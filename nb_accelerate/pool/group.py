@@ -151,7 +151,13 @@ class RankGroup:
     ) -> Request:
         """Make a request that runs code of users; see `Request`."""
         steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
-        return self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
+        request = self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
+        request.idle = lambda: self._idle_beside(request)
+        return request
+
+    def _idle_beside(self, request: Request) -> list[int]:
+        asked = {one.rank for other in (request, *self.loop.requests) for one in other.ranks}
+        return [rank for rank in range(self.size) if rank not in asked]
 
     def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
         def send_to(rank: RankProxy) -> None:

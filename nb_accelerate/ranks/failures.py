@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.diagnostics.render import place, render_report
 from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.display.words import label, named
-from nb_accelerate.errors import DeadlineError, LaunchError, RankDiedError, RemoteError, StartError
+from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.ranks.same_failure import (
@@ -190,7 +190,8 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
     add_note(error, cause.memory)
-    add_note(error, footer)
+    if not isinstance(error, DeadlockError):  # which says where the ranks are
+        add_note(error, footer)
     return error
 
 

@@ -90,6 +90,10 @@ class RankHandle(ABC):
         """Have it write the line of the user's code that it is at to its page; nothing happens if it cannot."""
         return
 
+    def processor_time(self) -> float | None:
+        """Return the processor time that its process has used, in seconds; None if that cannot be told."""
+        return None
+
     @abstractmethod
     def terminate(self) -> None:
         """Ask its process to end."""

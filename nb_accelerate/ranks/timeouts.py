@@ -31,6 +31,7 @@ class Timeouts:
         fold: from a line of one rank until it is shown although other ranks have not printed it.
         quiet: from the last sign of progress until ranks are asked whether they wait for one another in vain.
         stacks: for ranks to write their stacks while they run.
+        deadlock: from when all ranks that have not returned wait for some that have, until the request is ended.
     """
 
     start: float = 120.0
@@ -48,3 +49,4 @@ class Timeouts:
     fold: float = 0.3
     quiet: float = 3.0
     stacks: float = 0.3
+    deadlock: float = 30.0

@@ -46,6 +46,8 @@ def train(state, steps=100, epochs=30, pause=0.05):
     for epoch in range(epochs):
         for step, (x, y) in enumerate(loader):
             if rank == 1 and step == 40:
+                if state == "deadlocked":
+                    return
                 if state == "stuck":
                     time.sleep(600)
                 if state == "failed":
@@ -107,6 +109,7 @@ STATES = {
     "nan": State(2, "", "The loss is nan", False),
     "nan-done": State(2, "steps=60, epochs=1", "!", True),
     "failed": State(2, "", "✗", True),
+    "deadlocked": State(2, "", "✗", True),
     "killed": State(2, "", "✗", True),
     "out-of-memory": State(2, "", "✗", True),
 }

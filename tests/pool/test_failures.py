@@ -453,6 +453,37 @@ class TestHangs:
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
     @pytest.mark.slow
+    def test_a_cell_whose_ranks_wait_for_one_that_has_ended_fails_by_itself_and_keeps_variables(
+        self, notebook: Kernel, ranks: int
+    ):
+        if ranks == 1:
+            pytest.skip("nobody waits for anybody")
+        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=0.3, deadlock=1.0)
+        notebook.run("%%distributed\nheld = rank").ok()
+        cell = notebook.run("%%distributed\nif rank == 0:\n    dist.barrier()")
+        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=3.0, deadlock=30.0)
+        assert cell.error == "DeadlockError"
+        assert re.search(r"would never end: rank 0 waits in barrier, called from Cell In\[\d+\] line 3", cell.message)
+        assert len(cell.traceback.splitlines()) <= 11
+        cell = notebook.run(
+            "%%distributed\nx = torch.tensor(held)\ndist.all_reduce(x)\nassert x == sum(range(world_size))"
+        )
+        cell.ok()
+
+    @pytest.mark.slow
+    def test_a_collective_in_a_cell_of_one_rank_names_those_that_do_not_run_it(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("nobody waits for anybody")
+        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=0.3)
+        cell = notebook.start("%%rank 0\ndist.barrier()")
+        seen = notebook.wait_for_output(cell, "Interrupt the cell")
+        assert re.search(r"rank 0 waits in barrier, .* line 2; ranks? [\d-]+ do(es)? not run this", seen)
+        assert "by itself" not in seen  # the others may run a cell in the background next
+        notebook.interrupt()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
+        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=3.0)
+
+    @pytest.mark.slow
     def test_a_rank_whose_c_code_holds_the_interpreter_says_where_it_is(self, notebook: Kernel):
         notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
         cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True)\nsum(range(10**9))")

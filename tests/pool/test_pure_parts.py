@@ -341,6 +341,11 @@ class TestHangs:
         assert verdict({0: WORKS, 1: WORKS}, []) == ""
         assert verdict({0: WORKS}, [1]) == ""
 
+    def test_a_rank_that_waits_for_one_that_was_asked_nothing(self):
+        said = verdict({0: WAITS}, [], [1, 2])
+        assert said == "rank 0 waits in all_reduce, called from step, /home-of/train.py:3; ranks 1-2 do not run this"
+        assert verdict({0: WORKS}, [], [1]) == ""
+
 
 class TestCellsThatBreakTheGroup:
     """Whether the process group has to be made anew before the next cell."""

@@ -13,8 +13,11 @@ from fixtures.deadlines import observing
 from fixtures.ranks import RunRanks
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.errors import DeadlockError
 from nb_accelerate.launch import Launch, notebook_launcher
-from nb_accelerate.ranks import hang, proxy
+from nb_accelerate.protocol.messages import Parcel, Result
+from nb_accelerate.ranks import deadlock, hang, proxy
+from nb_accelerate.ranks.deadlock import DeadlockWatch
 from nb_accelerate.ranks.failures import Wording
 from nb_accelerate.ranks.hang import HangWatch
 from nb_accelerate.ranks.loop import RankLoop
@@ -111,6 +114,105 @@ def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
     launch.stop()
     assert "rank 0 waits in barrier, called from waits_in_vain" in said
     assert "rank 1 has come to the end. Interrupt it to end it" in said
+
+
+def test_a_launch_whose_ranks_wait_for_one_that_has_returned_fails_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3, deadlock=1.0))
+    with pytest.raises(DeadlockError) as failure:
+        notebook_launcher(waits_in_vain, (), 2, progress="off")
+    place = "rank 0 waits in barrier, called from waits_in_vain"
+    assert str(failure.value).startswith(f"the launch would never end: {place}")
+    assert "; rank 1 has come to the end. All ranks have to call the same collectives" in str(failure.value)
+    assert "barrier" in failure.value.stacks[0]
+    assert not getattr(failure.value, "__notes__", [])  # would only repeat it
+    said = capfd.readouterr().err
+    assert place in said
+    assert "It ends by itself after 1 s" in said
+
+
+def computes_for_a_while() -> float:
+    """Rank 0 is in a backward of 2 s or more, whose stack looks like a wait for the gradients of others."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        return 0.0
+    weight = torch.eye(800).requires_grad_()
+    product, forward = weight, time.monotonic()
+    while time.monotonic() < forward + 1.5:
+        product = product @ weight
+    backward = time.monotonic()
+    product.sum().backward()
+    return time.monotonic() - backward
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_long_after_others_have_returned_is_left_alone(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.2, deadlock=0.4))
+    seconds, _ = run_ranks(computes_for_a_while)
+    assert seconds > 1.5  # else it shows nothing
+
+
+def dump(*frames: str) -> str:
+    return "Stack (most recent call first):\n" + "".join(f'  File "{frame}\n' for frame in frames)
+
+
+WAITS = dump('/torch/distributed/distributed_c10d.py", line 9 in barrier', 'train.py", line 7 in train')
+JOINS = dump(
+    '/torch/distributed/distributed_c10d.py", line 9 in _store_based_barrier',
+    '/torch/distributed/distributed_c10d.py", line 5 in init_process_group',
+    'train.py", line 7 in train',
+)
+LOADS = dump('train.py", line 8 in load')
+
+
+def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
+    loop: RankLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, used = 100.0, 1.0
+    monkeypatch.setattr(deadlock, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(ActorRank, "processor_time", lambda _: used)
+
+    ranks = [RankProxy(ActorRank(rank, None), loop) for rank in range(3)]
+    for rank in ranks:
+        loop.add(rank)
+
+    def watch(size: int = 3, finished: tuple[int, ...] = (2,)) -> DeadlockWatch:
+        request = Request(ranks=ranks, send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=size)
+        request.answers.update({rank: (Result(parcel=Parcel()), ()) for rank in finished})
+        return DeadlockWatch(request)
+
+    both = {0: WAITS, 1: WAITS}
+    assert watch().look(both) == 0.0
+    assert watch().look({0: WAITS, 1: LOADS}) is None
+    assert watch().look({0: WAITS, 1: JOINS}) is None  # perhaps with a process outside
+    assert watch().look({0: WAITS, 1: ""}) is None
+    assert watch(size=5).look(both) is None  # the others are on another machine
+    assert watch(finished=()).look({**both, 2: WAITS}) is None
+
+    one = watch()
+    one.look(both)
+    now += 10.0
+    used += 0.1
+    assert one.look(both) == 10.0
+    now += 1.0
+    assert one.look({0: WAITS, 1: ""}) is None
+    assert one.look(both) == 11.0
+    one.moved()
+    assert one.look(both) == 0.0
+    now += 10.0
+    assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
+    now += 10.0
+    used += 3.0
+    assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0  # something is computed or transferred
+    monkeypatch.setattr(ActorRank, "processor_time", lambda _: None)
+    now += 10.0
+    assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
 
 
 def runs_python_code() -> int:
