@@ -107,11 +107,10 @@ def test_ranks_of_a_new_row_run_on_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", RUN], cwd="tests", capture_output=True, text=True, timeout=50, check=True
     )
-    line, values = ran.stdout.splitlines()
-    assert line.startswith(
+    assert ran.stderr.startswith(
         "2 processes on PRIVATEUSEONE, fork (PRIVATEUSEONE is untouched here, so data in memory is shared)"
     )
-    assert values == "[('privateuseone', 'XLA', 'a', 2), ('privateuseone', 'XLA', 'b', 2)]"
+    assert ran.stdout == "[('privateuseone', 'XLA', 'a', 2), ('privateuseone', 'XLA', 'b', 2)]\n"
 
 
 def found(name: str, *names: str) -> VisibleDevices:
