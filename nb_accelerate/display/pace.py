@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from nb_accelerate.display import words
-from nb_accelerate.display.compiling import compiled
+from nb_accelerate.display.compiling import compiled, compiling
 from nb_accelerate.display.stragglers import slowest_of_all
 from nb_accelerate.display.track import loss_of
 
@@ -56,6 +56,33 @@ class Pace:
             return None
         done, total = track.whole
         return f"about {words.duration((total - done) / self.rate)} left"
+
+
+def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float) -> tuple[str, ...]:
+    """Return what is to be expected of a run that goes on: time left and samples per second, or what it waits for.
+
+    Args:
+        tracks: of its ranks.
+        pace: of the run.
+        now: `time.monotonic`.
+        stall: seconds without a step after which that is said instead.
+    """
+    if compiles := compiling(tracks.values(), now):
+        return (compiles,)
+    quiet = now - max(track.moved_at for track in tracks.values())
+    in_loop = any(track.sample.in_loop for track in tracks.values())
+    if in_loop and quiet > stall:
+        return (f"no step for {words.brief(quiet)}",)
+    parts = []
+    slowest = min(tracks.values(), key=lambda track: track.sample.steps)
+    left = pace.left_of_run(slowest) or slowest.time_left()
+    if left is not None:
+        parts.append(left)
+    rates = [track.rate for track in tracks.values() if track.rate is not None]
+    rows = max(track.sample.rows for track in tracks.values())
+    if rates and rows and median(rates) > 0 and in_loop:
+        parts.append(f"{words.rate(median(rates) * rows)} samples/s")
+    return tuple(parts)
 
 
 def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple[str, ...]:

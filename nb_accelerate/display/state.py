@@ -15,7 +15,7 @@ from nb_accelerate.display.logged_values import LoggedValues
 from nb_accelerate.display.loss_jump import LossJump
 from nb_accelerate.display.memory import memory_table, parts_of, sharded_line
 from nb_accelerate.display.not_finite import NotFiniteLosses
-from nb_accelerate.display.pace import Pace, remarks, summary
+from nb_accelerate.display.pace import Pace, outlook, remarks, summary
 from nb_accelerate.display.phase_times import PhaseTimes, parts, parts_of_sum
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.standstill import Standstill
@@ -166,7 +166,7 @@ class PanelState:
             state=self._state,
             facts=self._facts,
             elapsed=words.duration(now - self._began),
-            outlook=self._outlook(now) if self._ended is None else (),
+            outlook=outlook(self._tracks, self._pace, now, stall=STALL) if self._ended is None else (),
             summary=summary(self._tracks, self._pace.rate, self._rows) if self._ended is not None else (),
             remarks=remarks(self._tracks, self._peak) if self._ended is not None else (),
             bars=bars,
@@ -377,24 +377,6 @@ class PanelState:
         samples = [track.sample for track in self._tracks.values()]
         losses = [loss for sample in samples if (loss := loss_of(sample)) is not None and math.isfinite(loss)]
         return (max(sample.steps for sample in samples), losses) if losses else None
-
-    def _outlook(self, now: float) -> tuple[str, ...]:
-        quiet = now - max(track.moved_at for track in self._tracks.values())
-        in_loop = any(track.sample.in_loop for track in self._tracks.values())
-        if compiles := compiling(self._tracks.values(), now):
-            return (compiles,)
-        if in_loop and quiet > STALL:
-            return (f"no step for {words.brief(quiet)}",)
-        parts = []
-        slowest = min(self._tracks.values(), key=lambda track: track.sample.steps)
-        left = self._pace.left_of_run(slowest) or slowest.time_left()
-        if left is not None:
-            parts.append(left)
-        rates = [track.rate for track in self._tracks.values() if track.rate is not None]
-        rows = max(track.sample.rows for track in self._tracks.values())
-        if rates and rows and median(rates) > 0 and in_loop:
-            parts.append(f"{words.rate(median(rates) * rows)} samples/s")
-        return tuple(parts)
 
 
 def _part(done: int, total: int) -> float:

@@ -10,6 +10,8 @@ seconds. So a line that is lost does no harm, a machine without network is notic
 was killed by the end of its connection. Ranks exchange tensors by themselves; nothing here is in their way.
 
 The table also has machines that are gone: their addresses are what errors name.
+
+More than 400 lines: all of it reads or changes that table, under one lock.
 """
 
 from __future__ import annotations

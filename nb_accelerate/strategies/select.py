@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nb_accelerate.comm import CheckedCollectives, SingleCollectives, TorchCollectives
 from nb_accelerate.config.checks import first_given
-from nb_accelerate.config.deepspeed import resolve_deepspeed
+from nb_accelerate.config.deepspeed_choice import resolve_deepspeed
 from nb_accelerate.config.env import DEBUG_MODE, Environment
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin, resolve_fsdp
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
