@@ -2,7 +2,7 @@
 
 What `torch.save` wrote is read into new memory::
 
-    torch maps the file and makes tensors in the mapping --> which bytes of the file belongs to which storage
+    torch maps the file and makes tensors in the mapping --> which bytes of the file belong to which storage
     windows of 512 KiB, in order: inside one storage     --> read straight into its new memory --+--> sums of the window
                                 else                     --> read, then copied to where it goes -+    --> of the block
 
@@ -76,21 +76,34 @@ def read_in_memory(path: Path, *, if_trusted: str, compared: Verification | None
     Args:
         path: of the file.
         if_trusted: what to write to allow a file to run any code.
-        compared: is told whether the file is as it was written.
+        compared: is told whether the file is as it was written; not used with ``kwargs``, or if the file is of the
+            old format, which is no zip archive.
         **kwargs: those of `torch.load`.
 
     Raises:
         CheckpointError: the file would run code, or was damaged.
     """
-    if kwargs or not zipfile.is_zipfile(path):  # files of the old format cannot be mapped
+    if kwargs or not zipfile.is_zipfile(path):  # they may change what torch maps; the old format cannot be mapped
         return read(path, "cpu", if_trusted=if_trusted, **kwargs)
     mapped = read(path, "cpu", if_trusted=if_trusted, mmap=True)
     own: dict[tuple[int, int], torch.UntypedStorage] = {}
     pieces: list[tuple[int, memoryview]] = []  # addresses in the mapping, and where these bytes go to
+    kept: list[Any] = []  # the mapping, until all has been read
+    in_memory: dict[int, torch.Tensor] = {}  # by the tensor that was mapped, which may occur more than once
 
     def moved(leaf: Any) -> Any:
-        if type(leaf) not in {torch.Tensor, torch.nn.Parameter} or leaf.layout is not torch.strided:
-            return copy.deepcopy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in in_memory:
+            in_memory[id(leaf)] = move(leaf) if is_plain(leaf) else copy.deepcopy(leaf)
+            kept.append(leaf)  # else another one may get its id
+        return in_memory[id(leaf)]
+
+    def is_plain(leaf: torch.Tensor) -> bool:
+        is_view = leaf.is_conj() or leaf.is_neg()  # of a storage with other values
+        return type(leaf) in {torch.Tensor, torch.nn.Parameter} and leaf.layout is torch.strided and not is_view
+
+    def move(leaf: torch.Tensor) -> torch.Tensor:
         storage = leaf.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in own:
@@ -106,7 +119,6 @@ def read_in_memory(path: Path, *, if_trusted: str, compared: Verification | None
             )
         return leaf
 
-    kept: list[Any] = []  # the mapping, until all has been read
     found = tree_map(moved, mapped)
     try:
         with open_file(path) as file:
@@ -176,14 +188,14 @@ def _read_blocks(
         }
     sums = {index: block.result() for index, block in blocks.items()}
     if compared is not None and expected:
-        compared.settle(name, is_whole=all(sums[index] == expected[index] for index in expected))
+        compared.settle(name, is_whole=all(sums.get(index) == expected[index] for index in expected))
 
 
 def _placed(pieces: list[tuple[int, memoryview]], descriptor: int, path: Path) -> list[_Piece] | None:
-    """Return where in a file the bytes are that begin at addresses in its mapping; None if nobody can know.
+    """Convert addresses in the mapping of a file to offsets in it; None if they fit no beginning of the mapping.
 
-    The first byte of the mapping is that of the file, and the mapping begins where a page does. Which page, is told by
-    the storages: each of them begins where a record of the archive does.
+    The mapping begins with the first byte of the file, at a multiple of the page size, and each storage where a record
+    of the zip archive begins.
     """
     pieces.sort(key=lambda piece: piece[0])
     if not pieces:
@@ -243,7 +255,7 @@ def _read_block(
 
 
 def _populate(memory: memoryview) -> None:
-    """Ask the system for the pages of some memory at once, where it can: else each costs an interrupt."""
+    """Ask the system for the pages of some memory at once, where it can: else each page costs a page fault."""
     if sys.platform == "linux":
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         page = os.sysconf("SC_PAGE_SIZE")

@@ -41,7 +41,7 @@ _FLUSH_INTERVAL = 0.01
 """Seconds between two attempts to send the last line to a machine that does not read."""
 
 _CLOSING_LIMIT = 2.0
-"""Seconds for the last line to be sent, and for the thread to end."""
+"""Seconds for the last line to be sent; the thread gets twice that to end."""
 
 _CONNECTION_LOST = "was killed, or that machine has gone down"
 
@@ -90,7 +90,7 @@ class Machines:
         self._listener = listener
         self._peers = [] if link is None else [_Peer(Link(link))]
         self.refused: list[str] = []
-        self._refused = ""
+        self._why_refused = ""
         self._regroup = ""
         self._ending = False
         self._changed = threading.Condition()
@@ -124,15 +124,16 @@ class Machines:
 
         Raises:
             OSError: machine 0 does not answer.
-            ConfigError: machine 0 was started with another launch in mind.
+            ConfigError: machine 0 refused this one: its number is taken, or it was told another number of machines or
+                processes.
         """
         link = connect_until(place, deadline)
         machines = cls(Machine(number=-1, address=address, host=socket.gethostname(), **facts), link=link)
         deadline = max(deadline, time.monotonic() + _ANSWER_LIMIT)  # it may have begun to listen at the last moment
         try:
-            machines.wait_for(lambda: bool(machines._table or machines._refused) or not machines._peers, deadline)
-            if machines._refused:
-                raise ConfigError(machines._refused)
+            machines.wait_for(lambda: bool(machines._table or machines._why_refused) or not machines._peers, deadline)
+            if machines._why_refused:
+                raise ConfigError(machines._why_refused)
             if not machines._table:
                 raise ConnectionError("what listens there is no launch of this package, or has ended")
         except BaseException:
@@ -196,7 +197,7 @@ class Machines:
     # What is told.
 
     def tell_rows(self, rows: Callable[[], Sequence[dict[str, Any]]] | None) -> None:
-        """Tell machine 0 about the ranks of this machine. What was called before is not called any more after this.
+        """Tell machine 0 about the ranks of this machine from now on. The function given before is not called again.
 
         Args:
             rows: returns what to show of them, as JSON values; called in the thread. None to tell nothing.
@@ -205,7 +206,7 @@ class Machines:
             self._rows = rows or tuple
 
     def wait_for_round(self) -> None:
-        """Say that this machine waits for a rendezvous. Why its ranks failed after the last one can still be read."""
+        """Say that this machine waits for a rendezvous. Why its ranks failed after the last one is still told."""
         self._tell(is_waiting=True)
 
     def join(self, round_id: str) -> None:
@@ -351,7 +352,7 @@ class Machines:
             if self.is_first:
                 self._hear_machine(peer, line)
             elif "refused" in line:
-                self._refused = str(line["refused"])
+                self._why_refused = str(line["refused"])
             else:
                 peer.number = 0
                 self._me = replace(self._me, number=int(line["you"]))
@@ -392,6 +393,7 @@ class Machines:
         known = None if peer.number is None else self._table.get(peer.number)
         if known is not None and known.is_here:
             self._table = {**self._table, known.number: replace(known, lost=why)}
+            self._changed.notify_all()
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()

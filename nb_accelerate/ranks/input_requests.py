@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from nb_accelerate.ranks.proxy import RankProxy
 
 _NEXT_LINE_TIMEOUT = 0.5
-"""Seconds from when a debugger lets the code go on until another rank may ask: stepping asks again at the next line."""
+"""Seconds in which a debugger that let the code go on may ask again, as it does at the next line while the user steps.
+Then another rank may ask."""
 
 _MAX_WAIT = 0.25
-"""Seconds of a single wait. Python handles a signal that comes just before a wait when the wait has ended."""
+"""Seconds of a single wait, at most: Python runs handlers of signals only between waits."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class InputRequests:
     def gone(self, rank: int) -> None:
         """Note that a rank will not ask any more."""
         with self._changed:
+            self._waiting = [one for one in self._waiting if one.rank.rank != rank]
             if rank == self._rank:
                 self._rank, self._talks = -1, False
                 self._changed.notify_all()
@@ -82,11 +84,14 @@ class InputRequests:
     def get(self) -> PendingInput | None:
         """Wait for the next request, and return it; None after `close`. For one thread only."""
         with self._changed:
-            self._wait_for(self._has_news)
-            self._wait_for(lambda: not self._talks or self._has_more_of_same_rank())
-            self._changed.wait_for(lambda: self._rank < 0 or self._has_more_of_same_rank(), _NEXT_LINE_TIMEOUT)
-            if self._closed:
-                return None
+            while True:
+                self._wait_for(self._has_news)
+                self._wait_for(lambda: not self._talks or self._has_more_of_same_rank())
+                self._changed.wait_for(lambda: self._rank < 0 or self._has_more_of_same_rank(), _NEXT_LINE_TIMEOUT)
+                if self._closed:
+                    return None
+                if self._waiting:  # else the rank that asked has ended meanwhile
+                    break
             request = min(self._waiting, key=lambda one: (one.rank.rank != self._rank, one.rank.rank))
             self._waiting.remove(request)
             self._rank, self._talks = request.rank.rank, True

@@ -128,13 +128,17 @@ class Identity(ABC):
     def on_process(
         self, function: Callable[P, R] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Make a function run on one process only.
+        """Make a function run on one process only; elsewhere it returns None. A process that is alone runs it always.
 
         Use it as a decorator: ``@accelerator.on_process(process_index=1)``.
+
+        Args:
+            function: what to run there.
+            process_index: the number of the process; 0 by default.
         """
         if function is None:
             return partial(self.on_process, process_index=process_index)
-        return main_process.only_if(self.process_index == (process_index or 0), function)
+        return main_process.only_if(not self.use_distributed or self.process_index == (process_index or 0), function)
 
     def on_local_process(
         self,
@@ -143,7 +147,9 @@ class Identity(ABC):
         *,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """Make a function run on one process of each machine only. Use it as a decorator.
+        """Make a function run on one process of each machine only. A process that is alone runs it always.
+
+        Use it as a decorator: ``@accelerator.on_local_process(local_process_index=1)``.
 
         Args:
             function: what to run there.
@@ -153,7 +159,7 @@ class Identity(ABC):
         index = local_process_idx if local_process_index is None else local_process_index
         if function is None:
             return partial(self.on_local_process, local_process_index=index)
-        return main_process.only_if(self.local_process_index == (index or 0), function)
+        return main_process.only_if(not self.use_distributed or self.local_process_index == (index or 0), function)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Return a block that process 0 runs before the others. All processes enter it.

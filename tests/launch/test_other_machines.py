@@ -116,6 +116,31 @@ def test_silence_is_noticed(first: Machines, come: Callable[..., Machines]) -> N
     assert first.wait_for(lambda: first.trouble("round") is None, soon())  # it is heard again
 
 
+def test_a_first_machine_that_falls_silent_ends_what_waits_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        table = [asdict(Machine(number=0, address="127.0.0.1", host="first", round_id="round"))]
+        says = threading.Thread(target=_speak_once, args=(listener, {"you": 1, "table": table, "regroup": ""}))
+        says.start()
+        second = Machines.connect(listener.getsockname(), "127.0.0.2", soon(), node_rank=1)
+        try:
+            second.silence_limit = 0.0
+            began = time.monotonic()
+            assert second.wait_for(lambda: second.trouble("round") is not None, began + LIMIT)
+            assert time.monotonic() < began + LIMIT, "nothing has woken it: it looked again when its time was over"
+        finally:
+            second.close()
+            says.join()
+
+
+def _speak_once(listener: socket.socket, line: dict[str, object]) -> None:
+    """Be a machine that says one line and nothing after it, until the other one goes."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(json.dumps(line).encode() + b"\n")
+        while connection.recv(1 << 16):
+            pass
+
+
 def test_machines_of_another_launch_are_refused(first: Machines, come: Callable[..., Machines]) -> None:
     come(node_rank=1)
     with pytest.raises(ConfigError, match=r"machine 1 has come already: it is the one at 127\.0\.0\.2"):

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from nb_accelerate import Accelerator
+from nb_accelerate.checkpoint import reading
 from nb_accelerate.checkpoint.checksums import BLOCK, FileRecord, Verification
-from nb_accelerate.checkpoint.files import load_state_dict
+from nb_accelerate.checkpoint.files import load_state_dict, read
 from nb_accelerate.checkpoint.manifest import Manifest
-from nb_accelerate.checkpoint.reading import compare_tensors
+from nb_accelerate.checkpoint.reading import compare_tensors, read_in_memory
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import context
 
@@ -94,3 +95,29 @@ def test_ranks_of_a_machine_compare_a_part_of_the_mapped_weights_each(saved: tup
             found.append(len(compared.result()))
         assert found == [1, 0] if place < BLOCK else [0, 1]
         _flip(file, part)
+
+
+def test_conjugated_and_negated_views_of_a_file_keep_their_values(tmp_path: Path):
+    wave = torch.tensor([1 + 2j, 3 - 4j])
+    torch.save({"plain": wave, "conjugated": wave.conj(), "negated": wave.clone().conj().imag}, tmp_path / "views.pt")
+    loaded = read_in_memory(tmp_path / "views.pt", if_trusted="")
+    assert loaded["plain"].tolist() == [1 + 2j, 3 - 4j]
+    assert loaded["conjugated"].tolist() == [1 - 2j, 3 + 4j]
+    assert loaded["negated"].tolist() == [-2.0, 4.0]
+
+
+def test_a_tensor_that_is_twice_in_a_file_stays_one_and_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    best = torch.arange(4.0)
+    torch.save({"best": best, "last": best, "sparse": [best.to_sparse()] * 2}, tmp_path / "twice.pt")
+    mapped: list[bool] = []
+
+    def note_how(*arguments: Any, mmap: bool = False, **options: Any) -> Any:
+        mapped.append(mmap)
+        return read(*arguments, mmap=mmap, **options)
+
+    monkeypatch.setattr(reading, "read", note_how)
+    loaded = read_in_memory(tmp_path / "twice.pt", if_trusted="")
+    assert mapped == [True]
+    assert loaded["best"] is loaded["last"]
+    assert loaded["best"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert loaded["sparse"][0] is loaded["sparse"][1]

@@ -205,6 +205,12 @@ def test_cpu_cannot_be_asked_for_once_another_device_was_chosen(monkeypatch):
         setup_process(cpu=True)
 
 
+def test_a_process_that_is_alone_does_the_work_of_any_number_as_in_accelerate():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.on_process(process_index=1)(lambda: "done")() == "done"
+    assert accelerator.on_local_process(local_process_index=1)(lambda: "done")() == "done"
+
+
 def test_some_work_is_for_some_ranks_only(run_ranks, tmp_path):
     def work():
         accelerator = Accelerator(cpu=True)
