@@ -29,7 +29,7 @@ _LINE = re.compile(r'^  File "(?P<filename>.*)", line (?P<lineno>\d+) in (?P<nam
 _SAID = {"_engine_run_backward": "backward", "_wrapped_call_impl": "forward", "_call_impl": "forward"}
 """What people call a function of torch."""
 
-_COLLECTIVES = ("torch/distributed/", "nb_accelerate/comm/")
+_COLLECTIVES = ("/torch/distributed/", "/nb_accelerate/comm/")
 """Files with functions that users call by other names, of `Accelerator` or of torch."""
 
 _WRAPPERS = ("wrapper", "inner", "decorate_context")

@@ -11,14 +11,23 @@ from nb_accelerate.diagnostics.stacks import main_thread, where
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_BACKWARD = "/torch/autograd/graph.py"
+
 _COLLECTIVES = (
-    "torch/distributed/",
-    "torch/autograd/graph.py",
-    "torch/nn/parallel/distributed.py",
-    "nb_accelerate/comm/",
+    "/torch/distributed/",
+    _BACKWARD,
+    "/torch/nn/parallel/distributed.py",
+    "/nb_accelerate/comm/",
 )
 """Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it; a forward
 of a parallel model, for its buffers; and ours, where a collective runs on the device, for its result."""
+
+_EXCHANGES = ("/torch/distributed/distributed_c10d.py", "/torch/nn/parallel/distributed.py")
+"""Files whose innermost frame waits for ranks and for nothing else: the folder of the first also has remote calls,
+launchers of processes and writers of checkpoints."""
+
+_WAITS_WITH_AN_END = ("init_process_group", "new_group", "monitored_barrier")
+"""Functions of torch.distributed that wait for processes outside of a launch too, or for a shorter time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +67,19 @@ def who_waits(dumps: Mapping[int, str]) -> Waits:
         in_collective = bool(frames) and any(part in frames[0].filename for part in _COLLECTIVES)
         (waiting if in_collective else elsewhere).setdefault(where(dump), []).append(rank)
     return Waits(waiting=waiting, elsewhere=elsewhere)
+
+
+def in_exchange(dump: str, *, or_backward: bool = False) -> bool:
+    """Return whether the main thread of a rank is where it can only wait for other ranks, until they come.
+
+    Args:
+        dump: its stacks.
+        or_backward: a backward counts too: it may wait for gradients of other ranks, or compute.
+    """
+    frames = main_thread(dump)
+    files = (*_EXCHANGES, _BACKWARD) if or_backward else _EXCHANGES
+    return (
+        bool(frames)
+        and frames[0].filename.endswith(files)
+        and not any(frame.name in _WAITS_WITH_AN_END for frame in frames)
+    )

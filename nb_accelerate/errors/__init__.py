@@ -242,9 +242,9 @@ class DeadlineError(LaunchError, TimeoutError):
 class DeadlockError(LaunchError):
     """Ranks wait in collectives for others that have come to the end, so that they would wait forever.
 
-    It is raised when all ranks that have not come to the end have waited in one place for 30 s, and have used next to
-    no processor time in it. So it is one of gloo: of NCCL, whose collectives run on the device, the ranks wait in other
-    places, and the watchdog of PyTorch ends them after its timeout of 10 minutes. That of gloo would be 30 minutes
+    It is raised when all ranks that have not come to the end have waited in the same collectives for 30 s, and no process
+    of any rank has computed meanwhile: on CPUs only, because a wait for a device may look the same. PyTorch itself would
+    wait for 30 minutes with gloo, and for 10 with NCCL
     (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).
 
     Attributes:

@@ -300,6 +300,7 @@ class Launch(Steerable):
                 timeout=options.timeout,
                 say=loop.output.say,
                 attended=False,
+                on_host=plan.kind.is_host,
                 exit_returns=self._exit_returns,
                 keeps_panel=True,
                 is_raised=self._is_waited_for and attempt >= options.max_restarts,

@@ -36,6 +36,9 @@ _REPORT_TIMEOUT = 5.0
 _KILL_TIMEOUT = 20.0
 """Seconds from SIGKILL until the process of a rank must have ended. It first frees its memory, also of a device."""
 
+_WORKING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+"""States of a process that computes, waits for a processor or for a disk."""
+
 _open: weakref.WeakSet[LocalRank] = weakref.WeakSet()
 
 
@@ -194,10 +197,17 @@ class LocalRank(RankHandle):
 
     @override
     def processor_time(self) -> float | None:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if self._pid is not None:
-                used = psutil.Process(self._pid).cpu_times()
-                return float(used.user + used.system)
+        if self._pid is None or self.exitcode is not None:
+            return 0.0
+        seconds = 0.0
+        with contextlib.suppress(psutil.Error):  # one has just ended
+            process = psutil.Process(self._pid)
+            for one in (process, *process.children(recursive=True)):
+                with one.oneshot():
+                    if one.status() in _WORKING:
+                        return None
+                    seconds += sum(one.cpu_times()[:2])  # of users' code, and of the system for it
+            return seconds
         return None
 
     @override

@@ -152,6 +152,7 @@ class RankGroup:
         """Make a request that runs code of users; see `Request`."""
         steps = cell_steps(self._timeouts(), cut_from([*self.loop.ranks.values()], self._rendezvous_count))
         request = self._request(ranks, send, steps=steps, wording=_CELL, timeout=timeout, say=say)
+        request.on_host = self.plan.kind.is_host
         request.idle = lambda: self._idle_beside(request)
         return request
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import main_thread
-from nb_accelerate.diagnostics.waits import who_waits
+from nb_accelerate.diagnostics.waits import in_exchange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,66 +14,77 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.messages import Frame
     from nb_accelerate.ranks.request import Request
 
-_IDLE_SHARE = 0.05
+_MAX_PROCESSOR_SHARE = 0.05
 """Part of its time that a rank which only waits spends on a processor, at most. Its threads wake up now and then."""
 
-_IDLE_SECONDS = 0.05
+_MAX_PROCESSOR_SECONDS = 0.05
 """Seconds on a processor that do not count, for short times."""
-
-_JOINS_GROUPS = ("init_process_group", "new_group")
-"""Functions of torch.distributed in which a rank may also wait for processes that are none of its launch."""
 
 
 class DeadlockWatch:
-    """Measures how long nothing can have come of what the ranks of a request wait for.
+    """Measures for how long the ranks of a request have been deadlocked.
 
-    That is so while some ranks have come to the end and all others stay in the same collectives, and spend no processor
-    time, as they would to transfer data or to compute a backward. A wait for work of a GPU takes processor time too. If
-    the request has ranks of other machines, nothing is known of those, and the time is 0.
+    They are if some have come to the end, and all others stay in the same collectives, while no process of any of them
+    uses a processor, wants one or reads a disk: a transfer of data, a backward and a thread that goes on would.
+
+    It is not measured for requests to only some ranks of a process group, with ranks on other machines, or whose ranks
+    use devices: waits for those may take no time of a processor.
 
     Args:
         request: one that has begun.
+        longest: seconds between two looks that count, at most. More have passed where this process was suspended, say,
+            and perhaps the ranks too.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, longest: float) -> None:
         self._request = request
-        self._since: float | None = None
+        self._longest = longest
+        self._seconds = 0.0
+        self._looked_at: float | None = None
         self._places: dict[int, tuple[Frame, ...]] = {}
         self._used: dict[int, float | None] = {}
 
     def moved(self) -> None:
         """Note that a rank has made progress."""
-        self._since = None
+        self._seconds, self._looked_at, self._places = 0.0, None, {}
 
     def look(self, dumps: Mapping[int, str]) -> float | None:
-        """Return for how many seconds it has been so; None if it is not, or cannot be told now.
+        """Return the seconds since the deadlock began; None if there is none, or a rank has not sent its stacks.
 
         Args:
             dumps: stacks of the ranks that have not come to the end, by rank. "" is none: a busy machine answers late.
         """
         if "" in dumps.values():
+            self._looked_at = None
+            return None
+        if not self._can_be(dumps):
+            self.moved()
             return None
         now = time.monotonic()
+        since_last = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest)
         places = {rank: main_thread(dump) for rank, dump in dumps.items()}
-        used = {one.rank: one.handle.processor_time() for one in self._request.waiting}
-        if not self._can_be(dumps, places):
-            self._since = None
-        elif self._since is None or places != self._places or not self._are_idle(used, now - self._since):
-            self._since, self._places, self._used = now, places, used
-        return None if self._since is None else now - self._since
+        used = {one.rank: one.handle.processor_time() for one in self._request.ranks}
+        if places == self._places and self._are_idle(used, self._seconds + since_last):
+            self._seconds += since_last
+        else:
+            self._seconds, self._places, self._used = 0.0, places, used
+        self._looked_at = now
+        return self._seconds
 
-    def _can_be(self, dumps: Mapping[int, str], places: Mapping[int, tuple[Frame, ...]]) -> bool:
+    def _can_be(self, dumps: Mapping[int, str]) -> bool:
         request = self._request
         return (
-            len(request.ranks) == request.world_size
+            request.on_host
+            and len(request.ranks) == request.world_size
             and bool(request.answers)
-            and who_waits(dumps).waits
-            and not any(frame.name in _JOINS_GROUPS for frames in places.values() for frame in frames)
+            and bool(dumps)
+            and all(in_exchange(dump, or_backward=True) for dump in dumps.values())
+            and not any(one.handle.is_stopped() for one in request.ranks)
         )
 
     def _are_idle(self, used: Mapping[int, float | None], seconds: float) -> bool:
-        allowed = _IDLE_SHARE * seconds + _IDLE_SECONDS
+        allowed = _MAX_PROCESSOR_SHARE * seconds + _MAX_PROCESSOR_SECONDS
         return all(
-            after is not None and (before := self._used.get(rank)) is not None and after - before <= allowed
+            after is not None and (before := self._used.get(rank)) is not None and 0.0 <= after - before <= allowed
             for rank, after in used.items()
         )

@@ -91,7 +91,11 @@ class RankHandle(ABC):
         return
 
     def processor_time(self) -> float | None:
-        """Return the processor time that its process has used, in seconds; None if that cannot be told."""
+        """Return the processor time that its process and those that it has started have used, in seconds.
+
+        Returns:
+            None if that cannot be told, or one of them computes, waits for a processor or for a disk now.
+        """
         return None
 
     @abstractmethod

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import where
-from nb_accelerate.diagnostics.waits import who_waits
+from nb_accelerate.diagnostics.stacks import STOPPED, where
+from nb_accelerate.diagnostics.waits import in_exchange, who_waits
 from nb_accelerate.display.words import label
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.ranks.deadlock import DeadlockWatch
@@ -29,7 +29,7 @@ _LONGEST_QUIET = 60.0
 """Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise."""
 
 _DEADLOCK_LOOKS = 6
-"""How often stacks are looked at, at least, before a request is ended because its ranks wait forever."""
+"""How often stacks are looked at, at least, before a request is ended as deadlocked."""
 
 
 class HangWatch:
@@ -56,14 +56,16 @@ class HangWatch:
         self._asked = False
         self._seen: Mapping[int, str] = {}
         self._said = False
-        self._deadlock = DeadlockWatch(request)
+        longest = timeouts.deadlock / (_DEADLOCK_LOOKS - 1) + timeouts.stacks
+        self._deadlock = DeadlockWatch(request, longest=longest)
         self._progress: tuple[object, ...] | None = None
         self.due = time.monotonic() + timeouts.quiet / 2  # when the progress pages are read for the first time
 
-    def moved(self) -> None:
-        """Note that a rank has printed something."""
+    def printed(self) -> None:
+        """Note that a rank has printed something. Other progress is read from the progress pages."""
         now = time.monotonic()
         self._note_movement(now)
+        self._deadlock.moved()
         if not self._asked:
             self.due = now + self._quiet
 
@@ -92,7 +94,7 @@ class HangWatch:
                 ask_for_stacks(rank)
 
     def _note_movement(self, now: float) -> None:
-        """Wait longer than twice the longest pause between two movements. What comes before the first is the start."""
+        """Raise ``quiet`` to twice the longest pause between two movements. The time before the first is start-up."""
         if self._moved_at is not None:
             self._quiet = max(self._quiet, min(2 * (now - self._moved_at), _LONGEST_QUIET))
         self._moved_at = now
@@ -108,11 +110,15 @@ class HangWatch:
     def _look(self) -> bool:
         """Look at the stacks, and return whether the ranks seem to wait forever."""
         request = self._request
-        dumps = {rank.rank: bytes(rank.stacks).decode(errors="replace") for rank in request.waiting}
+        dumps = {
+            rank.rank: STOPPED if rank.is_stopped else bytes(rank.stacks).decode(errors="replace")
+            for rank in request.waiting
+        }
         places = {rank: where(dump) for rank, dump in dumps.items()}
         finished = sorted(request.answers)
         deadlocked = self._deadlock.look(dumps)
-        idle = request.idle() if request.attended else ()
+        # A backward of a rank alone may compute.
+        idle = request.idle() if request.attended and all(map(in_exchange, dumps.values())) else ()
         if finished or places == self._seen:
             text = verdict(dumps, finished, idle)
             if deadlocked is not None and deadlocked >= self._timeouts.deadlock:

@@ -154,7 +154,8 @@ class RankLoop:
         Args:
             request: what to ask of the ranks.
             output: shows what all ranks print from now on, also after the request; None leaves it as it is.
-            hangs: report ranks that wait for one another in vain, after its ``quiet`` seconds; None never does.
+            hangs: of the detection of hangs: after ``quiet`` seconds it reports one, after ``deadlock`` seconds the
+                request fails with a `DeadlockError`. None turns both off.
         """
         if self._thread is None:
             self._begin(request, output, hangs)
@@ -410,7 +411,7 @@ class RankLoop:
     def on_output(self, rank: RankProxy) -> None:
         """Note that a rank has printed something: it does not hang, and a progress bar may have changed."""
         for hang in self._hangs.values():
-            hang.moved()
+            hang.printed()
         if self.output is not None:
             self.output.redrawing(rank.rank, rank.output.unfinished("stderr"))
             self.output.redrawing(rank.rank, rank.output.unfinished("stdout"))

@@ -79,6 +79,7 @@ class Request:
         say: shows the user a line.
         panel: shows how far the ranks are; None if nothing does.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
+        on_host: whether its ranks compute on processors, and use no other devices.
         idle: returns ranks of the same process group that nothing is asked of meanwhile; for the loop's thread.
         exit_returns: whether a rank whose process ends with exit code 0 has answered None. A script may do that, by
             ``os._exit(0)``, where a function would lose its value.
@@ -109,6 +110,7 @@ class Request:
     say: Callable[[str], object] = lambda _: None
     panel: Panel | None = None
     keeps_panel: bool = False
+    on_host: bool = False
     idle: Callable[[], Sequence[int]] = tuple
     exit_returns: bool = False
     attended: bool = True

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import nbformat
 import pytest
@@ -53,16 +55,30 @@ print(accelerator.num_processes, "processes")
 """
 
 
+_jobs: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_are_left() -> Iterator[None]:
+    """End what a test that failed has started: it would fail the tests after it too."""
+    yield
+    while _jobs:
+        with _jobs.pop() as job:
+            job.kill()  # its ranks end with it
+
+
 def launch(host: int, flags: list[str], script: Path, *arguments: str) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     command = ["ip", "netns", "exec", f"nbtest{host}", sys.executable, "-m", "nb_accelerate", "launch", "--cpu"]
-    return subprocess.Popen(
+    job = subprocess.Popen(
         [*command, *flags, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environ,
     )
+    _jobs.append(job)
+    return job
 
 
 def train(folder: Path, address: str, flags: list[str], killed_at: int = -1) -> str:
@@ -120,15 +136,15 @@ CONF = "--rdzv_conf=join_timeout=60,last_call_timeout=1,keep_alive_interval=1"
 ELASTIC = ["--rdzv_backend=c10d", CONF]
 
 
-def wait_for(job: subprocess.Popen[str], awaited: str) -> list[str]:
-    """Read what a launch prints until a line has some words; returns all lines so far."""
-    assert job.stdout is not None
+def wait_for(stream: IO[str] | None, awaited: str) -> None:
+    """Read what a launch prints until a line has some words."""
+    assert stream is not None
     lines = []
-    for line in job.stdout:
+    for line in stream:
         lines.append(line)
         if awaited in line:
-            return lines
-    raise AssertionError("".join(lines) + job.stderr.read())  # type: ignore[union-attr]
+            return
+    raise AssertionError("".join(lines))
 
 
 def pids_of(host: int) -> list[int]:
@@ -154,7 +170,7 @@ def test_a_machine_that_is_started_after_another_takes_part(tmp_path: Path, two_
     script.write_text(TRAIN)
     flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
     first = launch(0, flags, script, str(tmp_path), "-1")
-    wait_for(first, "on each of 2 machines: waiting for the other machines")
+    wait_for(first.stderr, "on each of 2 machines: waiting for the other machines")
     late = launch(1, flags, script, str(tmp_path), "-1")
     for job in (first, late):
         output, error = job.communicate(timeout=60)
@@ -168,12 +184,12 @@ def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[s
     flags.append("--max_restarts=1")
     end = tmp_path / "end"
     first = launch(0, ["--quiet", *flags], go_on, str(end))
-    wait_for(first, "begins 0 of 1")
+    wait_for(first.stdout, "begins 0 of 1")
     second = launch(1, ["--quiet", *flags], go_on, str(end))
-    wait_for(first, "begins 0 of 2")
-    wait_for(second, "begins 1 of 2")
+    wait_for(first.stdout, "begins 0 of 2")
+    wait_for(second.stdout, "begins 1 of 2")
     kill_machine(1, second)
-    wait_for(first, "begins 0 of 1")
+    wait_for(first.stdout, "begins 0 of 1")
     end.touch()
     _, error = first.communicate(timeout=30)
     assert first.returncode == 0, error
@@ -189,7 +205,7 @@ def test_a_machine_that_is_killed_or_cut_off_is_named_on_the_other(
     flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *backend]
     jobs = [launch(host, [*flags, f"--machine_rank={host}"], go_on, str(tmp_path / "end")) for host in range(2)]
     for job in jobs:
-        wait_for(job, "begins")
+        wait_for(job.stdout, "begins")
     began = time.monotonic()
     if backend:
         subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "down"], check=True)

@@ -75,3 +75,9 @@ def test_what_a_fixture_of_wider_scope_keeps_is_not_held_against_a_test_and_all_
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*processes:*sleep 21*"])
     assert "sleep 20" not in result.stdout.str()
+
+
+def test_a_process_that_one_test_leaves_fails_no_other(pytester: pytest.Pytester) -> None:
+    nobody = "import psutil; assert psutil.Process().children() == []"
+    result = run_inner(pytester, "subprocess.Popen(['sleep', '20'])", nobody)
+    result.assert_outcomes(passed=2, errors=1)

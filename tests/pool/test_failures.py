@@ -75,19 +75,20 @@ def last(ranks: int) -> int:
 
 
 @contextlib.contextmanager
-def time_to_answer(notebook: Kernel, seconds: float) -> Iterator[None]:
-    """After a failure, for the others to say where they are, or to come to an end by themselves."""
-    notebook.set_timeouts("nb_accelerate.pool.Pool", ask=seconds)
+def timeouts(notebook: Kernel, **seconds: float) -> Iterator[None]:
+    """Other timeouts of the pool for a while: the tests share the kernel."""
+    notebook.set_timeouts("nb_accelerate.pool.Pool", **seconds)
     try:
         yield
     finally:
-        notebook.set_timeouts("nb_accelerate.pool.Pool", ask=Pool.timeouts.ask)
+        usual = {name: getattr(Pool.timeouts, name) for name in seconds}
+        notebook.set_timeouts("nb_accelerate.pool.Pool", **usual)
 
 
 class TestExceptions:
     def test_one_rank_fails_while_the_others_wait_in_a_collective(self, notebook: Kernel, ranks: int, tmp_path: Path):
         folder = repr(str(tmp_path))
-        with time_to_answer(notebook, 2.0):
+        with timeouts(notebook, ask=2.0):
             cell = notebook.run(
                 f"%%distributed\nif rank == world_size - 1:\n    until_blocked({folder}, world_size - 1)\n"
                 f"    raise KeyError('mine')\nsay_that_it_waits({folder})\ndist.barrier()"
@@ -111,7 +112,7 @@ class TestExceptions:
         assert "process group" not in notebook.run("%%distributed\nprint('on')").ok().stderr
 
     def test_all_ranks_fail_the_same_way_and_it_is_shown_once(self, notebook: Kernel):
-        with time_to_answer(notebook, 55.0):
+        with timeouts(notebook, ask=55.0):
             cell = notebook.run("%%distributed\n{}['all']")
         assert (cell.error, cell.stdout, cell.stderr) == ("KeyError", "", "")
         assert plain(cell.traceback).count("line 2") == 1
@@ -119,7 +120,7 @@ class TestExceptions:
     def test_where_a_rank_was_on_the_way_to_its_own_failure_is_not_told(self, notebook: Kernel, ranks: int):
         if ranks == 1:
             pytest.skip("there are no others")
-        with time_to_answer(notebook, 55.0):
+        with timeouts(notebook, ask=55.0):
             cell = notebook.run(
                 "%%distributed\nimport time\nif rank > 0:\n    time.sleep(0.3)\nif rank < 3:\n    {}['all']"
             )
@@ -322,7 +323,7 @@ class TestInterrupts:
         assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"
 
     def test_a_cell_that_takes_too_long_is_interrupted(self, notebook: Kernel, ranks: int):
-        with time_to_answer(notebook, 2.0):
+        with timeouts(notebook, ask=2.0):
             cell = notebook.start(
                 "%%distributed --background --timeout 600\n"
                 "if rank == 0:\n    print('begun', flush=True); time.sleep(600)"
@@ -453,15 +454,35 @@ class TestHangs:
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
     @pytest.mark.slow
+    def test_a_rank_that_waits_for_a_thread_of_one_that_has_ended_is_left_alone(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("nobody waits for anybody")
+        with timeouts(notebook, quiet=0.3, deadlock=1.0):
+            notebook.run(
+                "%%distributed\n"
+                "import threading, time\n"
+                "received = torch.zeros(1)\n"
+                "def serve():\n"
+                "    end = time.monotonic() + 4\n"
+                "    while time.monotonic() < end:\n"
+                "        sum(range(1000))\n"
+                "    dist.send(torch.ones(1), 0)\n"
+                "if rank == 1:\n"
+                "    threading.Thread(target=serve).start()\n"
+                "if rank == 0:\n"
+                "    dist.recv(received, 1)\n"
+                "    assert received == 1\n"
+            ).ok()
+
+    @pytest.mark.slow
     def test_a_cell_whose_ranks_wait_for_one_that_has_ended_fails_by_itself_and_keeps_variables(
         self, notebook: Kernel, ranks: int
     ):
         if ranks == 1:
             pytest.skip("nobody waits for anybody")
-        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=0.3, deadlock=1.0)
         notebook.run("%%distributed\nheld = rank").ok()
-        cell = notebook.run("%%distributed\nif rank == 0:\n    dist.barrier()")
-        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=3.0, deadlock=30.0)
+        with timeouts(notebook, quiet=0.3, deadlock=1.0):
+            cell = notebook.run("%%distributed\nif rank == 0:\n    dist.barrier()")
         assert cell.error == "DeadlockError"
         assert re.search(r"would never end: rank 0 waits in barrier, called from Cell In\[\d+\] line 3", cell.message)
         assert len(cell.traceback.splitlines()) <= 11
@@ -474,32 +495,31 @@ class TestHangs:
     def test_a_collective_in_a_cell_of_one_rank_names_those_that_do_not_run_it(self, notebook: Kernel, ranks: int):
         if ranks == 1:
             pytest.skip("nobody waits for anybody")
-        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=0.3)
-        cell = notebook.start("%%rank 0\ndist.barrier()")
-        seen = notebook.wait_for_output(cell, "Interrupt the cell")
+        with timeouts(notebook, quiet=0.3):
+            cell = notebook.start("%%rank 0\ndist.barrier()")
+            seen = notebook.wait_for_output(cell, "Interrupt the cell")
+            notebook.interrupt()
+            assert notebook.finish(cell).error == "KeyboardInterrupt"
         assert re.search(r"rank 0 waits in barrier, .* line 2; ranks? [\d-]+ do(es)? not run this", seen)
         assert "by itself" not in seen  # the others may run a cell in the background next
-        notebook.interrupt()
-        assert notebook.finish(cell).error == "KeyboardInterrupt"
-        notebook.set_timeouts("nb_accelerate.pool.Pool", quiet=3.0)
 
     @pytest.mark.slow
     def test_a_rank_whose_c_code_holds_the_interpreter_says_where_it_is(self, notebook: Kernel):
-        notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
-        cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True)\nsum(range(10**9))")
-        notebook.finish(cell)
-        notebook.run("handle = _").ok()
-        said_under(notebook, cell)
-        assert re.search(r"rank 0: in Cell In\[\d+\] line 3", notebook.run("%distributed where").ok().stdout)
-        notebook.run("handle.result(100)").ok()
+        with timeouts(notebook, stacks=20.0):
+            cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True)\nsum(range(10**9))")
+            notebook.finish(cell)
+            notebook.run("handle = _").ok()
+            said_under(notebook, cell)
+            assert re.search(r"rank 0: in Cell In\[\d+\] line 3", notebook.run("%distributed where").ok().stdout)
+            notebook.run("handle.result(100)").ok()
 
     def test_where_says_what_a_cell_in_the_background_does(self, notebook: Kernel):
-        notebook.set_timeouts("nb_accelerate.pool.Pool", stacks=20.0)
-        cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True); time.sleep(600)")
-        notebook.finish(cell)
-        notebook.run("handle = _").ok()
-        said_under(notebook, cell)
-        assert re.search(r"rank 0: in Cell In\[\d+\] line 2", notebook.run("%distributed where").ok().stdout)
-        assert "running" in notebook.run("%distributed status").ok().stdout
-        notebook.run("handle.interrupt()").ok()
-        assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"
+        with timeouts(notebook, stacks=20.0):
+            cell = notebook.start("%%rank 0 --background\nprint('begun', flush=True); time.sleep(600)")
+            notebook.finish(cell)
+            notebook.run("handle = _").ok()
+            said_under(notebook, cell)
+            assert re.search(r"rank 0: in Cell In\[\d+\] line 2", notebook.run("%distributed where").ok().stdout)
+            assert "running" in notebook.run("%distributed status").ok().stdout
+            notebook.run("handle.interrupt()").ok()
+            assert notebook.run("handle.result(20)").error == "KeyboardInterrupt"

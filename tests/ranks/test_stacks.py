@@ -12,7 +12,7 @@ from fixtures.actor_ranks import SOON, ActorRank
 from fixtures.deadlines import observing
 from fixtures.ranks import RunRanks
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, where
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED, where
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.protocol.messages import Parcel, Result
@@ -168,6 +168,7 @@ JOINS = dump(
     '/torch/distributed/distributed_c10d.py", line 5 in init_process_group',
     'train.py", line 7 in train',
 )
+CALLS = dump('/torch/distributed/rpc/api.py", line 9 in rpc_sync', 'train.py", line 7 in train')
 LOADS = dump('train.py", line 8 in load')
 
 
@@ -182,16 +183,29 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     for rank in ranks:
         loop.add(rank)
 
-    def watch(size: int = 3, finished: tuple[int, ...] = (2,)) -> DeadlockWatch:
-        request = Request(ranks=ranks, send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=size)
+    def watch(size: int = 3, finished: tuple[int, ...] = (2,), on_host: bool = True) -> DeadlockWatch:
+        request = Request(
+            ranks=ranks,
+            send=lambda _: None,
+            steps=call_steps(SOON),
+            wording=Wording(),
+            world_size=size,
+            on_host=on_host,
+        )
         request.answers.update({rank: (Result(parcel=Parcel()), ()) for rank in finished})
-        return DeadlockWatch(request)
+        return DeadlockWatch(request, longest=20.0)
 
     both = {0: WAITS, 1: WAITS}
     assert watch().look(both) == 0.0
     assert watch().look({0: WAITS, 1: LOADS}) is None
     assert watch().look({0: WAITS, 1: JOINS}) is None  # perhaps with a process outside
     assert watch().look({0: WAITS, 1: ""}) is None
+    assert watch().look({0: WAITS, 1: STOPPED}) is None
+    assert watch().look({0: WAITS, 1: CALLS}) is None
+    assert (
+        watch().look({0: WAITS, 1: CALLS.replace("/torch/distributed/rpc/api", "/me/torch/distributed/train")}) is None
+    )
+    assert watch(on_host=False).look(both) is None  # of devices nothing is known
     assert watch(size=5).look(both) is None  # the others are on another machine
     assert watch(finished=()).look({**both, 2: WAITS}) is None
 
@@ -202,7 +216,9 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     assert one.look(both) == 10.0
     now += 1.0
     assert one.look({0: WAITS, 1: ""}) is None
-    assert one.look(both) == 11.0
+    assert one.look(both) == 10.0  # where it was meanwhile is not known
+    now += 1000.0  # the machine was suspended
+    assert one.look(both) == 30.0
     one.moved()
     assert one.look(both) == 0.0
     now += 10.0
@@ -213,6 +229,37 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     monkeypatch.setattr(ActorRank, "processor_time", lambda _: None)
     now += 10.0
     assert one.look({0: WAITS, 1: WAITS.replace("line 7", "line 8")}) == 0.0
+
+
+def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
+    loop: RankLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
+
+    rank = RankProxy(ActorRank(0, None), loop)
+    loop.add(rank)
+
+    def said_of(stack: str) -> list[str]:
+        nonlocal now
+        rank.stacks[:] = stack.encode()
+        said: list[str] = []
+        request = Request(
+            ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1, say=said.append
+        )
+        request.idle = lambda: [1]
+        watch = HangWatch(request, Timeouts())
+        for _ in range(6):
+            now += 60.0
+            watch.act()
+        return said
+
+    assert (
+        said_of(dump('/torch/autograd/graph.py", line 5 in _engine_run_backward', 'train.py", line 7 in train')) == []
+    )
+    (line,) = said_of(WAITS)
+    assert "rank 0 waits in barrier, " in line
+    assert "; rank 1 does not run this" in line
 
 
 def runs_python_code() -> int:
@@ -250,5 +297,5 @@ def test_ranks_that_move_slowly_are_asked_for_their_stacks_less_often(
     watch = HangWatch(request, Timeouts(quiet=3.0))
     for pause, wait in ((20.0, 3.0), (1.0, 3.0), (10.0, 20.0), (500.0, 60.0)):  # the first is the start of the ranks
         now += pause
-        watch.moved()
+        watch.printed()
         assert watch.due == now + wait
