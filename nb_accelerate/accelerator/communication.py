@@ -117,7 +117,8 @@ class CommunicationSlice(Slice):
         if loader.rows_of_ranks is not None:  # tensors of different sizes are gathered padded, or refused by gather
             real = real_rows_of_padded(loader.rows_of_ranks, real)
         is_single = [not tensor.dim() for tensor in tensors_in(input_data)]
-        if any(is_single) and collectives.rank == 0:
+        gathered = self.gather(input_data)
+        if any(is_single) and collectives.rank == 0:  # later than the exchange: a warning may be an error
             warnings.warn(
                 "gather_for_metrics was given a single value, such as a mean loss, and returns that of each process. "
                 f"Rows that are repeated in the last batch (only {loader.batch_remainder} of all are real) count in "
@@ -125,7 +126,7 @@ class CommunicationSlice(Slice):
                 stacklevel=2,
             )
         singles = iter(is_single)
-        return map_tensors(lambda tensor: tensor if next(singles) else tensor[:real], self.gather(input_data))
+        return map_tensors(lambda tensor: tensor if next(singles) else tensor[:real], gathered)
 
 
 def _real_rows(data: Any, loader: TrackedLoader) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from nb_accelerate.comm import operations
 from nb_accelerate.process import rng
@@ -15,6 +12,7 @@ from nb_accelerate.state.choices import current_collectives, current_data_collec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
 
@@ -39,11 +37,13 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return, on all processes, the tensors of process ``from_process``. They are also written to ``tensor``."""
-    received = operations.broadcast(current_collectives(), tensor, from_process)
-    for own, sent in zip(tensors_in(tensor), tensors_in(received), strict=True):
-        if own is not sent:
-            with torch.no_grad(), contextlib.suppress(RuntimeError):  # an expanded tensor, say, cannot be written to
-                own.copy_(sent)
+    collectives = current_collectives()
+    received = operations.broadcast(collectives, tensor, from_process)
+    if collectives.rank != from_process:
+        for own, sent in zip(tensors_in(tensor), tensors_in(received), strict=True):
+            is_expanded = any(not step and size > 1 for step, size in zip(own.stride(), own.shape, strict=True))
+            if own is not sent and not is_expanded:
+                own.data.copy_(sent)  # unseen by autograd, as in torch's own broadcast
     return received
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from nb_accelerate.optim.accumulation import newest_accumulation
+from nb_accelerate.optim.accumulation import has_accelerator, newest_accumulation
 from nb_accelerate.optim.optimizer import AcceleratedOptimizer
 from nb_accelerate.process.context import topology_here
 
@@ -110,5 +110,24 @@ class AcceleratedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The AccumulationState belongs to this process and is not pickled.
+        given = self.scheduler, self.optimizers, self.step_with_optimizer, self.split_batches, self.repeats
+        return _rebuild, (type(self), *given)
+
     def __repr__(self) -> str:
         return f"AcceleratedScheduler({self.scheduler!r})"
+
+
+def _rebuild(
+    kind: type[AcceleratedScheduler],
+    scheduler: LRScheduler,
+    optimizers: Sequence[AcceleratedOptimizer],
+    step_with_optimizer: bool,
+    split_batches: bool,
+    repeats: int,
+) -> LRScheduler | AcceleratedScheduler:
+    """Wrap a scheduler that was unpickled, unless this process, such as the notebook's, has no `Accelerator`."""
+    if not has_accelerator():
+        return scheduler
+    return kind(scheduler, optimizers, step_with_optimizer, split_batches, repeats=repeats)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import uuid
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_prefixes = {"default_pg"}  # of torch's init_process_group
-_numbers = itertools.count()
+_prefixes = {"default_pg"}
+"""Prefixes that `_prefix_of` tries besides those of groups: this one is of torch's init_process_group."""
 
 
 def prefixed(prefix: str, store: Store) -> PrefixStore:
@@ -45,8 +46,10 @@ def clone_store(store: Any) -> Any:
 
 def _prefix_of(store: PrefixStore) -> str | None:
     """Find out the prefix of a store, which PyTorch 2.6 does not tell; None if it is none that is known."""
-    known = {*_prefixes, f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"}  # torchrun's
-    key = f"nb_accelerate/prefix of {os.getpid()} {next(_numbers)}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    groups = dist.distributed_c10d._world.pg_names.values()  # noqa: SLF001 - there is no public list of groups
+    known = {*_prefixes, f"/worker/attempt_{attempt}", *(f"{name}/" for name in groups)}
+    key = f"nb_accelerate/prefix {uuid.uuid4().hex}"
     store.set(key, "")
     try:
         return next((prefix for prefix in known if store.underlying_store.check([f"{prefix}/{key}"])), None)

@@ -297,20 +297,23 @@ def test_a_prepared_model_comes_back_as_the_model_in_it(notebook: Kernel) -> Non
     assert cell.ok().value == "(__main__.Net, __main__.Net, torch.Size([2, 2]))"
 
 
-def test_a_prepared_optimizer_comes_back_as_the_optimizer_in_it(notebook: Kernel) -> None:
+def test_a_prepared_optimizer_and_scheduler_come_back_as_those_in_them(notebook: Kernel) -> None:
     notebook.run(
         "from nb_accelerate import Accelerator\n"
         "from nb_accelerate.state import AcceleratorState\n"
         "AcceleratorState._reset_state(True)\n"  # earlier cells may have made an Accelerator here
         "def prepare():\n"
         "    model = torch.nn.Linear(2, 2)\n"
-        "    model, optimizer = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)\n"
+        "    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)\n"
+        "    model, optimizer, scheduler = Accelerator().prepare(model, optimizer, scheduler)\n"
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    optimizer.step()\n"
-        "    return optimizer"
+        "    return optimizer, scheduler"
     ).ok()
-    cell = notebook.run("first, second = launch(prepare, (), 2)\ntype(first).__name__, first.param_groups[0]['lr']")
-    assert cell.ok().value == "('SGD', 0.5)"
+    notebook.run("(optimizer, scheduler), _ = launch(prepare, (), 2)\nscheduler.step()").ok()
+    cell = notebook.run("type(optimizer).__name__, type(scheduler).__name__, optimizer.param_groups[0]['lr']")
+    assert cell.ok().value == "('SGD', 'StepLR', 0.25)"
 
 
 def test_a_short_run_without_a_panel_tells_that_its_loss_is_nan(notebook: Kernel) -> None:

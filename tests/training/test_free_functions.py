@@ -127,9 +127,13 @@ def test_broadcast_also_writes_to_what_it_was_given(run_ranks):
         plain, leaf = torch.full((3,), float(rank)), torch.full((2,), float(rank), requires_grad=True)
         expanded = torch.full((1,), float(rank)).expand(2)
         utils.broadcast([plain, leaf], from_process=1)
-        return plain.tolist(), leaf.tolist(), utils.broadcast(expanded, from_process=1).tolist()
+        powers = leaf.exp()  # whose backward needs its values
+        utils.broadcast(powers, from_process=1)
+        powers.sum().backward()
+        received = utils.broadcast(expanded, from_process=1)
+        return plain.tolist(), leaf.tolist(), leaf.grad.isfinite().all().item(), received.tolist()
 
-    assert run_ranks(run) == [([1.0, 1.0, 1.0], [1.0, 1.0], [1.0, 1.0])] * 2
+    assert run_ranks(run) == [([1.0, 1.0, 1.0], [1.0, 1.0], True, [1.0, 1.0])] * 2
 
 
 def test_one_process_exchanges_with_itself():

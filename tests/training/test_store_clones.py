@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from fixtures.ranks import RunRanks
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from nb_accelerate.process.store_clones import clone_store, prefixed
@@ -41,6 +42,23 @@ def test_a_clone_has_the_keys_of_the_store_below_its_prefixes(
     assert (bytes(clone.get("a")), bytes(store.get("b"))) == (b"1", b"2")
     clone.delete_key("a")
     assert not store.check(["a"])
+
+
+def test_the_store_of_a_group_is_cloned(run_ranks: RunRanks) -> None:
+    def clone() -> tuple[bool, bytes]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        for one in (Store, FileStore, TCPStore, PrefixStore):
+            if "clone" in vars(one):
+                delattr(one, "clone")  # in this rank, which ends then
+        store = dist.distributed_c10d._get_default_store()
+        cloned = clone_store(getattr(store, "_store", store))
+        store.set(f"rank {dist.get_rank()}", "here")
+        dist.barrier()
+        return cloned is not store, bytes(cloned.get(f"rank {1 - dist.get_rank()}"))
+
+    assert run_ranks(clone) == [(True, b"here")] * 2
 
 
 def test_a_store_with_a_prefix_that_is_not_known_is_used_itself(
