@@ -242,9 +242,9 @@ class DeadlineError(LaunchError, TimeoutError):
 class DeadlockError(LaunchError):
     """Ranks wait in collectives for others that have come to the end, so that they would wait forever.
 
-    It is raised when all ranks that have not come to the end have waited in the same collectives for 30 s, and no process
-    of any rank has computed meanwhile: on CPUs only, because a wait for a device may look the same. PyTorch itself would
-    wait for 30 minutes with gloo, and for 10 with NCCL
+    It is raised when all ranks that have not come to the end have waited in the same collectives for 30 s, and no
+    process of any rank has computed meanwhile: on CPUs only, because a wait for a device may look the same. PyTorch
+    itself would wait for 30 minutes with gloo, and for 10 with NCCL
     (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).
 
     Attributes:
