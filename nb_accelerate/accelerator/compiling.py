@@ -50,7 +50,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a model whose repeated blocks are compiled, each by itself, and the parts beside them too.
 
     Equal blocks share the code of the first, so a deep model compiles as fast as a shallow one. The model that was
-    given stays as it is; both have the same weights. ``unwrap_model(model, keep_torch_compile=False)`` returns it.
+    given is not compiled; both have the same weights, buffers and hooks.
+    ``unwrap_model(model, keep_torch_compile=False)`` returns it.
 
     Args:
         module: the model. One without repeated blocks is compiled whole.

@@ -1,4 +1,4 @@
-"""Tell, within backward, the computation of gradients from the wait for their exchange with other ranks."""
+"""Measure, within backward, the wait for the exchange of gradients apart from their computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def time_exchange(loss: Tensor, page: ProgressPage) -> None:
     queued by the first gradient.
 
     Args:
-        loss: before its backward. On a device that computes later than it is told to, this says nothing.
+        loss: before its backward. On a device that computes asynchronously the times say nothing.
         page: of this process.
     """
     if loss.requires_grad:

@@ -1,4 +1,4 @@
-"""Errors for models, optimizers and accelerators that do not belong together."""
+"""Errors for models, optimizers and accelerators that do not belong together; which models have a device map."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ MAKE_IT_INSIDE = (
 
 
 def verify_device_map(model: nn.Module) -> bool:
-    """Return whether the layers of a model were spread over several devices (``device_map="auto"``)."""
+    """Return whether a model has a device map of several entries (``device_map="auto"``), as in accelerate."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())

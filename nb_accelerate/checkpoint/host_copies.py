@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class HostCopies:
     """Copies states into buffers that are kept for the next copy: fresh memory takes three times as long to fill.
 
-    Buffers for tensors on a device are pinned, so that the device copies by itself.
+    Buffers for tensors of CUDA are pinned, so that the device copies by itself.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,8 @@ class HostCopies:
     def copy(self, states: list[Any]) -> list[Any]:
         """Return copies of states (trees of dicts, lists and tuples), when all tensors have arrived.
 
-        They are valid until the next call. Tensors that are one and the same stay so.
+        They are valid until the next call. A tensor that occurs several times is copied once, unless it is
+        sparse or of a subclass.
         """
         self._num_used = 0
         copies: dict[Any, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Which ranks live, and which have gone past the point where this one waits for them, found out without a collective.
+"""Find out without a collective which ranks live, and which will not come to the point where this one waits.
 
 ::
 
@@ -35,7 +35,7 @@ from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 logger = logging.getLogger("nb_accelerate")
 
@@ -161,22 +161,24 @@ class Peers:
         return not self.has_ended(rank) and (known.process is not None or (known.is_elsewhere and bool(self._question)))
 
     def can_tell(self, ranks: Iterable[int]) -> bool:
-        """Return whether some of these live that will be `past` if they do not come."""
+        """Return whether one of these lives and counts its collectives, so that `past` has it if it will not come."""
         return _collectives_begun(self._group()) is not None and any(map(self.lives, ranks))
 
     def killed(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks whose processes have ended, and not in an orderly way.
 
-        Call `ask` before: only then it is known of those on other machines, after a minute.
+        Of ranks on other machines it is known only after `ask`, and a minute later.
         """
         return [rank for rank in ranks if self.has_ended(rank) and not self._has_left(rank)]
 
-    def how_they_ended(self, ranks: Iterable[int]) -> str:
+    def how_they_ended(self, ranks: Sequence[int]) -> str:
         """Return what is known about ranks that were `killed`, in words."""
         silent = [rank for rank in ranks if self._known[rank].is_elsewhere]
+        ended = [rank for rank in ranks if rank not in silent]
+        parts = [f"the process of {named(ended)} has ended"] if ended else []
         if silent:
-            return f"nothing was heard of {named(silent)}, on another machine, for {_SILENT:.0f} s"
-        return f"the process of {named(ranks)} has ended"
+            parts.append(f"nothing was heard of {named(silent)}, on another machine, for {_SILENT:.0f} s")
+        return ", and ".join(parts)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks that will not come to where this one is, although nothing has happened to them.
@@ -253,7 +255,8 @@ def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout:
     missing, lost, pause = dict(keys), list[int](), _FIRST_PAUSE
     deadline = time.monotonic() + timeout
     while True:
-        ended = [rank for rank in missing if peers.has_ended(rank)]  # before the look: what they told last counts
+        # Before the keys are looked at: a rank may set its key and then end.
+        ended = [rank for rank in missing if peers.has_ended(rank)]
         missing = {rank: key for rank, key in missing.items() if not store.check([key])}
         is_late = time.monotonic() >= deadline
         lost += [rank for rank in missing if rank in ended or (is_late and not peers.lives(rank))]
@@ -332,7 +335,7 @@ def report_presence() -> None:
 
 
 def _forget() -> None:
-    """Leave the telling to the process that this one was forked from."""
+    """Begin anew in a process that was forked: the one it was forked from goes on to report."""
     global _reporter  # noqa: PLW0603 - the process has one
     atexit.unregister(_reporter.close)
     _reporter = Reporter()
@@ -344,7 +347,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _machine() -> str:
-    """Return what processes have in common whose numbers mean the same."""
+    """Return the host and the namespace of process numbers: where both are equal, a number means one process."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
 

@@ -29,14 +29,14 @@ class TensorSlot:
         size: bytes of it.
         shape: of the tensor.
         dtype: of the tensor.
-        of_cpu: whether the tensor was on the CPU before it was sent.
+        was_on_cpu: whether the tensor was on the CPU before it was sent.
     """
 
     offset: int
     size: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    of_cpu: bool = True
+    was_on_cpu: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
-    """Return the layout of a batch, and its tensors."""
+    """Return the layout of a batch, and its tensors, detached. A tensor that occurs twice is packed twice."""
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(batch)
@@ -96,7 +96,13 @@ def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
 
 
 def write(layout: BatchLayout, tensors: list[Tensor], buffer: Tensor) -> None:
-    """Copy the tensors of a batch into a buffer of at least ``layout.size`` bytes."""
+    """Copy the tensors of a batch into a buffer.
+
+    Args:
+        layout: that of the batch.
+        tensors: those of the batch, strided.
+        buffer: uint8, of at least ``layout.size`` bytes, which begin at a multiple of `ALIGNMENT_BYTES` in memory.
+    """
     for slot, tensor in zip(layout.slots, tensors, strict=True):
         _view(slot, buffer).copy_(tensor)
 
@@ -106,13 +112,15 @@ def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> 
 
     Args:
         layout: that of the batch; its ``skeleton`` is not None.
-        buffer: the bytes, on the device that received them.
+        buffer: the bytes, as `write` takes them, on the device that received them.
         bring_back: copy tensors that were on the CPU back to it, instead of leaving them on that device.
     """
     assert layout.skeleton is not None
     tensors = [_view(slot, buffer) for slot in layout.slots]
     if bring_back:
-        tensors = [tensor.cpu() if slot.of_cpu else tensor for slot, tensor in zip(layout.slots, tensors, strict=True)]
+        tensors = [
+            tensor.cpu() if slot.was_on_cpu else tensor for slot, tensor in zip(layout.slots, tensors, strict=True)
+        ]
     return _Unpacker(io.BytesIO(layout.skeleton), tensors).load()
 
 

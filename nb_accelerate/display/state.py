@@ -41,10 +41,10 @@ _FIRST_COLUMNS = ("step", "epoch", "rate", "loss", "memory")
 """Columns that are there from the first drawing on."""
 
 _OUTLIERS = 6
-"""Ranks that stand out and keep a row of their own then."""
+"""Ranks that stand out and keep a row of their own where there are more than `MOST_ROWS`, at most."""
 
 _COMPARE_EVERY = 1.0
-"""Seconds."""
+"""Seconds between two searches for stragglers."""
 
 
 class _Standing(NamedTuple):
@@ -81,7 +81,7 @@ class PanelState:
         self._jump = LossJump()
         self._columns = {*_FIRST_COLUMNS}
         self._peak = 0
-        self._rows = 0
+        self._rows_per_batch = 0
         self._stood_still = False
         self._slow: Mapping[int, Straggler] = {}
         self._compare_at = now
@@ -104,7 +104,7 @@ class PanelState:
             self._seen[one.rank] = one
             self._not_finite.add(one.rank, one.sample)
             if one.sample.trains:
-                self._rows = one.sample.rows
+                self._rows_per_batch = one.sample.rows
             self._peak = max(self._peak, one.sample.peak or one.memory)
         if self._state == "starting" and any(one.state != "starting" for one in seen):
             self._state = "running"
@@ -136,7 +136,7 @@ class PanelState:
         self._hang = words.capitalized(text)
 
     def leave_standstill(self, now: float) -> bool:
-        """Say no more about ranks that stand still, until one of them moves: somebody else says it.
+        """Leave out the sentence about ranks that stand still until one of them moves: the caller says it.
 
         Returns:
             True if it was said already, so that nobody else has to.
@@ -167,7 +167,7 @@ class PanelState:
             facts=self._facts,
             elapsed=words.duration(now - self._began),
             outlook=outlook(self._tracks, self._pace, now, stall=STALL) if self._ended is None else (),
-            summary=summary(self._tracks, self._pace.rate, self._rows) if self._ended is not None else (),
+            summary=summary(self._tracks, self._pace.rate, self._rows_per_batch) if self._ended is not None else (),
             remarks=remarks(self._tracks, self._peak) if self._ended is not None else (),
             bars=bars,
             rows=rows,
@@ -242,7 +242,7 @@ class PanelState:
             held=parts_of(sample.held),
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
-            now=self._now(rank, standing, now),
+            now=self._activity(rank, standing, now),
             place=track.place if moves else "",
             times=parts(self._seconds(rank)),
         )
@@ -283,7 +283,7 @@ class PanelState:
     def _cpu(self, ranks: Sequence[int]) -> str:
         return of_cpu(self._seen[rank] for rank in ranks) if self._ended is None else ""
 
-    def _now(self, rank: int, standing: _Standing, now: float) -> str:
+    def _activity(self, rank: int, standing: _Standing, now: float) -> str:
         track, seen, slow = self._tracks[rank], self._seen[rank], standing.slow
         if seen.state == "stopped":
             return f"stopped (SIGSTOP, pid {seen.pid})"
@@ -313,13 +313,13 @@ class PanelState:
         return slow.words if slow is not None and len(self._tracks) > MOST_ROWS else doing
 
     def _folded(self, known: dict[int, _Standing], now: float) -> tuple[Row, ...]:
-        """Return one row for all ranks, and those of the first few that stand out: only these are made."""
+        """Return a row for all ranks and one for each of the first `_OUTLIERS` that stand out; make no others."""
         apart = [rank for rank, one in known.items() if one.kind in ("late", "bad")]
         apart.sort(key=lambda rank: (known[rank].kind != "bad", known[rank].share or 0.0))
         others = [rank for rank in known if rank not in apart] or list(known)
         middle = sorted(others, key=lambda rank: known[rank].share or 0.0)[len(others) // 2]
         of_middle = self._row(middle, known[middle], now)
-        doing = Counter(self._now(rank, known[rank], now) for rank in others).most_common(1)[0]
+        doing = Counter(self._activity(rank, known[rank], now) for rank in others).most_common(1)[0]
         memory = max((self._memory(rank) for rank in others), default=0)
         whole = Row(
             ranks=words.ranges(list(known)),

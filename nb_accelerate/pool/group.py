@@ -53,7 +53,7 @@ class RankGroup:
     Args:
         options: of the launch.
         plan: how many ranks on what.
-        on_loss: called, in the loop's thread, with what happened when a rank has ended.
+        on_rank_end: called, in the loop's thread, with what happened when a rank has ended.
         timeouts: gives how long the steps of what begins now may take.
 
     Attributes:
@@ -68,7 +68,7 @@ class RankGroup:
         self,
         options: LaunchOptions,
         plan: LaunchPlan,
-        on_loss: Callable[[BaseException], None],
+        on_rank_end: Callable[[BaseException], None],
         timeouts: Callable[[], Timeouts],
     ) -> None:
         self.plan = plan
@@ -76,12 +76,12 @@ class RankGroup:
         self.display_ids = DisplayIds()
         self._options = options
         self._timeouts = timeouts
-        self._tell = on_loss
+        self._tell = on_rank_end
         self._rendezvous_count = 0
         self._resources = contextlib.ExitStack()
         self._server = self._resources.enter_context(open_server(plan.method, options))
         try:
-            self.loop = RankLoop(on_loss=self._on_loss)
+            self.loop = RankLoop(on_rank_end=self._on_rank_end)
             self.loop.start()
         except BaseException:
             self._resources.close()
@@ -285,7 +285,7 @@ class RankGroup:
             self.loop.begin(request)
             request.done.wait()
 
-    def _on_loss(self, rank: RankProxy) -> None:
+    def _on_rank_end(self, rank: RankProxy) -> None:
         if not rank.is_leaving:
             self._tell(death(rank, _CELL))
 

@@ -150,7 +150,7 @@ class Pool:
             try:
                 self._options = options
                 with self._starting():
-                    self._group = RankGroup(launch, plan, self._on_loss, lambda: self.timeouts)
+                    self._group = RankGroup(launch, plan, self._on_rank_end, lambda: self.timeouts)
                     self._bring_up(range(plan.num_processes), interrupts)
             except BaseException:
                 self.stop()
@@ -504,7 +504,7 @@ class Pool:
             self._disconnected_silently = not request.incidents
         self._running = None
 
-    def _on_loss(self, error: BaseException) -> None:
+    def _on_rank_end(self, error: BaseException) -> None:
         """Say that a rank has ended, unless the error of a cell will. Called in the loop's thread."""
         if self._group is not None and not self._is_busy and not self._is_starting:
             self._group.loop.say(str(error))

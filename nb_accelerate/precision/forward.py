@@ -65,7 +65,7 @@ def restore_forward(model: nn.Module) -> nn.Module:
 
 
 def without_autocast(model: nn.Module) -> nn.Module:
-    """Undo the autocast of another `Accelerator`, and return the model; `Float32Forward` stays."""
+    """Remove the `AutocastForward` of another `Accelerator`, and return the model. A `Float32Forward` is kept."""
     present = vars(model).get("forward")
     if isinstance(present, AutocastForward):
         del model.forward

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import FileStore, Store
 from typing_extensions import override
 
 from nb_accelerate.process import loopback
-from nb_accelerate.process.store_clones import clone_store, prefixed
+from nb_accelerate.process.store_clones import clone_store, prefix_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -132,7 +132,7 @@ class RendezvousHandler:
         """
         number = self._groups[world_size]
         self._groups[world_size] += 1
-        part = prefixed(f"{world_size} ranks, group {number}", store)
+        part = prefix_store(f"{world_size} ranks, group {number}", store)
         part.set_timeout(timeout)
         if part.add(_key(rank), 1) > 1:
             raise dist.DistStoreError(

@@ -16,7 +16,7 @@ _prefixes = {"default_pg"}
 """Prefixes that `_prefix_of` tries besides those of groups: this one is of torch's init_process_group."""
 
 
-def prefixed(prefix: str, store: Store) -> PrefixStore:
+def prefix_store(prefix: str, store: Store) -> PrefixStore:
     """Return a store that puts a prefix before each key, and that `clone_store` can clone with any PyTorch."""
     _prefixes.add(prefix)
     return PrefixStore(prefix, store)

@@ -69,7 +69,7 @@ class RankLoop:
         monitor_interval: seconds between two looks for ranks that were suspended (SIGSTOP), which sends no event; None
             looks only while ranks are being ended.
         monitor: called at each of these looks.
-        on_loss: called, in the thread, when a rank has ended.
+        on_rank_end: called, in the thread, when a rank has ended.
 
     Attributes:
         ranks: those that were added, by rank.
@@ -90,14 +90,14 @@ class RankLoop:
         *,
         monitor_interval: float | None = None,
         monitor: Callable[[], object] = lambda: None,
-        on_loss: Callable[[RankProxy], object] = lambda _: None,
+        on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
         self.ranks: dict[int, RankProxy] = {}
         self.output: GuardedOutput | None = None
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
         self._processes = ProcessWatch(monitor_interval, monitor)
-        self._on_loss = on_loss
+        self._on_rank_end = on_rank_end
         self._hangs: dict[Request, HangWatch] = {}
         self._guard_without_output = OutputGuard()
         self._ending = False
@@ -365,7 +365,7 @@ class RankLoop:
     # Called by the reader, see `RankEvents`.
 
     def show(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Call what shows output; its errors cost output and nothing else."""
+        """Call what shows something to the user; its errors are logged, and the loop goes on."""
         with self._guard_without_output if self.output is None else self.output.guard:
             action(*arguments)
 
@@ -424,7 +424,7 @@ class RankLoop:
         """Note that a rank has ended, or is of no use any more."""
         rank.stacks_due = NEVER
         rank.has_stacks.set()
-        self.show(self._on_loss, rank)
+        self.show(self._on_rank_end, rank)
         for request in self.requests:
             if rank in request.ranks:
                 request.ended(rank)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from nb_accelerate.strategies.mesh import MeshLayout
 
 
-class TensorParallelModel:
-    """The `AveragesGradients` of a model whose ranks all read the same rows: there is nothing to average."""
+class EqualGradients:
+    """Reports all gradients of a model as averaged (`AveragesGradients`): its ranks read the same rows."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -80,4 +80,4 @@ class TensorParallelStrategy(DTensorStrategy):
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[], None] | None:
-        return GradientAverage(optimizer, self.collectives, lambda: [TensorParallelModel(model) for model in models])
+        return GradientAverage(optimizer, self.collectives, lambda: [EqualGradients(model) for model in models])

@@ -9,7 +9,7 @@ import pytest
 from fixtures.ranks import RunRanks
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from nb_accelerate.process.store_clones import clone_store, prefixed
+from nb_accelerate.process.store_clones import clone_store, prefix_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def test_a_clone_has_the_keys_of_the_store_below_its_prefixes(
                 monkeypatch.delattr(one, "clone")
     elif can_clone and not hasattr(Store, "clone"):
         pytest.skip("this PyTorch cannot")
-    store = PrefixStore("default_pg", prefixed("2 ranks, group 0", opened(kind, tmp_path)))
+    store = PrefixStore("default_pg", prefix_store("2 ranks, group 0", opened(kind, tmp_path)))
     store.set_timeout(timedelta(seconds=7))
     clone = clone_store(store)
     assert clone is not store
