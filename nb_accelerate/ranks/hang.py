@@ -135,7 +135,7 @@ class HangWatch:
         request = self._request
         said = f"{text}. {request.wording.when_hung}"
         if ends_by_itself:
-            said += f". It ends by itself after {self._timeouts.deadlock:g} s"
+            said += f". It ends by itself if that stays so for {self._timeouts.deadlock:g} s"
         # The panel counts the seconds by itself.
         if request.panel is None or not request.panel.tell_hang(f"no rank goes on: {said}"):
             request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {said}")

@@ -129,7 +129,7 @@ def test_a_launch_whose_ranks_wait_for_one_that_has_returned_fails_by_itself(
     assert not getattr(failure.value, "__notes__", [])  # would only repeat it
     said = capfd.readouterr().err
     assert place in said
-    assert "It ends by itself after 1 s" in said
+    assert "It ends by itself if that stays so for 1 s" in said
 
 
 def computes_for_a_while() -> float:
