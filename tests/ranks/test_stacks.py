@@ -168,6 +168,7 @@ JOINS = dump(
     '/torch/distributed/distributed_c10d.py", line 5 in init_process_group',
     'train.py", line 7 in train',
 )
+COMPUTES = dump('/torch/autograd/graph.py", line 5 in _engine_run_backward', 'train.py", line 7 in train')
 CALLS = dump('/torch/distributed/rpc/api.py", line 9 in rpc_sync', 'train.py", line 7 in train')
 LOADS = dump('train.py", line 8 in load')
 
@@ -254,9 +255,7 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
             watch.act()
         return said
 
-    assert (
-        said_of(dump('/torch/autograd/graph.py", line 5 in _engine_run_backward', 'train.py", line 7 in train')) == []
-    )
+    assert said_of(COMPUTES) == []
     (line,) = said_of(WAITS)
     assert "rank 0 waits in barrier, " in line
     assert "; rank 1 does not run this" in line
