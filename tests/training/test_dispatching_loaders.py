@@ -289,7 +289,7 @@ def test_tensors_come_back_to_where_they_were_if_batches_are_not_to_be_moved():
 
     batch = {"of the CPU": torch.arange(3.0), "elsewhere": torch.ones(2, 2)}
     layout, tensors = pack(batch)
-    layout = replace(layout, slots=(layout.slots[0], replace(layout.slots[1], of_cpu=False)))
+    layout = replace(layout, slots=(layout.slots[0], replace(layout.slots[1], was_on_cpu=False)))
     buffer = torch.zeros(layout.size, dtype=torch.uint8)
     write(layout, tensors, buffer)
     for bring_back, expected in ((True, [(3,)]), (False, [])):
