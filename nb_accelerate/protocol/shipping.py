@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import cloudpickle
 
 from nb_accelerate.errors import ShippingError, TooLargeError
+from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Parcel
@@ -209,6 +210,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     ``Tensor.__reduce_ex__`` hands out a `TypedStorage`, whose own pickling copies three times and forgets that two
     views share memory. Pickling the untyped storage once, as a buffer, keeps the sharing and copies nothing.
     """
+
+    dispatch_table = DISPATCH_TABLE
 
     def __init__(self, file: IO[bytes], *, into_main: bool = False, **options: Any) -> None:
         super().__init__(file, **options)

@@ -12,6 +12,8 @@ from typing import IO, Any
 
 import cloudpickle
 
+from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
+
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle that also knows what multiprocessing and torch have registered: connections, queues, tensors."""
@@ -19,7 +21,7 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
         registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
         # Before the C code's constructor, which looks it up once.
-        self.dispatch_table = ChainMap(registered, cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table = ChainMap(registered, DISPATCH_TABLE)
         super().__init__(file, protocol)
 
 

@@ -99,3 +99,11 @@ def test_large_things_cost_no_name_in_shared_memory_and_no_descriptor_afterwards
     value = torch.zeros(1 << 20)
     arrived = round_trip(value)  # the leak check watches
     assert arrived.shape == value.shape
+
+
+def test_code_keeps_the_name_of_its_file() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def outer():\n    def inner(): raise KeyError\n    return inner", "cell 7", "exec"), names)
+    arrived = round_trip(names["outer"])
+    assert arrived.__code__.co_filename == "cell 7"
+    assert arrived().__code__.co_filename == "cell 7"
