@@ -23,6 +23,7 @@ from nb_accelerate.cli import (
     test,
     to_fsdp2,
 )
+from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.version import __version__
 
@@ -34,17 +35,25 @@ _COMMANDS = (config, launch, test, status, stop, estimate_memory, merge_weights,
 _INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
 
+_NOT_READ = 141
+"""Exit code of a command whose output nobody reads any more: 128 + SIGPIPE."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the console script `nb-accelerate` calls this."""
     parser = make_parser()
     try:
         arguments = parser.parse_args(argv)
-        return arguments.run(arguments) or 0
+        code = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return code
     except NbAccelerateError as error:
         # These are written for the person at the terminal; a traceback would only hide the sentence.
         print(f"nb-accelerate: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        discard_stdout()
+        return _NOT_READ
     except KeyboardInterrupt:
         print("nb-accelerate: interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from typing_extensions import override
 
+from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
 from nb_accelerate.launch.launch import Launch
@@ -98,10 +98,7 @@ class _TerminalSink(StreamSink):
             super()._print(stream, text)
         except BrokenPipeError:
             self.is_closed = True
-            # Python flushes its streams once more at its end, and would complain.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            discard_stdout()
             threading.Thread(target=self.on_closed, daemon=True).start()
 
 

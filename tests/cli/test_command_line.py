@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -21,6 +22,16 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"nb-accelerate {__version__}\n")
+
+
+@pytest.mark.parametrize("command", [["env"], ["status"]])
+def test_output_that_nobody_reads_is_no_error(command: list[str]):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as closed:
+        program = [sys.executable, "-m", "nb_accelerate", *command]
+        ran = subprocess.run(program, stdout=closed, stderr=subprocess.PIPE, timeout=50, check=False)
+    assert (ran.returncode, ran.stderr) == (141, b"")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
