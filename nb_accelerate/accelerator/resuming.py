@@ -97,7 +97,9 @@ class ResumingSlice(CheckpointSlice):
 
         Example::
 
-            project = ProjectConfiguration("runs/first", save_every="10 min", total_limit=2)
+            from nb_accelerate.utils import ProjectConfiguration
+
+            project = ProjectConfiguration("runs/first", save_every="1 epoch", total_limit=2)
             accelerator = Accelerator(project_config=project)
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             for epoch, batches in accelerator.resumable(loader, epochs=3):
@@ -203,7 +205,9 @@ class ResumingSlice(CheckpointSlice):
     def _epochs(
         self, dataloader: DataLoaderShard, first: int, epochs: int, interval: SaveInterval | None
     ) -> Iterator[tuple[int, Iterator[Any]]]:
-        schedule = _Schedule(self.core, interval, self.core.recording.project)
+        project = self.core.recording.project
+        schedule = _Schedule(self.core, interval, project)
+        unsaved = project.iteration
         with schedule:
             steering = self.core.steering
             for epoch in self._counted(first, epochs):
@@ -215,7 +219,17 @@ class ResumingSlice(CheckpointSlice):
                     dataloader.leave_epoch()
                 schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
                 self._save_if_due(schedule)
+                if interval is None and not project.signals and epoch == first < epochs - 1:
+                    self._warn_if_nothing_is_saved(unsaved)
         self.wait_for_checkpoint()
+
+    def _warn_if_nothing_is_saved(self, unsaved: int) -> None:
+        if self.core.recording.project.iteration == unsaved and self.core.process.topology.is_main:
+            logger.warning(
+                "The first epoch is over and no checkpoint was saved that resumable could go on from. Write "
+                'Accelerator(project_config=ProjectConfiguration(folder, save_every="1 epoch")); ProjectConfiguration '
+                "is in nb_accelerate.utils."
+            )
 
     def _batches(self, dataloader: DataLoaderShard, schedule: _Schedule) -> Generator[Any, None, None]:
         for batch in dataloader:

@@ -354,8 +354,8 @@ def _function_options(arguments: argparse.Namespace) -> dict[str, Any]:
     given = next((flag for flag in vars(arguments) if flag in _LAUNCH_FLAGS and getattr(arguments, flag)), None)
     if given is not None:
         raise ConfigError(
-            f"--{given} says how to launch, and the cells of a notebook say that themselves. To launch one "
-            f"function of it: --function NAME. Or write in the cell: notebook_launcher(train, num_processes=2)"
+            f"a notebook starts its own ranks: leave out --{given}, and write in its cell: "
+            "notebook_launcher(train, num_processes=2). Or launch one function of it: --function NAME"
         )
     return {}
 

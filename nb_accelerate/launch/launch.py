@@ -223,7 +223,7 @@ class Launch(Steerable):
             if tell:
                 hint = "" if isinstance(error, KeyboardInterrupt) else "; .result() raises it here"
                 with OutputGuard(self._sink):
-                    self._sink.write("stderr", f"{summary(error)}{hint}\n")
+                    self._sink.write("stderr", f"{summary(error).removesuffix('.')}{hint}\n")
         finally:
             self._seconds = time.monotonic() - self._began
             with contextlib.suppress(Exception):

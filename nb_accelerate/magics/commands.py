@@ -99,7 +99,7 @@ class Commands:
         """Do one command; replaced below by the whole help."""
         with plain_errors():
             name, _, rest = line.strip().partition(" ")
-            if name in ("", "-h", "--help"):
+            if name in ("", "help", "-h", "--help"):
                 _say(HELP_TEXT)
                 return
             command = COMMANDS.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display.frontend import choose_front_end
@@ -135,7 +136,9 @@ class Cell:
     def _say_what_is_not_sent(self) -> None:
         """Say, once for each value, which names of the notebook the ranks have bound themselves."""
         own, syncs = self._manifest.own, self._syncs.values()
-        news = [name for name, value in sorted(own.items()) if sum(one.is_untold(name, value) for one in syncs)]
+        # A module is the same one there, imported by a cell.
+        values = [(name, value) for name, value in sorted(own.items()) if not isinstance(value, ModuleType)]
+        news = [name for name, value in values if sum(one.is_untold(name, value) for one in syncs)]
         if news:
             names = ", ".join(news)
             self._output.say(
@@ -175,4 +178,4 @@ def tell_failure(request: Request, say: Callable[[str], object]) -> None:
     if request.incidents:
         cause = first_cause(request.incidents)
         hint = "" if cause.kind is IncidentKind.INTERRUPTED else "; .result() raises it here"
-        say(said_of(cause, request) + hint)
+        say(said_of(cause, request).removesuffix(".") + hint)

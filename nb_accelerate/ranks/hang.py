@@ -135,7 +135,7 @@ class HangWatch:
         request = self._request
         said = f"{text}. {request.wording.when_hung}"
         if ends_by_itself:
-            said += f". It ends by itself if that stays so for {self._timeouts.deadlock:g} s"
+            said += f"; if nothing changes for {self._timeouts.deadlock:g} s, it ends by itself"
         # The panel counts the seconds by itself.
         if request.panel is None or not request.panel.tell_hang(f"no rank goes on: {said}"):
             request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {said}")
@@ -160,7 +160,7 @@ def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[in
     parts = [f"{label(ranks)} wait{_s(ranks)} {place}" for place, ranks in waiting.items()]
     parts += [f"{label(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in elsewhere.items()]
     if finished:
-        parts.append(f"{label(finished)} {'has' if len(finished) == 1 else 'have'} come to the end")
+        parts.append(f"{label(finished)} {'has' if len(finished) == 1 else 'have'} finished")
     if idle:
         parts.append(f"{label(idle)} {'does' if len(idle) == 1 else 'do'} not run this")
     return "; ".join(parts)

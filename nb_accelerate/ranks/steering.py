@@ -278,7 +278,7 @@ class _Attempts:
                 return said
         except ValueError:  # the pages were closed: all has ended
             pass
-        raise LaunchError(f"Training has ended, or is ending, before it came to this command ({self._name}).")
+        raise LaunchError(f"{self._name}: training ended before it came to this command.")
 
     @property
     def _name(self) -> str:

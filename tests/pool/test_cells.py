@@ -238,6 +238,9 @@ class TestNames:
         cell = notebook.run("%%distributed\nprint(theirs)").ok()
         assert cell.stdout == "ranks\n"
         assert "the ranks have their own theirs" in cell.stderr
+        notebook.run("import torch, time").ok()
+        notebook.run("%%distributed\nimport torch, time").ok()
+        assert notebook.run("%%distributed\ntorch.ones(1), time.monotonic()").ok().stderr == ""
         assert notebook.run("%%distributed\nprint(theirs)").ok().stderr == ""
         notebook.run("%distributed push theirs").ok()
         assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "notebook\n"

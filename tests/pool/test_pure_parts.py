@@ -323,7 +323,7 @@ WORKS = """Current thread 0x00007f0000000001 (most recent call first):
 class TestHangs:
     def test_a_rank_that_waits_for_one_that_has_ended_the_cell(self):
         assert "rank 0 waits in all_reduce, called from step" in verdict({0: WAITS}, [1])
-        assert "rank 1 has come to the end" in verdict({0: WAITS}, [1])
+        assert "rank 1 has finished" in verdict({0: WAITS}, [1])
 
     @pytest.mark.parametrize(
         ("file", "function"),

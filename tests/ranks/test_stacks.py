@@ -113,7 +113,7 @@ def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
         launch.wait(0.05)
     launch.stop()
     assert "rank 0 waits in barrier, called from waits_in_vain" in said
-    assert "rank 1 has come to the end. Interrupt it to end it" in said
+    assert "rank 1 has finished. Interrupt it to end it" in said
 
 
 def test_a_launch_whose_ranks_wait_for_one_that_has_returned_fails_by_itself(
@@ -124,12 +124,12 @@ def test_a_launch_whose_ranks_wait_for_one_that_has_returned_fails_by_itself(
         notebook_launcher(waits_in_vain, (), 2, progress="off")
     place = "rank 0 waits in barrier, called from waits_in_vain"
     assert str(failure.value).startswith(f"the launch would never end: {place}")
-    assert "; rank 1 has come to the end. All ranks have to call the same collectives" in str(failure.value)
+    assert "; rank 1 has finished. All ranks have to call the same collectives" in str(failure.value)
     assert "barrier" in failure.value.stacks[0]
     assert not getattr(failure.value, "__notes__", [])  # would only repeat it
     said = capfd.readouterr().err
     assert place in said
-    assert "It ends by itself if that stays so for 1 s" in said
+    assert "if nothing changes for 1 s, it ends by itself" in said
 
 
 def computes_for_a_while() -> float:

@@ -109,6 +109,15 @@ def test_a_run_that_ends_anywhere_goes_on_with_the_batch_after_the_checkpoint(
         assert _run(where, save_every=every, stateful=stateful) == []  # it is over
 
 
+def test_a_run_of_which_nothing_is_saved_is_warned_of_after_its_first_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    _run(tmp_path / "saved", save_every="1 epoch")
+    assert "no checkpoint was saved" not in caplog.text
+    _run(tmp_path / "not saved")
+    assert caplog.text.count("no checkpoint was saved that resumable could go on from") == 1
+
+
 def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     _run(tmp_path, save_every="1 epoch")
     assert "nothing is left" not in caplog.text
