@@ -276,7 +276,8 @@ def test_a_script_shows_all_frames_when_it_is_asked_to(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_shows_where_a_rank_failed(tmp_path: Path) -> None:
-    head, place, line, gap, message = lines_of_script(tmp_path, "{}")
+    about, head, place, line, gap, message = lines_of_script(tmp_path, "{}")
+    assert about == "2 processes on CPU"
     assert head.split() == ["ValueError", "all", "2", "ranks"]
     assert place.endswith("script.py:6, in fail")
     assert line.strip() == 'raise ValueError("no")'
