@@ -25,4 +25,4 @@ def _build_code(build: Callable[..., types.CodeType], arguments: tuple[Any, ...]
 
 
 DISPATCH_TABLE = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
-"""The `dispatch_table` of a pickler that does so, and all else as cloudpickle."""
+"""The `dispatch_table` of cloudpickle's pickler, but with a reducer of code that keeps the name of its file."""
