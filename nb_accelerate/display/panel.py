@@ -11,6 +11,7 @@ Another cell may draw it too, see `Panel.attach`; what that needs of a run that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -130,7 +131,6 @@ class Panel:
         due: `time.monotonic` at which `refresh` wants to be called.
         name: of what runs.
         ranks: that are seen.
-        ended: how it looked at the end; None while it is on.
         logs: what each rank printed last, once it has ended.
     """
 
@@ -138,11 +138,12 @@ class Panel:
         now = time.monotonic()
         self.name = facts.name
         self.ranks = tuple(ranks)
-        self.ended: View | None = None
         self.logs: Mapping[int, str] = {}
         self._lock = threading.Lock()
         self._key = uuid.uuid4().hex[:12]
-        self._state = PanelState(facts, ranks, now)
+        self._facts, self._began = facts, now
+        self._last_view: View | None = None
+        self._runs: Sequence[str] = ()
         self._drawings = [drawing]  # the first is in the cell that runs it
         self._watched: Watched | None = watched
         many = len(ranks) > _MANY
@@ -161,6 +162,19 @@ class Panel:
         self._was_drawn = False
         self._has_failed = False
         self.due = now + self._look_every
+
+    @functools.cached_property
+    def _state(self) -> PanelState:
+        """Make it at the first look: most cells end before."""
+        return PanelState(self._facts, self.ranks, self._began)
+
+    @property
+    def ended(self) -> View | None:
+        """Return how the run looked at its end; None while it is on, or if that cannot be drawn."""
+        with self._lock:
+            if self._watched is None and self._last_view is None and not self._has_failed:
+                self._last_view = self._view(self._runs, time.monotonic())
+            return self._last_view
 
     def attach(self, make: Callable[[Watched], Drawing]) -> bool:
         """Draw the panel in one more place from now on. Any thread.
@@ -232,31 +246,34 @@ class Panel:
                 self._state.explain(watched.stacks())
         if now >= self._draw_at:
             self._draw_at = now + self._draw_every
-            view = self._view(watched, now)
+            view = self._view(watched.runs(), now)
             for drawing in self._drawings:
                 drawing.draw(view)
             self._was_drawn = True
 
     def _finish(self, watched: Watched, now: float, state: PanelStatus, failure: FailureSummary | None) -> None:
-        self._observe(watched, now)
+        self._observe(watched, now, inspects=self._was_drawn)
         self._state.end(now, state, failure)
-        self.ended = view = self._view(watched, now)
-        remember(view)
+        self._runs = watched.runs()
         self.logs = {rank: "".join(watched.log(rank).splitlines(keepends=True)[-_KEPT_LINES:]) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
+        if not (self._was_drawn or others or own.is_announced or self._runs or self._state.has_content):
+            return  # nobody sees its view, which takes a while to make, unless `ended` is asked for
+        self._last_view = view = self._view(self._runs, now)
+        remember(view)
         # What was over before a panel appeared has none, but for bars, which were not printed, and warnings.
         if self._was_drawn or view.bars or view.charts or view.warnings or own.is_announced:
             own.finish(view, was_drawn=self._was_drawn)
         for drawing in others:
             drawing.finish(view, was_drawn=True)
 
-    def _view(self, watched: Watched, now: float) -> View:
+    def _view(self, runs: Sequence[str], now: float) -> View:
         view = self._state.view(now)
-        return replace(view, charts=charts_of(watched.runs()), before=earlier_runs(view.facts.name), key=self._key)
+        return replace(view, charts=charts_of(runs), before=earlier_runs(view.facts.name), key=self._key)
 
-    def _observe(self, watched: Watched, now: float) -> None:
+    def _observe(self, watched: Watched, now: float, *, inspects: bool = True) -> None:
         seen = watched.look()
-        if now >= self._inspect_at:
+        if inspects and now >= self._inspect_at:
             self._inspect_at = now + self._inspect_every
             for one in seen:
                 if one.pid is not None:

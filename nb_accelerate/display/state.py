@@ -149,6 +149,15 @@ class PanelState:
         """Note how the launch or cell ended, and why if it failed."""
         self._ended, self._state, self._failure = now, state, failure
 
+    @property
+    def has_content(self) -> bool:
+        """Return whether a rank has told more than that it runs: a loop, a bar, a value, a warning."""
+        samples = (track.sample for track in self._tracks.values())
+        return any(
+            one.loop or one.bars or one.scalars or one.loss is not None or one.compiled or one.warning
+            for one in samples
+        )
+
     def view(self, now: float) -> View:
         """Return the panel as it is at the time `now`."""
         now = self._ended if self._ended is not None else now

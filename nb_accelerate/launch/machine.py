@@ -104,12 +104,13 @@ def _num_cpus() -> int:
 
 
 def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> list[VisibleDevices]:
-    after_backward = "a backward pass ran in this notebook" if _has_autograd_threads() else ""
     found = []
     for kind in DEVICE_KINDS:
         names = () if kind.is_host else kind.find(variables.get(kind.visibility), kind.visibility in changed)
         if names:
-            in_use = kind.in_use() or after_backward
+            in_use = kind.in_use()
+            if not in_use and _has_autograd_threads():
+                in_use = "a backward pass ran in this notebook"
             found.append(
                 VisibleDevices(
                     kind=kind, names=names, in_use=in_use, forbids_fork=kind.forbids_fork(), held=kind.held()

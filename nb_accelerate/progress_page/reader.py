@@ -38,6 +38,12 @@ class PageReader:
         """Return what the page says now."""
         return read(self._memory)
 
+    @property
+    def request(self) -> int:
+        """Return the number of the call or cell, see `nb_accelerate.progress_page.sample.Sample`."""
+        start = 8 * layout.REQUEST
+        return int.from_bytes(self._memory[start : start + 8], sys.byteorder)
+
     def copy(self) -> bytes:
         """Return the memory as it is now, for `nb_accelerate.progress_page.sample.read` on another machine."""
         memory = bytearray(self._memory[:])

@@ -50,7 +50,7 @@ class RequestView:
         for rank in request.ranks:
             rank.output.logged.clear()
         self._unasked: set[int] = set()
-        self._requests_before = {rank.rank: rank.handle.page.read().request for rank in request.ranks if rank.is_ready}
+        self._requests_before = {rank.rank: rank.handle.page.request for rank in request.ranks if rank.is_ready}
 
     def look(self) -> list[Seen]:
         """Return the ranks as they are now."""

@@ -25,7 +25,7 @@ from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.interpreter import command
 from nb_accelerate.worker.limits import enough_room
 from nb_accelerate.worker.process_tree import die_with_parent, ending_with, join_group_of, set_name
-from nb_accelerate.worker.rank import run_rank
+from nb_accelerate.worker.rank import prepare_process, run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 from nb_accelerate.worker.server import Server, Serves, refuse_rank
 
@@ -206,6 +206,7 @@ class _ExecutedServer(Server):
     def _wait_to_be_a_rank(self, channel: Channel, server: int) -> NoReturn:
         set_name("nb-idle")
         die_with_parent(server)
+        broken = self._broken or prepare_process(is_fork=False)
         try:
             (message, scratch), fds = channel.recv()
         except EOFError:
@@ -214,7 +215,7 @@ class _ExecutedServer(Server):
         ends = RankEnds.from_tuple(fds)
         if message.fresh:
             _exec_rank(ends, message.mark, server, scratch)
-        run_rank(ends, message.mark, server, scratch=scratch, broken=self._broken)
+        run_rank(ends, message.mark, server, scratch=scratch, broken=broken)
 
     @override
     def _spare(self) -> Collection[int]:
@@ -261,7 +262,9 @@ def fresh_rank() -> NoReturn:
     mark, server, scratch, *fds = sys.argv[1:]
     for fd in fds:
         os.set_inheritable(int(fd), False)
-    run_rank(RankEnds.from_tuple(tuple(map(int, fds))), bytes.fromhex(mark), int(server), scratch=scratch)
+    ends = RankEnds.from_tuple(tuple(map(int, fds)))
+    broken = prepare_process(is_fork=False)
+    run_rank(ends, bytes.fromhex(mark), int(server), scratch=scratch, broken=broken)
 
 
 def main() -> NoReturn:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.process_tree import adopt_orphans, set_name, step_back
-from nb_accelerate.worker.rank import run_rank
+from nb_accelerate.worker.rank import prepare_process, run_rank
 from nb_accelerate.worker.server import Server, refuse_rank
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def _be_rank(
         server,
         scratch=rank.scratch,
         inherited=call,
+        broken=prepare_process(is_fork=True),
         own_path=own_path,
     )
 

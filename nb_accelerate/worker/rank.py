@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import functools
 import importlib
-import io
 import linecache
 import multiprocessing
 import os
@@ -60,7 +59,7 @@ def run_rank(
     broken: BaseException | None = None,
     own_path: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Run a rank until the kernel sends `Quit` or ends.
+    """Run a rank in a prepared process (see `prepare_process`) until the kernel sends `Quit` or ends.
 
     Args:
         ends: descriptors, taken over.
@@ -69,7 +68,7 @@ def run_rank(
         scratch: a folder for what multiprocessing puts into files. Whoever forked this process removes it, also when
             the rank was killed and could not.
         inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
-        broken: why this process cannot work (a preloaded module failed to import); told to the kernel.
+        broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
         own_path: what this package imports comes from here; None is `sys.path`, as it is before the kernel's is set.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
@@ -93,7 +92,7 @@ def run_rank(
             if broken is not None:
                 raise broken
             with enough_room():
-                store = _set_up(setup, unpack(setup.sources, fds), ends.store, is_fork=inherited is not None)
+                store = _set_up(setup, unpack(setup.sources, fds), ends.store)
         except Exception as error:
             _send(channel, *fail(error, result_of_call=False))
         else:
@@ -162,14 +161,39 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
         packed.close()
 
 
-def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bool) -> object:
+def prepare_process(*, is_fork: bool) -> Exception | None:
+    """Do what every rank needs, before it is known what for: a process that waits to become a rank has the time.
+
+    Args:
+        is_fork: this process is a fork of the kernel.
+
+    Returns:
+        What has failed, for `run_rank` to tell the kernel, or None.
+    """
+    try:
+        spawn_by_value()
+        bars_as_rows()
+        trainers_as_loops()
+        if not is_fork:
+            # Packages may be installed after this process' parent has listed the folders. Nothing is imported until
+            # the rank has its task.
+            importlib.invalidate_caches()
+            main = types.ModuleType("__main__")
+            main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+            sys.modules["__main__"] = main
+            _reseed_numpy()
+    except Exception as error:
+        return error
+    return None
+
+
+def _set_up(setup: Setup, sources: dict[str, str], store_fd: int) -> object:
     """Set environment, folder, path, sources and threads of this process as `setup` says.
 
     Args:
         setup: from the kernel.
         sources: text of notebook cells, by file name.
         store_fd: descriptor of the store; taken over.
-        is_fork: this process is a fork of the kernel.
 
     Returns:
         What must live as long as the rank, or None.
@@ -184,15 +208,6 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int, *, is_fork: bo
             os.environ[name] = value
     _go_to(setup.cwd)
     sys.argv[:] = setup.argv
-    spawn_by_value()
-    bars_as_rows()
-    trainers_as_loops()
-    if not is_fork:
-        importlib.invalidate_caches()  # packages may have been installed since this process' parent started
-        main = types.ModuleType("__main__")
-        main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-        sys.modules["__main__"] = main
-        _reseed_numpy()
     for filename, text in sources.items():
         lines = text.splitlines(keepends=True)
         linecache.cache[filename] = (len(text), None, lines, filename)
@@ -266,6 +281,6 @@ def _leave() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        if isinstance(stream, io.IOBase):
-            with contextlib.suppress(OSError, ValueError):
+        if stream is not None:
+            with contextlib.suppress(Exception):  # users' code may have put anything there
                 stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -38,7 +39,8 @@ def write_stacks_on_request(requests: int, stacks: int) -> None:
         requests: read end of a pipe; a byte in it asks, see `ASK_STACK`.
         stacks: write end of the pipe for stacks, which look like those of `faulthandler.dump_traceback`.
     """
-    threading.Thread(target=_serve, args=(requests, stacks), name="nb_accelerate-stacks", daemon=True).start()
+    # Not `threading.Thread`, whose start() waits until the thread runs, on the way of every launch.
+    _thread.start_new_thread(_serve, (requests, stacks))
 
 
 def _serve(requests: int, stacks: int) -> None:
