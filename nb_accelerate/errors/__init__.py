@@ -22,7 +22,7 @@
         │   ├── RankDiedError             its process ended without an answer: exit code or signal
         │   └── RemoteError               it raised something that cannot be raised here as it was
         ├── DeadlineError (TimeoutError)  the run took longer than it was allowed to
-        └── DeadlockError                 ranks wait for others that have returned
+        └── DeadlockError                 ranks wait for others that never come
 
 An exception that user code raises in a rank is *not* wrapped: it arrives in the notebook with its own
 type. Every error here survives pickling, because it travels from ranks to the kernel. What is shown of one, instead of
@@ -240,7 +240,7 @@ class DeadlineError(LaunchError, TimeoutError):
 
 
 class DeadlockError(LaunchError):
-    """Ranks wait in collectives for others that have come to the end, so that they would wait forever.
+    """Ranks wait in collectives for others that have come to the end, or wait in other collectives.
 
     It is raised when all ranks that have not come to the end have waited in the same collectives for 30 s, and no
     process of any rank has computed meanwhile: on CPUs only, because a wait for a device may look the same. PyTorch

@@ -1,4 +1,4 @@
-"""Tell when ranks wait forever for others that have come to the end."""
+"""Tell when ranks wait forever: for others that have come to the end, or for one another in different collectives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _MAX_PROCESSOR_SECONDS = 0.05
 class DeadlockWatch:
     """Measures for how long the ranks of a request have been deadlocked.
 
-    They are if some have come to the end, and all others stay in the same collectives, while no process of any of them
-    uses a processor, wants one or reads a disk: a transfer of data, a backward and a thread that goes on would.
+    They are if all that have not come to the end stay in the same collectives, while no process of any rank uses a
+    processor, wants one or reads a disk: a collective that all have called, a transfer of data, a backward and a thread
+    that goes on would.
 
     It is not measured for requests to only some ranks of a process group, with ranks on other machines, or whose ranks
     use devices: waits for those may take no time of a processor.
@@ -75,8 +76,7 @@ class DeadlockWatch:
         request = self._request
         return (
             request.on_host
-            and len(request.ranks) == request.world_size
-            and bool(request.answers)
+            and len(request.ranks) == request.world_size > 1
             and bool(dumps)
             and all(in_exchange(dump, or_backward=True) for dump in dumps.values())
             and not any(one.handle.is_stopped() for one in request.ranks)

@@ -1,8 +1,8 @@
 """Report ranks that wait for one another in vain, and end a request whose ranks would do so forever.
 
 A rank hangs if it waits in a collective while another rank has finished, or stays somewhere else in its code. One that
-computes for an hour without printing does not hang. Where the others have finished the wait cannot end, so the request
-is ended after a time.
+computes for an hour without printing does not hang. Where all other ranks have finished, or wait in collectives too,
+the wait cannot end, so the request is ended after a time.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class HangWatch:
         if finished or places == self._seen:
             text = verdict(dumps, finished, idle)
             if deadlocked is not None and deadlocked >= self._timeouts.deadlock:
-                self._end(text, dumps)
+                self._end(text or sentence(dumps, finished), dumps)
             elif text and not self._said:
                 self._said = True
                 self._say(text, ends_by_itself=deadlocked is not None)
@@ -154,9 +154,15 @@ def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[in
         idle: ranks that were asked nothing.
     """
     waits = who_waits(dumps)
-    waiting, elsewhere = waits.waiting, waits.elsewhere
-    if not waiting or (not finished and not idle and not elsewhere and len(waiting) == 1):
+    if not waits.waiting or (not finished and not idle and not waits.elsewhere and len(waits.waiting) == 1):
         return ""
+    return sentence(dumps, finished, idle)
+
+
+def sentence(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
+    """Return where the ranks are, as a sentence without its end. The arguments are those of `verdict`."""
+    waits = who_waits(dumps)
+    waiting, elsewhere = waits.waiting, waits.elsewhere
     parts = [f"{label(ranks)} wait{_s(ranks)} {place}" for place, ranks in waiting.items()]
     parts += [f"{label(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}" for place, ranks in elsewhere.items()]
     if finished:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 from fixtures.actor_ranks import SOON, ActorRank
@@ -27,6 +28,9 @@ from nb_accelerate.ranks.request import Request
 from nb_accelerate.ranks.status import locate_ranks
 from nb_accelerate.ranks.steps import call_steps
 from nb_accelerate.ranks.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:
@@ -132,6 +136,42 @@ def test_a_launch_whose_ranks_wait_for_one_that_has_returned_fails_by_itself(
     assert "if nothing changes for 1 s, it ends by itself" in said
 
 
+def calls_different_collectives() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+
+
+def receive_from_each_other() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.recv(torch.ones(1), src=1 - dist.get_rank())
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (calls_different_collectives, r"rank 0 waits in barrier, .*; rank 1 waits in all_reduce, "),
+        (receive_from_each_other, r"ranks? 0.*1 wait in recv, "),
+    ],
+)
+def test_a_launch_whose_ranks_all_wait_for_one_another_fails_by_itself(
+    function: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3, deadlock=1.0))
+    with pytest.raises(DeadlockError, match=f"^the launch would never end: {said}") as failure:
+        notebook_launcher(function, (), 2, progress="off")
+    assert sorted(failure.value.stacks) == [0, 1]
+
+
 def computes_for_a_while() -> float:
     """Rank 0 is in a backward of 2 s or more, whose stack looks like a wait for the gradients of others."""
     import torch
@@ -208,7 +248,8 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     )
     assert watch(on_host=False).look(both) is None  # of devices nothing is known
     assert watch(size=5).look(both) is None  # the others are on another machine
-    assert watch(finished=()).look({**both, 2: WAITS}) is None
+    assert watch(finished=()).look({**both, 2: WAITS}) == 0.0  # in different collectives, or they would go on
+    assert watch(finished=()).look({**both, 2: LOADS}) is None
 
     one = watch()
     one.look(both)
