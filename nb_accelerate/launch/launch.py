@@ -1,4 +1,7 @@
-"""A launch: one attempt or several to run a function on ranks, and the handle of a launch in the background."""
+"""A launch: one attempt or several to run a function on ranks, and the handle of a launch in the background.
+
+Longer than 400 lines, because what users do with a handle and how its ranks are run share all of its state.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from nb_accelerate.ranks.status import RankStatus, state_of
 from nb_accelerate.ranks.steering import Steerable, steering_actions
 from nb_accelerate.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.ranks.timeouts import Timeouts
-from nb_accelerate.ranks.waiting import interrupts_call
+from nb_accelerate.ranks.waiting import goes_on_if_interrupted, interrupts_call
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
@@ -52,6 +55,11 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.values import Values
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.ranks.sinks import Sink
+
+
+_PANEL_TIMEOUT = 1.0
+"""Seconds that a launch in the background is waited for, at most, until it has its panel. It takes some milliseconds,
+or for ever where other machines have to come first."""
 
 
 class Launch(Steerable):
@@ -100,6 +108,7 @@ class Launch(Steerable):
         self._error: BaseException | None = None
         self._stopping = False
         self._is_waited_for = True
+        self._has_panel = threading.Event()  # or has ended without one
         self._done = threading.Event()
         self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
@@ -116,8 +125,10 @@ class Launch(Steerable):
         ]
 
     def status(self) -> str:
-        """Return ``"starting"``, ``"running"``, ``"done"``, ``"failed"`` or ``"interrupted"``."""
+        """Return ``"starting"``, ``"running"``, ``"paused"``, ``"done"``, ``"failed"`` or ``"interrupted"``."""
         if not self._done.is_set():
+            if self.is_paused:
+                return "paused"
             return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"
         if self._error is None:
             return "done"
@@ -137,8 +148,13 @@ class Launch(Steerable):
 
     @override
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the launch, at most `timeout` seconds, and return whether it has ended."""
-        return self._done.wait(timeout)
+        """Wait for the end of the launch, at most `timeout` seconds, and return whether it has ended.
+
+        Raises:
+            KeyboardInterrupt: the wait was interrupted. The launch goes on.
+        """
+        with goes_on_if_interrupted(self._name, ends_by=".stop()"):
+            return self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Values:
         """Wait for the end of the launch, and return the values of the ranks.
@@ -148,9 +164,10 @@ class Launch(Steerable):
 
         Raises:
             TimeoutError: it has not ended within `timeout` seconds. It goes on.
+            KeyboardInterrupt: the wait was interrupted. The launch goes on.
             BaseException: what `notebook_launcher` would raise.
         """
-        if not self._done.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"{self._name} has not ended within {timeout} s; it goes on")
         if self._error is not None:
             raise self._error
@@ -214,6 +231,7 @@ class Launch(Steerable):
         self._is_waited_for = False
         name = f"nb_accelerate-{self._name}"
         threading.Thread(target=self._run, kwargs={"tell": True}, name=name, daemon=True).start()
+        self._has_panel.wait(_PANEL_TIMEOUT)  # so that `attach` in the next line finds it
 
     def _run(self, *, tell: bool = False) -> None:
         try:
@@ -230,6 +248,7 @@ class Launch(Steerable):
                 self._sink.close()
             with self._lock:
                 self._done.set()
+                self._has_panel.set()
                 callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 callback()
@@ -329,6 +348,7 @@ class Launch(Steerable):
                         self._interrupt_requests(StepKind.TERMINATE, "stopped")
                     with loop.output.guard:  # after the request, so that the ranks start meanwhile
                         calling.panel = self._panel(calling, backend.machines, is_first=not attempt)
+                    self._has_panel.set()
                     loop.run(calling)
                     if calling.step is not None:  # not all ranks have finished by themselves
                         leaving.steps = quit_steps(timeouts, seconds=timeouts.unwind)

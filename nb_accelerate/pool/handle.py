@@ -10,6 +10,7 @@ from typing_extensions import override
 from nb_accelerate.display.words import label
 from nb_accelerate.ranks.failures import summary
 from nb_accelerate.ranks.steering import Steerable
+from nb_accelerate.ranks.waiting import goes_on_if_interrupted
 
 if TYPE_CHECKING:
     from nb_accelerate.pool.pool import Pool
@@ -35,8 +36,13 @@ class CellHandle(Steerable):
 
     @override
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for its end, at most `timeout` seconds, and return whether it has ended."""
-        return self.request.done.wait(timeout)
+        """Wait for its end, at most `timeout` seconds, and return whether it has ended.
+
+        Raises:
+            KeyboardInterrupt: the wait was interrupted. The cell goes on.
+        """
+        with goes_on_if_interrupted("the cell", ends_by=".interrupt()"):
+            return self.request.done.wait(timeout)
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt on the ranks."""
@@ -51,9 +57,10 @@ class CellHandle(Steerable):
 
         Raises:
             TimeoutError: it has not ended within `timeout` seconds. It goes on.
+            KeyboardInterrupt: the wait was interrupted. The cell goes on.
             BaseException: what the cell has raised, see `Pool.run`.
         """
-        if not self.request.done.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"the cell has not ended within {timeout} s; it goes on")
         if self._outcome is None:
             try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.lines import bundle
+from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.ranks.panel import make_drawing, recent
 from nb_accelerate.ranks.sinks import sink_here
@@ -15,7 +16,7 @@ from nb_accelerate.ranks.sinks import sink_here
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nb_accelerate.display.panel import Panel
+    from nb_accelerate.display.panel import Drawing, Panel, Watched
     from nb_accelerate.display.view import View
     from nb_accelerate.ranks.sinks import Sink
 
@@ -40,7 +41,14 @@ def attach(name: str | None = None) -> None:
     panel = _find(name)
     sink = sink_here()
     front_end = choose_front_end("auto")
-    if panel.attach(lambda watched: make_drawing(panel.ranks, sink, watched, front_end)):
+
+    def draw(watched: Watched) -> Drawing:
+        drawing = make_drawing(panel.ranks, sink, watched, front_end)
+        if not drawing.is_redrawn:  # its first line may come late
+            sink.write(sink.own_stream, f"attached to {panel.name}, which runs on {label(panel.ranks)}\n")
+        return drawing
+
+    if panel.attach(draw):
         return
     if panel.ended is not None:
         _show_end(panel.ended, panel.logs, sink)

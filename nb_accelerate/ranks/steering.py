@@ -28,6 +28,7 @@ from nb_accelerate.display.words import capitalized, named
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
 from nb_accelerate.protocol.interrupts import interrupts_later
+from nb_accelerate.ranks.sinks import sink_here
 
 if TYPE_CHECKING:
     import os
@@ -57,7 +58,7 @@ class Steerable(ABC):
     """Steer training that runs in the background: all ranks obey after the same optimizer step.
 
     The training loop is one over a loader, or with an optimizer, that an `Accelerator` has prepared. Methods return
-    when all ranks have obeyed. From the notebook's machine only; not with ranks on several.
+    when all ranks have obeyed, and say so. From the notebook's machine only; not with ranks on several.
     """
 
     @abstractmethod
@@ -80,10 +81,12 @@ class Steerable(ABC):
             ConfigError: it cannot be steered.
         """
         self._give(Command(kind=CommandKind.PAUSE), timeout)
+        self._show_here("training is paused")
 
     def resume(self, *, timeout: float = 60.0) -> None:
         """End what `pause` began. See there."""
         self._give(Command(kind=CommandKind.RESUME), timeout)
+        self._show_here("training goes on")
 
     def save_checkpoint(self, folder: str | os.PathLike[str] | None = None, *, timeout: float = 600.0) -> Path:
         """Save a checkpoint now, as `Accelerator.save_state` does, and return its folder.
@@ -103,8 +106,8 @@ class Steerable(ABC):
             raise ConfigError(f"folder={str(folder)!r} is too long: {error}.") from None
         return Path(self._give(Command(kind=CommandKind.SAVE, text=text), timeout)[0])
 
-    def set_learning_rate(self, rate: float, *, timeout: float = 60.0) -> float:
-        """Change the learning rate, and return the one before.
+    def set_learning_rate(self, rate: float, *, timeout: float = 60.0) -> None:
+        """Change the learning rate.
 
         It is that of the first parameter group; those of others change by the same factor, and schedules go on from
         there.
@@ -119,7 +122,8 @@ class Steerable(ABC):
         """
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
             raise ConfigError(f"rate={rate!r} is not a learning rate. Write a number above 0.")
-        return float(self._give(Command(kind=CommandKind.LEARNING_RATE, value=float(rate)), timeout)[0])
+        before = float(self._give(Command(kind=CommandKind.LEARNING_RATE, value=float(rate)), timeout)[0])
+        self._show_here(f"the learning rate is {rate:g}; it was {before:g}")
 
     def stop_after_epoch(self, *, timeout: float = 60.0) -> None:
         """Have training end when the current epoch does.
@@ -134,6 +138,7 @@ class Steerable(ABC):
             DeadlineError: as for `pause`, and LaunchError.
         """
         self._give(Command(kind=CommandKind.STOP), timeout)
+        self._show_here("training ends after this epoch")
 
     @property
     def is_paused(self) -> bool:
@@ -141,7 +146,16 @@ class Steerable(ABC):
         request, _ = self._steered()
         if request is None or request.done.is_set():
             return False
-        return all(rank.handle.page.read().paused for rank in request.ranks)
+        try:
+            return all(rank.handle.page.read().paused for rank in request.ranks)
+        except ValueError:  # it was closed: the ranks have just ended
+            return False
+
+    def _show_here(self, text: str) -> None:
+        """Show a line where the method was called."""
+        sink = sink_here()
+        sink.write(sink.own_stream, f"{text}\n")
+        sink.close()
 
     def _give(self, command: Command, timeout: float) -> list[str]:
         deadline = time.monotonic() + timeout
@@ -167,11 +181,13 @@ class RequestSteering(Steerable):
     Args:
         request: what they do.
         world_size: how many ranks train together.
+        say: shows a line to the user. Any thread.
     """
 
-    def __init__(self, request: Request, world_size: int) -> None:
+    def __init__(self, request: Request, world_size: int, say: Callable[[str], object]) -> None:
         self._request = request
         self._world_size = world_size
+        self._show = say
 
     @override
     def _steered(self) -> tuple[Request | None, int]:
@@ -180,6 +196,10 @@ class RequestSteering(Steerable):
     @override
     def wait(self, timeout: float | None = None) -> bool:
         return self._request.done.wait(timeout)
+
+    @override
+    def _show_here(self, text: str) -> None:
+        self._show(text)
 
 
 def steering_actions(request: Request, world_size: int, say: Callable[[str], object]) -> tuple[Action, ...]:
@@ -194,26 +214,20 @@ def steering_actions(request: Request, world_size: int, say: Callable[[str], obj
     """
     if len(request.ranks) != world_size:
         return ()
-    steered = RequestSteering(request, world_size)
+    steered = RequestSteering(request, world_size, say)
 
-    def pause_or_resume() -> str:
-        if steered.is_paused:
-            steered.resume()
-            return "training goes on"
-        steered.pause()
-        return "training is paused"
+    def pause_or_resume() -> None:
+        (steered.resume if steered.is_paused else steered.pause)()
 
-    def stop() -> str:
-        steered.stop_after_epoch()
-        return "training ends after this epoch"
+    def save() -> None:
+        say(f"saved {steered.save_checkpoint()}")
 
-    def in_thread(give: Callable[[], str]) -> Callable[[], object]:
+    def in_thread(give: Callable[[], None]) -> Callable[[], object]:
         def run() -> None:
             try:
-                said = give()
+                give()
             except NbAccelerateError as error:
-                said = str(error)
-            say(said)
+                say(str(error))
 
         def start() -> threading.Thread:
             thread = threading.Thread(target=run, name="nb_accelerate-steering", daemon=True)
@@ -224,8 +238,8 @@ def steering_actions(request: Request, world_size: int, say: Callable[[str], obj
 
     return (
         Action("Pause", "pause training before its next batch, or go on", in_thread(pause_or_resume)),
-        Action("Save", "save a checkpoint now", in_thread(lambda: f"saved {steered.save_checkpoint()}")),
-        Action("Stop after epoch", "end training when this epoch does", in_thread(stop)),
+        Action("Save", "save a checkpoint now", in_thread(save)),
+        Action("Stop after epoch", "end training when this epoch does", in_thread(steered.stop_after_epoch)),
     )
 
 

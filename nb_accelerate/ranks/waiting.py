@@ -7,6 +7,8 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+from nb_accelerate.ranks.failures import interrupted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
@@ -24,6 +26,23 @@ def wait_for(loop: RankLoop, request: Request) -> None:
         while (asked := request.input_requests.get()) is not None:
             _ask_user(loop, request, asked)
         request.done.wait()
+
+
+@contextlib.contextmanager
+def goes_on_if_interrupted(what: str, *, ends_by: str) -> Iterator[None]:
+    """Say in one line, if a wait inside the block is interrupted, that what it waits for goes on.
+
+    Args:
+        what: that is waited for.
+        ends_by: how the user ends it.
+
+    Raises:
+        KeyboardInterrupt: the wait was interrupted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise interrupted(f"only the wait was interrupted: {what} goes on. {ends_by} ends it") from None
 
 
 def _ask_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from fixtures.kernels import Kernel
+
+from nb_accelerate import attach, notebook_launcher
+from nb_accelerate.launch import Launch
 
 SETUP = """
 import os, threading
@@ -36,6 +41,21 @@ def test_a_run_that_is_over_is_shown_with_its_log(notebook: Kernel) -> None:
     assert "log of rank 1:\na line of rank 1\n" in shown["text/plain"]
     assert "log of rank 0" in shown["text/html"]
     assert "Did you mean 'greet'" in notebook.run("attach('gret')").message
+
+
+def test_a_run_that_has_shown_no_progress_is_named_where_no_panel_is_drawn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launch = notebook_launcher(wait_for_the_end, num_processes=2, block=False, devices="cpu")
+    assert isinstance(launch, Launch)
+    attach("wait_for_the_end")
+    assert "attached to wait_for_the_end, which runs on ranks 0-1\n" in capsys.readouterr().err
+    launch.stop()
+
+
+def wait_for_the_end() -> None:
+    while True:
+        signal.pause()
 
 
 def test_nothing_of_what_ranks_returned_is_kept(notebook: Kernel) -> None:

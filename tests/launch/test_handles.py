@@ -116,6 +116,29 @@ def test_interrupt_and_stop_end_a_handle(notebook: Kernel) -> None:
         assert "interrupted" in cell.stdout
 
 
+INTERRUPTED_WAIT = """
+class Interrupted(threading.Event):
+    def wait(self, timeout=None):
+        raise KeyboardInterrupt
+
+kept, handle._done = handle._done, Interrupted()
+try:
+    handle.{wait}()
+finally:
+    handle._done = kept
+"""
+
+
+def test_a_wait_that_is_interrupted_says_in_one_line_that_the_launch_goes_on(notebook: Kernel) -> None:
+    notebook.run("gate = Gate(); handle = launch(waits, (gate,), 2, block=False)").ok()
+    for wait in ("result", "wait"):
+        left = notebook.run(INTERRUPTED_WAIT.format(wait=wait))
+        assert left.error == "KeyboardInterrupt"
+        assert left.message == "only the wait was interrupted: waits goes on. .stop() ends it"
+        assert len(left.traceback.splitlines()) == 1
+    assert notebook.run("gate.open(); print(handle.result()); gate.remove()").ok().stdout == "[0, 1]\n"
+
+
 def test_a_failure_in_the_background_is_said_and_raised_by_result(notebook: Kernel) -> None:
     notebook.run("def fails():\n    if rank() == 1: raise ValueError('no good')\n    time.sleep(60)").ok()
     cell = notebook.run("handle = launch(fails, (), 2, block=False); handle.wait(); handle").ok()

@@ -77,23 +77,33 @@ def _steps(where: Path) -> list[int]:
     return [int((where / f"steps {rank}").read_text() or 0) for rank in range(2)]
 
 
-def test_all_ranks_obey_after_the_same_step(begin: Any, tmp_path: Path) -> None:
+def test_all_ranks_obey_after_the_same_step(begin: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launch = begin()
     launch.pause()  # comes in time even while ranks start
     assert launch.is_paused
+    assert launch.status() == "paused"
     stopped = _steps(tmp_path)
     assert stopped[0] == stopped[1] > 0
-    assert launch.set_learning_rate(0.01) == pytest.approx(0.1)
-    assert launch.set_learning_rate(0.02) == pytest.approx(0.01)
+    launch.set_learning_rate(0.01)
+    launch.set_learning_rate(0.02)
     saved = launch.save_checkpoint(tmp_path / "by hand")
     assert json.loads((saved / "checkpoint.json").read_text())["files"].keys() >= {"model.safetensors"}
     with pytest.raises(CheckpointError, match="need a folder"):
         launch.save_checkpoint()
     assert _steps(tmp_path) == stopped
     launch.resume()
-    assert not launch.is_paused
-    assert launch.set_learning_rate(0.5) == pytest.approx(0.02)  # while it runs
+    assert launch.status() == "running"
+    launch.set_learning_rate(0.5)  # while it runs
     launch.stop_after_epoch()
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith(("training", "the learning"))] == [
+        "training is paused",
+        "the learning rate is 0.01; it was 0.1",
+        "the learning rate is 0.02; it was 0.01",
+        "training goes on",
+        "the learning rate is 0.5; it was 0.02",
+        "training ends after this epoch",
+    ]
     found = launch.result(60)
     assert found[0] == found[1]
     rates = found[0]["rates"]
