@@ -41,7 +41,7 @@ _BUSY = 80.0
 
 _WAITED_FOR = {
     Phase.DATA: ("loads data more slowly", ""),
-    Phase.FORWARD: ("takes longer from the batch to backward", "Give all ranks equal work there."),
+    Phase.FORWARD: ("takes longer in forward", "Give all ranks equal work there."),
     Phase.BACKWARD: ("takes longer in backward", "Give all ranks equal work."),
     Phase.STEP: ("takes longer in the optimizer's step", ""),
     Phase.EVALUATING: ("evaluates more", "Prepare the loader of the evaluation, so that ranks share it."),
@@ -61,11 +61,13 @@ class _Finding:
         share: of the time of a rank.
         what: a clause that says so.
         remedy: a sentence that says what to try; "" if that is not known.
+        is_wait: it is time in which ranks wait for others.
     """
 
     share: float
     what: str
     remedy: str = ""
+    is_wait: bool = False
 
 
 def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) -> str:
@@ -87,16 +89,16 @@ def advice(times: Mapping[int, RankTimes], *, cores: int, on_host: bool = True) 
     if not found:
         return ""
     worst = max(found, key=lambda one: one.share)
-    what = f"{_speed(shares, times)}{worst.what}."
+    what = f"{worst.what}{_speed(shares) if worst.is_wait else ''}."
     return " ".join([words.capitalized(what), *([worst.remedy] if worst.remedy else [])])
 
 
-def _speed(shares: Mapping[int, Mapping[Phase, float]], times: Mapping[int, RankTimes]) -> str:
-    """Say how many ranks that never wait would have done as much; "" where that is not known, or nearly all of them."""
+def _speed(shares: Mapping[int, Mapping[Phase, float]]) -> str:
+    """Say how many ranks that never wait would have done as much; "" if nearly all of them."""
     waiting = mean(_of(one, Phase.WAITING) for one in shares.values())
-    if len(times) < 2 or waiting < _WORTH_SAYING or not _knows_waits(times):
+    if waiting < _WORTH_SAYING:
         return ""
-    return f"{len(times)} ranks did the work of {len(times) * (1 - waiting):.1f} that never wait: "
+    return f", so that {len(shares)} ranks did the work of {len(shares) * (1 - waiting):.1f}"
 
 
 def _waiting(
@@ -110,10 +112,10 @@ def _waiting(
     exchanging = min(one.exchanging / sum(one.seconds.values()) for one in times.values())
     if exchanging >= _WORTH_SAYING:
         what = f"every rank waited {_percent(exchanging)} of the time for the exchange of gradients"
-        yield _Finding(exchanging, what, "Try a larger batch, or gradient_accumulation_steps=4.")
+        yield _Finding(exchanging, what, "Try a larger batch, or gradient_accumulation_steps=4.", is_wait=True)
     if least - exchanging >= _WORTH_SAYING:
         what = f"every rank waited {_percent(least - exchanging)} of the time in gather, reduce or barriers"
-        yield _Finding(least - exchanging, what, "Call them less often.")
+        yield _Finding(least - exchanging, what, "Call them less often.", is_wait=True)
     cost = median(sorted(waits.values())[1:]) - least
     slow = [rank for rank, one in waits.items() if one - least <= _LIKE_THE_FIRST * cost]
     if cost < _WORTH_SAYING or len(slow) > len(waits) // 2:
@@ -132,7 +134,7 @@ def _waiting(
         what += f", which {verb if len(slow) == 1 else _VERBS[verb]} {rest}"
         if phase is Phase.DATA:
             remedy = _workers([times[rank] for rank in slow], cores)
-    yield _Finding(cost, what, remedy)
+    yield _Finding(cost, what, remedy, is_wait=True)
 
 
 def _everywhere(
@@ -153,7 +155,7 @@ def _everywhere(
         remedy = "Try save_state(..., async_save=True), or save less often."
         yield _Finding(least[Phase.SAVING], spent(Phase.SAVING, "saving"), remedy)
     if on_host and least[Phase.RUNNING] >= _BETWEEN_STEPS:
-        yield _Finding(least[Phase.RUNNING], spent(Phase.RUNNING, "between steps, in what your loop does there"))
+        yield _Finding(least[Phase.RUNNING], spent(Phase.RUNNING, "between steps, in your own code"))
 
 
 def _workers(times: Iterable[RankTimes], cores: int) -> str:

@@ -11,6 +11,7 @@ from nb_accelerate.errors.traceback_lines import cell_name
 
 if TYPE_CHECKING:
     from nb_accelerate.progress_page import CodeLine, Phase
+    from nb_accelerate.protocol.messages import Frame
 
 _LOOKS = 10
 """Looks back. The line that is shown is the most frequent one: what changes with each look is no news, but flicker."""
@@ -41,7 +42,7 @@ class CodeLines:
         return next(line for line in seen if (line.filename, line.lineno, line.called) == most)
 
 
-def short_place(line: CodeLine) -> str:
+def short_place(line: CodeLine | Frame) -> str:
     """Return where a line is, short enough for a column: ``cell 4 line 6``, ``train.py:12``."""
     cell = cell_name(line.filename)
     numbered = _CELL.fullmatch(cell) if cell else None

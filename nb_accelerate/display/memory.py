@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 
     from nb_accelerate.progress_page import RankMemory, Sample
 
-_HEAD = ("rank", "parameters", "gradients", "optimizer", "the rest", "at most", "limit")
+_HEAD = ("rank", "parameters", "gradients", "optimizer", "other", "peak", "limit")
 _MOST_ROWS = 8
 """Ranks in a table; of more, the first ones and the one that failed."""
+
+_MOST_TIPS = 2
+
+_WORTH_SHARDING = 0.01
+"""Part of the limit that parameters, gradients and optimizer states take, below which sharding them does not help."""
 
 _SAME = 0.02
 """Difference, as a part of the whole, below which ranks count as holding the same."""
@@ -66,11 +71,11 @@ def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) 
     if not held:
         return ""
     number = failed if failed in held else max(held, key=lambda rank: held[rank].used)
-    lines = ["Memory when it did not suffice:", *_table(held, number)]
+    lines = ["What each rank had in memory:", *_table(held, number)]
     sample = samples[number]
     rows = sample.rows // len(samples) if sample.rows else 0
     found = advice(sample.held, rows=rows, ranks=len(samples), wanted=wanted)
-    return "\n".join((*lines, *(f"- {one}" for one in found)))
+    return "\n".join((*lines, *(f"- {one}" for one in found[:_MOST_TIPS])))
 
 
 def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:
@@ -82,6 +87,11 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
         ranks: number of all.
         wanted: bytes that could not be had.
     """
+    if held.limit and wanted > held.limit:
+        return [
+            f"{words.size(wanted)} were asked for at once, and a rank has room for {words.size(held.limit)}: "
+            "make that tensor smaller."
+        ]
     found = []
     fits = rows_that_fit(held, rows=rows, wanted=wanted)
     needed = held.states + held.pending
@@ -93,7 +103,7 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
         )
     elif rows > 1:
         found.append(f"Use smaller batches: each rank had {words.plural(rows, 'row')}.")
-    spread = _spreading(held, needed, ranks)
+    spread = _spreading(held, needed, ranks) if needed >= _WORTH_SHARDING * held.limit else []
     of_activations = (
         "Compute activations again in backward instead of keeping them: "
         + (
@@ -166,8 +176,9 @@ def memory_table(known: Mapping[int, tuple[int, RankMemory]]) -> str:
 
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
-    rows = [(f"{rank}{' *' if rank == failed else ''}", *_sizes(_numbers(held[rank]))) for rank in shown]
-    lines = [f"  {line}" for line in _aligned([_HEAD, *rows])]
+    heading, *rows = _aligned([_HEAD, *((str(rank), *_sizes(_numbers(held[rank]))) for rank in shown)])
+    marked = (f"  {row}{'  <- failed' if rank == failed else ''}" for rank, row in zip(shown, rows, strict=True))
+    lines = [f"  {heading}", *marked]
     more = len(held) - len(shown)
     return [*lines, *([f"  and {words.plural(more, 'more rank')}"] if more else [])]
 

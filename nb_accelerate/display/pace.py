@@ -78,7 +78,11 @@ def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float
     left = pace.left_of_run(slowest) or slowest.time_left()
     if left is not None:
         parts.append(left)
+    if all(track.sample.paused for track in tracks.values()):
+        return ("paused",)
     rates = [track.rate for track in tracks.values() if track.rate is not None]
+    if not rates and pace.rate:  # at the beginning of an epoch
+        rates = [pace.rate]
     rows = max(track.sample.rows for track in tracks.values())
     if rates and rows and median(rates) > 0 and in_loop:
         parts.append(f"{words.rate(median(rates) * rows)} samples/s")

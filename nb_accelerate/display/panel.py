@@ -191,8 +191,12 @@ class Panel:
                 self._draw_at = 0.0
             return self._watched is not None
 
-    def tell_hang(self, text: str) -> bool:
+    def tell_hang(self, text: str, outcome: str = "") -> bool:
         """Show a sentence about ranks that wait in vain, until one moves or the panel can say it by itself.
+
+        Args:
+            text: the sentence.
+            outcome: another one about how it will end; may be empty. It is shown with what the panel says by itself.
 
         Returns:
             False if the caller is to say it: nothing is shown, or lines are that say nothing of it yet.
@@ -201,7 +205,7 @@ class Panel:
             if not self._drawings or self._has_failed:
                 return False
             if self._drawings[0].is_redrawn:
-                self._state.tell_hang(text)
+                self._state.tell_hang(text, outcome)
                 return True
             return self._state.leave_standstill(time.monotonic())
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import innermost
+from nb_accelerate.diagnostics.stacks import innermost, main_thread, users_line
 from nb_accelerate.diagnostics.waits import who_waits
 from nb_accelerate.display import words
+from nb_accelerate.display.code_lines import short_place
 from nb_accelerate.display.track import METHODS
 from nb_accelerate.progress_page import Phase
 
@@ -38,17 +39,24 @@ class Standstill:
             return who_waits({rank: self.stacks[rank]}).waits
         return self.tracks[rank].sample.phase in (Phase.WAITING, Phase.BACKWARD)
 
-    def where(self, rank: int, doing: str) -> str:
-        """Say where a rank is: the innermost line of its stack, or the collective in which it waits.
+    def doing(self, rank: int, otherwise: str) -> str:
+        """Say what a rank does: the collective in which it waits, by its stack.
 
         Args:
             rank: its number.
-            doing: what to say without a stack.
+            otherwise: what to say without a stack, or of a rank that does not wait.
         """
-        if rank not in self.stacks:
-            return doing
-        waits = who_waits({rank: self.stacks[rank]})
-        return f"waits in {innermost(self.stacks[rank])}" if waits.waits else waits.place
+        stack = self.stacks.get(rank)
+        return f"waits in {innermost(stack)}" if stack and who_waits({rank: stack}).waits else otherwise
+
+    def place(self, rank: int) -> str:
+        """Return the line of the user's code that a rank is at, by its stack; "" if none is known."""
+        found = users_line(main_thread(self.stacks.get(rank, "")))
+        return short_place(found[0]) if found is not None else ""
+
+    def is_waited_for(self, rank: int, stalled: set[int]) -> bool:
+        """Return whether a rank has returned while others stand still and wait."""
+        return self.seen[rank].state == "returned" and any(map(self.waits, stalled))
 
     def sentences(self, stalled: set[int], now: float) -> tuple[str, ...]:
         """Return what to tell the user.
@@ -76,7 +84,9 @@ class Standstill:
             sentences.append(text + ".")
         elif waiting and returned:
             have = "has" if len(returned) == 1 else "have"
-            sentences.append(f"{who}{waited_in} for {words.named(returned)}, which {have} returned.")
+            one = f"{words.named(returned)}, which {have} returned"
+            knows_lines = any(rank in self.stacks for rank in waiting)
+            sentences.append(f"{who} for {one}:{waited_in}." if knows_lines else f"{who}{waited_in} for {one}.")
         elif waiting and stopped:
             sentences[-1] += f". {who} for {_it(stopped)}{waited_in}."
         return tuple(sentences)

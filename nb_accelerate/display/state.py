@@ -1,10 +1,13 @@
-"""The state of a panel: takes samples of the ranks, gives a `View`. Uses no process, no kernel and no clock."""
+"""The state of a panel: takes samples of the ranks, gives a `View`. Uses no process, no kernel and no clock.
+
+Longer than 400 lines, because every part of the view reads the same samples.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.display import words
@@ -20,7 +23,7 @@ from nb_accelerate.display.phase_times import PhaseTimes, parts, parts_of_sum
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.standstill import Standstill
 from nb_accelerate.display.stragglers import slow_sentences, stragglers
-from nb_accelerate.display.track import LossHistory, Track, loss_of
+from nb_accelerate.display.track import METHODS, LossHistory, Track, loss_of
 from nb_accelerate.display.usage import of_cpu, of_gpu
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
@@ -86,7 +89,7 @@ class PanelState:
         self._slow: Mapping[int, Straggler] = {}
         self._compare_at = now
         self._stacks: Mapping[int, str] = {}
-        self._hang = ""
+        self._hang = self._hang_outcome = ""
         self._is_left = False
         self._pace = Pace()
 
@@ -97,7 +100,7 @@ class PanelState:
             before = track.moved_at
             track.add(now, one.sample)
             if track.moved_at != before:
-                self._hang, self._is_left = "", False
+                self._hang, self._hang_outcome, self._is_left = "", "", False
             self._times[one.rank].add(now, one.sample)
             if track.moved_at != before and one.rank in self._stacks:
                 self._stacks = {rank: stack for rank, stack in self._stacks.items() if rank != one.rank}
@@ -131,9 +134,15 @@ class PanelState:
         """Take dumps of the ranks' stacks, by rank, to say where the stalled ones are."""
         self._stacks = {rank: dump for rank, dump in stacks.items() if dump}
 
-    def tell_hang(self, text: str) -> None:
-        """Take a sentence about ranks that wait in vain; it is shown until one of them moves."""
+    def tell_hang(self, text: str, outcome: str = "") -> None:
+        """Take what is known of ranks that wait in vain; it is shown until one of them moves.
+
+        Args:
+            text: a sentence, for where the samples of the ranks show no standstill.
+            outcome: another one about how it will end; may be empty.
+        """
         self._hang = words.capitalized(text)
+        self._hang_outcome = outcome
 
     def leave_standstill(self, now: float) -> bool:
         """Leave out the sentence about ranks that stand still until one of them moves: the caller says it.
@@ -163,7 +172,7 @@ class PanelState:
         now = self._ended if self._ended is not None else now
         stalled = set(self.stalled(now)) if self._ended is None else set()
         slow = self._slow if self._ended is None and not self._stood_still else {}
-        known = {rank: self._standing(rank, slow.get(rank), is_stalled=rank in stalled) for rank in self._tracks}
+        known = {rank: self._standing(rank, slow.get(rank), stalled) for rank in self._tracks}
         bars = bar_rows({rank: track.sample for rank, track in self._tracks.items()})
         if bars and not any(one.step or one.kind in ("late", "bad") for one in known.values()):
             known = {}  # the bars say it all
@@ -188,7 +197,7 @@ class PanelState:
             held=sharded_line({rank: track.sample.held for rank, track in self._tracks.items()}),
             memory=memory_table({rank: (self._memory(rank), one.sample.held) for rank, one in self._tracks.items()}),
             logged=self._logged.curves,
-            warnings=self._warnings(stalled, () if many else slow_sentences(slow, len(self._tracks)), now),
+            warnings=self._warnings(stalled, slow_sentences(slow, len(self._tracks)), now),
             times=parts_of_sum(self._seconds(rank) for rank in self._times),
             advice=self._advice(),
             failure=self._failure,
@@ -196,7 +205,7 @@ class PanelState:
 
     # Rows.
 
-    def _kind(self, rank: int, stalled: bool, slow: Straggler | None) -> Kind:
+    def _kind(self, rank: int, stalled: bool, slow: Straggler | None, is_waited_for: bool) -> Kind:
         state = self._seen[rank].state
         loss = loss_of(self._tracks[rank].sample)
         if self._failure is not None and self._failure.ranks:
@@ -205,17 +214,20 @@ class PanelState:
             return "bad"
         if loss is not None and not math.isfinite(loss):
             return "bad"
+        if self._ended is None and is_waited_for:
+            return "late"
         if self._ended is not None or state == "returned":
             return "done" if self._state not in ("failed", "interrupted") else ""
         if state == "stopped" or slow is not None:
             return "late"
         return "late" if stalled and not self._standstill.waits(rank) else ""
 
-    def _standing(self, rank: int, slow: Straggler | None, *, is_stalled: bool) -> _Standing:
+    def _standing(self, rank: int, slow: Straggler | None, stalled: set[int]) -> _Standing:
         share: float | None
         track = self._tracks[rank]
         sample = track.sample
-        kind = self._kind(rank, is_stalled, slow)
+        is_stalled, is_waited_for = rank in stalled, self._standstill.is_waited_for(rank, stalled)
+        kind = self._kind(rank, is_stalled, slow, is_waited_for)
         if self._state == "done" and sample.steps:
             step = words.count(sample.steps)
             share = 1.0
@@ -235,8 +247,9 @@ class PanelState:
         sample = track.sample
         loss = loss_of(sample)
         rate = track.rate
-        moves = seen.state == "running" and self._ended is None and not (standing.is_stalled or sample.paused)
-        if self._ended is not None and self._pace.has_steps:
+        runs = seen.state == "running" and self._ended is None and not sample.paused
+        place = self._standstill.place(rank) if standing.is_stalled else ""
+        if self._pace.has_steps and (self._ended is not None or (rate is None and not standing.is_stalled)):
             rate = self._pace.rate
         memory = self._memory(rank)
         return Row(
@@ -252,7 +265,7 @@ class PanelState:
             gpu=self._gpu([rank], now),
             cpu=self._cpu([rank]),
             now=self._activity(rank, standing, now),
-            place=track.place if moves else "",
+            place=(place or track.place) if runs else "",
             times=parts(self._seconds(rank)),
         )
 
@@ -282,7 +295,7 @@ class PanelState:
     def _shown_columns(self) -> tuple[str, ...]:
         """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
         by_device = self._is_on_device()
-        says_cpu = "CPU" in self._facts.setup and not by_device
+        says_cpu = "CPU" in self._facts.setup and not by_device and self._ended is None
         return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
@@ -299,7 +312,8 @@ class PanelState:
         if seen.state == "starting":
             return "starting" if seen.pid is not None else "importing torch"
         if seen.state == "returned":
-            return "done"
+            early = standing.kind == "late" and standing.step
+            return f"returned at step {words.count(track.sample.steps)}" if early else "done"
         if self._ended is not None and self._state == "done":
             return "done"
         if self._state == "interrupted" and self._failure is None:
@@ -307,12 +321,13 @@ class PanelState:
         if standing.kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
-            return "interrupted" if self._state == "interrupted" else "stopped"
+            waited = f" in {METHODS[track.sample.waits_in]}" if track.sample.waits_in is not None else ""
+            return "interrupted" if self._state == "interrupted" else f"stopped{waited}"
         doing = compiling([track], now) or track.doing
         if track.sample.paused:
             return "paused"
         if standing.is_stalled:
-            return f"{self._standstill.where(rank, doing)}, for {words.brief(now - track.moved_at)}"
+            return self._standstill.doing(rank, doing)
         if track.phase is Phase.RUNNING and track.sample.in_loop:
             doing = "between steps"
         if track.phase is Phase.EVALUATING and track.sample.total:
@@ -330,6 +345,7 @@ class PanelState:
         of_middle = self._row(middle, known[middle], now)
         doing = Counter(self._activity(rank, known[rank], now) for rank in others).most_common(1)[0]
         memory = max((self._memory(rank) for rank in others), default=0)
+        losses = [loss for rank in others if (loss := loss_of(self._tracks[rank].sample)) is not None]
         whole = Row(
             ranks=words.ranges(list(known)),
             kind="done" if all(known[rank].kind == "done" for rank in others) else "",
@@ -337,11 +353,11 @@ class PanelState:
             step=of_middle.step,
             epoch=of_middle.epoch,
             rate=of_middle.rate,
-            loss=of_middle.loss,
+            loss=words.measured(mean(losses)) if losses else "",
             memory=words.size(memory) if memory else "",
             gpu=self._gpu(others, now),
             cpu=self._cpu(others),
-            now=f"{words.plural(len(others), 'rank')}: {doing[0]}" if apart else doing[0],
+            now=f"{words.plural(len(others), 'rank')}: {_of_several(doing[0])}" if apart else doing[0],
             times=parts_of_sum(self._seconds(rank) for rank in others),
         )
         return (whole, *(self._row(rank, known[rank], now) for rank in apart[:_OUTLIERS]))
@@ -376,6 +392,8 @@ class PanelState:
 
     def _warnings(self, stalled: set[int], slow: Sequence[str], now: float) -> tuple[str, ...]:
         still = self._standstill.sentences(stalled, now) or ((self._hang,) if self._hang else ())
+        if still and self._hang_outcome:
+            still = (*still[:-1], f"{still[-1].removesuffix('.')}. {self._hang_outcome}")
         on_now = (*(() if self._is_left else still), *slow) if self._ended is None else ()
         said = warnings_of(track.sample for track in self._tracks.values())
         return (*on_now, *said, *self._not_finite.sentences(len(self._tracks)), *self._jump.sentences())
@@ -386,6 +404,10 @@ class PanelState:
         samples = [track.sample for track in self._tracks.values()]
         losses = [loss for sample in samples if (loss := loss_of(sample)) is not None and math.isfinite(loss)]
         return (max(sample.steps for sample in samples), losses) if losses else None
+
+
+def _of_several(doing: str) -> str:
+    return f"wait{doing.removeprefix('waits')}" if doing.startswith("waits ") else doing
 
 
 def _part(done: int, total: int) -> float:

@@ -25,6 +25,8 @@ _FACTOR = 1.3
 _WORTH_SAYING = 0.05
 """Smallest excess of the slowest rank, as a part of the median, that the summary of a run mentions."""
 
+_MOST_SENTENCES = 3
+
 _NOISE = 2.0
 """Four standard deviations of a share that was seen at one look: of 64 equal ranks some are always off by three."""
 
@@ -43,8 +45,8 @@ class Straggler:
 
     @property
     def words(self) -> str:
-        """Return what a row says about it."""
-        return f"{self.factor:.1f}x slower: {self.why}"
+        """Return what a row says about it; a sentence says why."""
+        return f"{self.factor:.1f}x slower"
 
 
 def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
@@ -69,14 +71,15 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
 
 
 def slow_sentences(slow: Mapping[int, Straggler], num_ranks: int) -> list[str]:
-    """Return a sentence about each slow rank.
+    """Return a sentence about each of the `_MOST_SENTENCES` slowest ranks.
 
     Args:
         slow: by rank.
         num_ranks: number of ranks that are watched.
     """
     others = "the other" if num_ranks == 2 else "the median"
-    return [f"Rank {rank} is {one.factor:.1f}x slower than {others}: {one.why}." for rank, one in slow.items()]
+    slowest = sorted(slow.items(), key=lambda item: -item[1].factor)[:_MOST_SENTENCES]
+    return [f"Rank {rank} is {one.factor:.1f}x slower than {others}: {one.why}." for rank, one in sorted(slowest)]
 
 
 def slowest_of_all(tracks: Mapping[int, Track]) -> tuple[int, float] | None:
@@ -110,6 +113,6 @@ def _why(track: Track) -> str:
 
 _NAMES = {
     Phase.RUNNING: "between steps",
-    Phase.FORWARD: "between the batch and backward",
+    Phase.FORWARD: "in forward",
     Phase.STEP: "in the optimizer's step",
 }

@@ -49,7 +49,9 @@ def measured(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Format bytes as ``12.4 kB``, ``8.4 MB``, ``840 MB`` or ``11.2 GB``."""
+    """Format bytes as ``12.4 kB``, ``8.4 MB``, ``840 MB``, ``11.2 GB`` or ``4.0 TB``."""
+    if num_bytes >= 1e12:
+        return f"{num_bytes / 1e12:,.1f} TB"
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.1f} GB"
     if 0 < num_bytes < 1e7:

@@ -26,7 +26,8 @@ from nb_accelerate.launch.starting import sender, started_ranks
 from nb_accelerate.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.shipping import pack
-from nb_accelerate.ranks.failures import Wording, add_note, ended_as, error_of, summary
+from nb_accelerate.ranks.ended import ended_as
+from nb_accelerate.ranks.failures import Wording, add_note, error_of, summary
 from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.panel import RequestView, make_panel

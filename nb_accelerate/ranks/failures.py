@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import place, render_report
-from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
@@ -35,7 +34,6 @@ from nb_accelerate.ranks.same_failure import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from nb_accelerate.display.view import PanelStatus
     from nb_accelerate.errors.traceback_lines import Style
     from nb_accelerate.protocol.messages import ErrorReport, Failure
     from nb_accelerate.ranks.proxy import RankProxy
@@ -351,39 +349,6 @@ def _place_of_import(error: BaseException, report: ErrorReport) -> str:
 def _lines(error: BaseException, report: ErrorReport, title: str, footer: str, style: Style) -> list[str]:
     called_from = user_frames(vars(BaseException)["__traceback__"].__get__(error))
     return render_report(report, title=title, footer=footer, style=style, called_from=called_from[-1:]).split("\n")
-
-
-def ended_as(
-    request: Request, *others: Request, error: BaseException | None = None
-) -> tuple[PanelStatus, FailureSummary | None]:
-    """Return how a request has ended, for its panel. Runs no code of users.
-
-    The panel marks the ranks that failed. The error, which is raised below it, tells what went wrong. Where no error is
-    raised, the panel keeps the traceback.
-
-    Args:
-        request: what the ranks were asked.
-        others: requests to the same ranks that followed it.
-        error: what is raised for them, if anything is: a value may have failed to unpickle when all ranks had answered.
-    """
-    failure = next((one.failure for one in (request, *others) if one.failure is not None), None)
-    incidents = [incident for one in (request, *others) for incident in one.incidents]
-    if failure is not None or not incidents:
-        error = failure or error
-        if error is None:
-            return "done", None
-        return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), None
-    cause = first_cause(incidents)
-    if cause.kind is IncidentKind.INTERRUPTED:
-        return "interrupted", None
-    ranks = tuple(failed_alike(cause, incidents))
-    if cause.failure is None:
-        how = how_it_ended(cause.rank, request.wording) if cause.rank is not None else ""
-        return "failed", FailureSummary(ranks=ranks, what=how.removeprefix(f"rank {ranks[0]} ") if ranks else "")
-    report = cause.failure[0].report
-    title = whose(list(ranks), request.world_size)
-    details = "" if request.is_raised else render_report(report, title=title)
-    return "failed", FailureSummary(ranks=ranks, what=report.type_name, label=f"traceback of {title}", details=details)
 
 
 def said_of(cause: Incident, request: Request) -> str:

@@ -133,12 +133,12 @@ class HangWatch:
 
     def _say(self, text: str, *, ends_by_itself: bool) -> None:
         request = self._request
-        said = f"{text}. {request.wording.when_hung}"
+        outcome = request.wording.when_hung
         if ends_by_itself:
-            said += f"; if nothing changes for {self._timeouts.deadlock:g} s, it ends by itself"
+            outcome += f"; if nothing changes for {self._timeouts.deadlock:g} s, it ends by itself"
         # The panel counts the seconds by itself.
-        if request.panel is None or not request.panel.tell_hang(f"no rank goes on: {said}"):
-            request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {said}")
+        if request.panel is None or not request.panel.tell_hang(f"no rank goes on: {text}.", f"{outcome}."):
+            request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {text}. {outcome}")
 
     def _end(self, text: str, dumps: Mapping[int, str]) -> None:
         message = f"{self._request.wording.what} would never end: {text}. All ranks have to call the same collectives"

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING
 from nb_accelerate.diagnostics.stacks import STOPPED
 from nb_accelerate.display.words import label
 from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
-from nb_accelerate.ranks.failures import Incident, IncidentKind, ended_as, first_cause, oom_kills
+from nb_accelerate.ranks.ended import ended_as
+from nb_accelerate.ranks.failures import Incident, IncidentKind, first_cause, oom_kills
 from nb_accelerate.ranks.input_requests import InputRequests
 from nb_accelerate.ranks.process_watch import look_whether_stopped
 from nb_accelerate.ranks.shortage import shortage_on

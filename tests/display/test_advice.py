@@ -47,8 +47,8 @@ def test_a_rank_that_loads_slowly_is_named_with_the_workers_that_would_do() -> N
     # It loads for 65 s, and the rest takes 93 s: one worker would do, and another keeps it from being close.
     found = said(waits(63), waits(63), waits(63), rank(data=65, waiting=5))
     assert found == (
-        "4 ranks did the work of 2.7 that never wait: ranks 0-2 waited 39 % of the time for rank 3, "
-        "which loads data more slowly. Try num_workers=2 in its DataLoader."
+        "Ranks 0-2 waited 39 % of the time for rank 3, which loads data more slowly, so that 4 ranks did the work of "
+        "2.7. Try num_workers=2 in its DataLoader."
     )
 
 
@@ -61,13 +61,15 @@ def test_no_more_workers_are_advised_than_there_are_cores() -> None:
 
 
 def test_of_a_loader_of_which_nothing_is_known_nothing_is_advised() -> None:
-    assert said(waits(63), rank(data=65, waiting=5, num_workers=None)).endswith("which loads data more slowly.")
+    assert said(waits(63), rank(data=65, waiting=5, num_workers=None)).endswith(
+        "which loads data more slowly, so that 2 ranks did the work of 1.6."
+    )
 
 
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
-        ("forward", "takes longer from the batch to backward"),
+        ("forward", "takes longer in forward"),
         ("backward", "takes longer in backward"),
         ("running", "does more between steps"),
         ("evaluating", "evaluates more"),
@@ -77,30 +79,38 @@ def test_of_a_loader_of_which_nothing_is_known_nothing_is_advised() -> None:
 )
 def test_what_the_rank_does_that_is_waited_for_is_said(phase: str, words: str) -> None:
     more = WELL.get(Phase[phase.upper()], 0.0) + 50
-    assert f"rank 0 waited 33 % of the time for rank 1, which {words}." in said(waits(50), rank(**{phase: more}))
+    assert f"Rank 0 waited 33 % of the time for rank 1, which {words}, so that 2 ranks did the work of 1.6." in said(
+        waits(50), rank(**{phase: more})
+    )
 
 
 def test_several_slow_ranks_are_named_together() -> None:
     slow = rank(data=65, waiting=5)
     found = said(waits(63), waits(63), slow, slow, waits(63))
-    assert "ranks 0, 1 and 4 waited 39 % of the time for ranks 2 and 3, which load data more slowly." in found
+    assert "Ranks 0, 1 and 4 waited 39 % of the time for ranks 2 and 3, which load data more slowly, " in found
 
 
 def test_a_rank_is_not_accused_of_what_its_times_do_not_show() -> None:
     # The others wait, and it spends a little more on everything: no phase makes up half of that.
     slow = rank(data=12, forward=40, backward=65, step=16, running=12, waiting=5)
-    assert said(waits(50), slow).endswith("rank 0 waited 33 % of the time for rank 1.")
+    assert said(waits(50), slow).startswith("Rank 0 waited 33 % of the time for rank 1, so that ")
 
 
 def test_an_exchange_that_takes_long_for_all_is_no_ranks_fault() -> None:
     found = said(waits(70), waits(72))
-    assert "every rank waited 44 % of the time for the exchange of gradients." in found
+    assert (
+        "Every rank waited 44 % of the time for the exchange of gradients, so that 2 ranks did the work of 1.1."
+        in found
+    )
     assert found.endswith("Try a larger batch, or gradient_accumulation_steps=4.")
 
 
 def test_waits_in_collectives_of_the_loop_are_told_from_the_exchange() -> None:
     found = said(rank(waiting=75), rank(waiting=75))
-    assert "41 % of the time in gather, reduce or barriers. Call them less often." in found
+    assert (
+        "41 % of the time in gather, reduce or barriers, so that 2 ranks did the work of 1.1. Call them less often."
+        in found
+    )
 
 
 def test_where_waits_are_not_timed_nobody_is_accused() -> None:
@@ -150,7 +160,7 @@ def test_a_panel_says_where_the_time_goes_live_and_the_advice_at_its_end() -> No
     assert 'aria-label="time of rank 1: loading data 50 %, forward 50 %"' in html.render(view)
     end = run.end()
     assert end.advice.startswith(
-        "2 ranks did the work of 1.5 that never wait: rank 0 waited 50 % of the time for rank 1"
+        "Rank 0 waited 50 % of the time for rank 1, which loads data more slowly, so that 2 ranks did the work of 1.5."
     )
     assert end.advice in html.render(end)
     for shown in (text.table(end), text.line(end)):

@@ -220,7 +220,7 @@ def test_ranks_that_do_not_move_are_asked_where_they_are_now_and_then(clock: Clo
     watched.answers = {0: SLEEPS, 1: SLEEPS}
     refresh_for(panel, clock, 3.0)
     assert watched.asked == 1
-    assert "slow_part" in kept.drawn[-1].rows[0].now
+    assert kept.drawn[-1].rows[0].place == "train.py:7"
     refresh_for(panel, clock, 20.0)
     assert 4 <= watched.asked <= 6
 

@@ -73,11 +73,20 @@ def test_what_held_most_is_what_is_advised_against_first():
 def test_who_held_what_is_a_table_with_the_rank_that_failed():
     samples = {0: Sample(held=SHARDED, rows=128), 1: Sample(held=FULL, rows=128)}
     lines = shortage(samples, failed=1, wanted=GB).splitlines()
-    assert lines[0] == "Memory when it did not suffice:"
-    assert lines[3].split()[2:] == ["2.0", "GB", "2.0", "GB", "4.0", "GB", "6.0", "GB", "15.0", "GB", "15.0", "GB"]
-    assert lines[3].strip().startswith("1 *")
+    assert lines[0] == "What each rank had in memory:"
+    assert lines[3].split()[1:-2] == ["2.0", "GB", "2.0", "GB", "4.0", "GB", "6.0", "GB", "15.0", "GB", "15.0", "GB"]
+    assert lines[3].endswith("  <- failed")
     assert "instead of 64" in lines[4]
+    assert len(lines) == 6
     assert shortage({0: Sample()}, failed=0, wanted=GB) == ""
+
+
+def test_what_is_larger_than_the_memory_is_not_blamed_on_the_batch():
+    assert advice(FULL, rows=64, ranks=2, wanted=4000 * 10**12) == [
+        "4,000.0 TB were asked for at once, and a rank has room for 15.0 GB: make that tensor smaller."
+    ]
+    small = dataclasses.replace(FULL, parameters=10**6, gradients=10**6, optimizer=10**6)
+    assert not [tip for tip in advice(small, rows=64, ranks=2, wanted=GB) if "Shard" in tip]
 
 
 def test_errors_about_memory_are_known_by_type_or_text():

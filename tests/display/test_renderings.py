@@ -133,7 +133,7 @@ def test_without_styles_there_is_a_heading_a_table_and_sentences():
     header = page.said[page.said.index("rank") : page.said.index("now") + 1]
     assert header == ["rank", "step", "epoch", "it/s", "loss", "memory", "now"]
     cells = page.said[page.said.index("now") + 1 :][:8]
-    assert cells == ["0", "40", "/ 80", "1", "0", "6.1000", "840 MB", "backward, for 9 s"]
+    assert cells == ["0", "40", "/ 80", "1", "0", "6.1000", "840 MB", "backward"]
     assert "Rank 1 has not moved for 9 s; ranks 0 and 2 wait for it." in page.said
     assert page.tags.count("tr") == 4
 
@@ -393,7 +393,7 @@ def test_stacks_have_users_frames_first_and_those_of_libraries_in_one_line_or_al
 def test_the_table_of_memory_has_the_columns_that_are_known():
     held = RankMemory(parameters=2_100_000_000, used=3_000_000_000, base=1_000_000)
     lines = memory_table({1: (2_500_000_000, held), 0: (0, RankMemory())}).splitlines()
-    assert lines[0].split() == ["rank", "in", "use", "parameters", "the", "rest"]
+    assert lines[0].split() == ["rank", "in", "use", "parameters", "other"]
     assert [line.split()[:2] for line in lines[1:]] == [["0", "-"], ["1", "2.5"]]
     assert len({len(line) for line in lines}) == 1
     assert memory_table({0: (0, RankMemory())}) == ""
