@@ -391,7 +391,7 @@ class Launch(Steerable):
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
             Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, "stopped")),
-            *steering_actions(request, self._plan.world_size, self._say),
+            *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
         )
         view = RequestView(request, actions) if machines is None else MachinesView(request, actions, machines)
         place = self._place if is_first else ""
@@ -405,6 +405,11 @@ class Launch(Steerable):
             own = prefix if len(numbers) == 1 else None
             return RequestOutput(numbers, self._sink, has_bars=False, hold=self.timeouts.fold, prefix=own)
         return RequestOutput(numbers, self._sink, style="raw", has_bars=False, prefix=prefix)
+
+    def _note(self, line: str) -> None:
+        loop = self._loop
+        if loop is not None:
+            loop.post(lambda: loop.output.note(line) if loop.output else None)
 
     def _say(self, line: str) -> None:
         if self._loop is not None:

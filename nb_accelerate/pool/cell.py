@@ -89,7 +89,11 @@ class Cell:
             front_end = "off" if options.quiet else choose_front_end(options.progress)
             with output.guard:
                 interrupt = functools.partial(group.loop.interrupt, self.request)
-                self.request.panel = _panel(self.request, source.filename, group.plan, sink, interrupt, front_end)
+                stop = Action("Interrupt", "raise KeyboardInterrupt on every rank; variables stay", interrupt)
+                size = group.plan.num_processes
+                steering = steering_actions(self.request, size, note=output.note, say=output.say)
+                actions = (stop, *steering)
+                self.request.panel = _panel(self.request, source.filename, group.plan, sink, actions, front_end)
         except BaseException:
             self.close()
             raise
@@ -158,7 +162,7 @@ def _panel(
     filename: str,
     plan: LaunchPlan,
     sink: Sink,
-    interrupt: Callable[[], object],
+    actions: Sequence[Action],
     front_end: FrontEnd,
 ) -> Panel | None:
     numbers = [rank.rank for rank in request.ranks]
@@ -168,9 +172,7 @@ def _panel(
     facts = facts_of(name, plan)
     if len(numbers) < plan.num_processes:
         facts = replace(facts, setup=(f"{label(numbers)} of {plan.num_processes}", *facts.setup[1:]))
-    action = Action("Interrupt", "raise KeyboardInterrupt on every rank; variables stay", interrupt)
-    steering = steering_actions(request, plan.num_processes, request.say)
-    return make_panel(facts, numbers, sink, RequestView(request, (action, *steering)), front_end)
+    return make_panel(facts, numbers, sink, RequestView(request, actions), front_end)
 
 
 def tell_failure(request: Request, say: Callable[[str], object]) -> None:

@@ -202,7 +202,9 @@ class RequestSteering(Steerable):
         self._show(text)
 
 
-def steering_actions(request: Request, world_size: int, say: Callable[[str], object]) -> tuple[Action, ...]:
+def steering_actions(
+    request: Request, world_size: int, *, note: Callable[[str], object], say: Callable[[str], object]
+) -> tuple[Action, ...]:
     """Return buttons that steer the ranks of a request; none where they could not.
 
     A button returns at once, with the thread that gives its command.
@@ -210,17 +212,18 @@ def steering_actions(request: Request, world_size: int, say: Callable[[str], obj
     Args:
         request: what they do.
         world_size: how many ranks train together.
-        say: shows a line to the user. Any thread.
+        note: shows a line that says what was done. Any thread.
+        say: shows one that says why nothing was done. Any thread.
     """
     if len(request.ranks) != world_size:
         return ()
-    steered = RequestSteering(request, world_size, say)
+    steered = RequestSteering(request, world_size, note)
 
     def pause_or_resume() -> None:
         (steered.resume if steered.is_paused else steered.pause)()
 
     def save() -> None:
-        say(f"saved {steered.save_checkpoint()}")
+        note(f"saved {steered.save_checkpoint()}")
 
     def in_thread(give: Callable[[], None]) -> Callable[[], object]:
         def run() -> None:

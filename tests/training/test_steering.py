@@ -152,7 +152,7 @@ def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Pa
     launch.pause()
     request, world_size = launch._steered()
     said: list[str] = []
-    buttons = {one.title: one for one in steering_actions(request, world_size, said.append)}
+    buttons = {one.title: one for one in steering_actions(request, world_size, note=said.append, say=said.append)}
     for title in ("Save", "Pause", "Pause", "Stop after epoch", "Pause"):
         thread: Any = buttons[title].do()
         thread.join()
@@ -160,7 +160,7 @@ def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Pa
     assert said[0].startswith("Numbered checkpoints need a folder")
     assert said[1:3] == ["training goes on", "training is paused"]
     assert said[3:] == ["training ends after this epoch", "training goes on"]
-    assert not steering_actions(request, world_size + 1, said.append)  # on another machine
+    assert not steering_actions(request, world_size + 1, note=said.append, say=said.append)  # on another machine
 
 
 def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path) -> None:
