@@ -16,6 +16,7 @@ from nb_accelerate.accelerator.preparing import PreparingSlice
 from nb_accelerate.accelerator.recording import RecordingSlice
 from nb_accelerate.accelerator.resuming import ResumingSlice
 from nb_accelerate.accelerator.training import TrainingSlice
+from nb_accelerate.accelerator.unprepared import watch_for_unprepared_training
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.config.kwargs import DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs
@@ -198,6 +199,7 @@ class Accelerator(
             },
         )
         self.core.steering.saves_by(self._save_on_command)
+        watch_for_unprepared_training(self.core.collectives, self.core.shared)
 
     def __reduce__(self) -> NoReturn:
         raise ShippingError(f"An Accelerator cannot be sent to another process or copied. {MAKE_IT_INSIDE}")

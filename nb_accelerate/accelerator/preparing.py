@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from nb_accelerate.accelerator.compiling import compiled
 from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
 from nb_accelerate.accelerator.prepared import PreparedSlice
-from nb_accelerate.accelerator.unprepared_loaders import warn_of_unprepared_loader
+from nb_accelerate.accelerator.unprepared import warn_of_unprepared_loader
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.data import DataLoaderShard, check_loader_lengths, prepare_data_loader

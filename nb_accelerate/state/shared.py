@@ -31,12 +31,14 @@ class SharedTraining:
         window: whether the current batch closes an accumulation window.
         scaler: the loss scaler of fp16; None until an `Accelerator` uses fp16.
         models: prepared models that are still referred to.
+        watches_first_step: the first step of an optimizer is looked at, whether anything was prepared.
     """
 
     tracker: LoaderTracker = field(default_factory=LoaderTracker)
     window: Window = field(default_factory=Window)
     scaler: LossScaler | None = None
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    watches_first_step: bool = False
     _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
 
     @property

@@ -1,4 +1,4 @@
-"""A loader that was not prepared is named when several ranks train with it; loaders that share out rows are not."""
+"""Training with what was not prepared is told when there are several ranks; loaders that share out rows are not."""
 
 from __future__ import annotations
 
@@ -67,6 +67,43 @@ def test_a_loader_that_was_not_prepared_is_named(run_ranks: RunRanks, kind: str)
 @pytest.mark.parametrize("kind", ["sampler", "stream", "prepared", "prepared by another", "not read"])
 def test_other_loaders_are_not(run_ranks: RunRanks, kind: str):
     assert run_ranks(train, kind) == [[], []]
+
+
+def train_by_hand(kind: str) -> list[str]:
+    import logging
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    from nb_accelerate import Accelerator
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nb_accelerate").addHandler(handler)
+    accelerator = Accelerator()
+    model: nn.Module = nn.Linear(1, 1)
+    if kind == "averaged":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = nn.Linear(1, 1)
+    if kind == "in part":
+        other = accelerator.prepare(other)
+    for _ in range(2):
+        model(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+    return said
+
+
+def test_ranks_that_train_with_nothing_prepared_are_told_so_once(run_ranks: RunRanks):
+    first, second = run_ranks(train_by_hand, "nothing")
+    assert len(first) == 1
+    assert first[0].startswith("Nothing was prepared, so each of the 2 processes trains a model of its own, unless ")
+    assert second == []
+
+
+@pytest.mark.parametrize("kind", ["averaged", "in part"])
+def test_ranks_whose_gradients_may_be_averaged_are_not(run_ranks: RunRanks, kind: str):
+    assert run_ranks(train_by_hand, kind) == [[], []]
 
 
 def test_one_process_reads_all_rows_anyway():

@@ -1,12 +1,14 @@
-"""A warning for training on several processes with a loader that was not prepared, so that all read the same rows."""
+"""Warnings for training on several processes with what was not prepared: each trains by itself, or on all rows."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -16,11 +18,56 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
+    from torch.optim.optimizer import Optimizer
+
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.state.shared import SharedTraining
 
 logger = logging.getLogger("nb_accelerate")
 
+# By name: the modules that they are in take long to import.
+_SHARDED = "DTensor"
+_AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel")
+
 _LIBRARIES = ("nb_accelerate", "torch")
+
+
+def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
+    """Warn at the first step of an optimizer if nothing at all was prepared. Called by each `Accelerator`.
+
+    Nothing is said where the gradients may be averaged by somebody else: `DistributedDataParallel`, FSDP or DeepSpeed.
+
+    Args:
+        collectives: of the ranks that train together.
+        shared: what was prepared in this process.
+    """
+    if collectives.world_size == 1 or collectives.rank or shared.watches_first_step:
+        return
+    shared.watches_first_step = True
+    is_first = True
+
+    def look(optimizer: Optimizer, _arguments: object, _named: object) -> None:
+        # It stays registered: torch iterates over its hooks while it calls this one.
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            if not (shared.models or shared.optimizers or _is_averaged(optimizer)):
+                logger.warning(
+                    "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
+                    "averages gradients. To train one: model, optimizer, loader = accelerator.prepare(model, "
+                    "optimizer, loader), and accelerator.backward(loss)",
+                    collectives.world_size,
+                )
+
+    register_optimizer_step_pre_hook(look)
+
+
+def _is_averaged(optimizer: Optimizer) -> bool:
+    """Return whether a library may average the gradients of an optimizer."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if "deepspeed" in sys.modules or any(type(one).__name__ == _SHARDED for one in parameters):
+        return True
+    return any(type(one).__name__ in _AVERAGING for one in gc.get_objects())
 
 
 def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> None:
