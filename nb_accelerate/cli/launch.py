@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
 
+_FOR_PROCESSES = {
+    flag.name: flag
+    for _, flags in GROUPS
+    for flag in flags
+    if flag.name in ("num_processes", "multi_gpu", "gpu_ids", "num_machines")
+}
+"""Flags that ask for more processes. Scripts often have others of these names, such as ``--mixed_precision``."""
+
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
 
@@ -114,6 +122,10 @@ def _launch(arguments: argparse.Namespace) -> int:
         if arguments.multi_gpu and not facts.num_gpus:
             raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
         plan = planned(options, facts)
+        if plan.num_processes * plan.num_nodes == 1 and arguments.num_processes is None and not arguments.quiet:
+            line = _flag_of_the_target(job)
+            if line:
+                print(line, file=sys.stderr)
         from nb_accelerate.launch.servers import warm_up_for
 
         warm_up_for(plan.method)  # it imports torch while this process imports the rest
@@ -142,6 +154,21 @@ def _job(arguments: argparse.Namespace) -> Job:
             f"the packages of {sys.executable}."
         )
     return Job(target=arguments.target, arguments=tuple(arguments.arguments), kind=kind)
+
+
+def _flag_of_the_target(job: Job) -> str:
+    """Return a sentence about a flag for more processes that stands after the target; "" if there is none."""
+    for place, argument in enumerate(job.arguments):
+        flag = _FOR_PROCESSES.get(argument.partition("=")[0].removeprefix("--").replace("-", "_"))
+        if flag is None or not argument.startswith("--"):
+            continue
+        has_value = flag.convert is not None and "=" not in argument
+        given = " ".join(job.arguments[place : place + 1 + has_value])
+        return (
+            f"nb-accelerate: 1 process is started: {given} stands after {job.target} and was given to it. "
+            f"If it is for launch, write: nb-accelerate launch {given} {job.target}"
+        )
+    return ""
 
 
 def _is_importable(name: str) -> bool:
