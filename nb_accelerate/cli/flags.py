@@ -203,6 +203,7 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
             Flag(name="gpu_ids", help="GPUs of this machine, such as 0,2; all by default", convert=str, metavar="IDS"),
             Flag(
                 name="num_processes",
+                short="n",
                 help="number of processes, on all machines together; one for each GPU by default",
                 convert=int,
                 metavar="N",

@@ -105,6 +105,12 @@ def test_a_flag_for_more_processes_after_the_script_is_told(
         assert lines[0].endswith(f"write: nb-accelerate launch {told} {script}")
 
 
+def test_n_is_short_for_the_number_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = write(tmp_path, "")
+    assert main(["launch", "--cpu", "-n", "2", "--dry_run", str(script)]) == 0
+    assert "WORLD_SIZE=2" in capsys.readouterr().out
+
+
 def test_flags_come_before_the_environment_and_that_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
