@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from nb_accelerate.display.panel import Action
-from nb_accelerate.errors import StartError
+from nb_accelerate.errors import (
+    ConfigError,
+    MissingDependencyError,
+    NotPreparedError,
+    ShippingError,
+    StartError,
+    UnknownArgumentError,
+)
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
@@ -61,6 +68,9 @@ if TYPE_CHECKING:
 _PANEL_TIMEOUT = 1.0
 """Seconds that a launch in the background is waited for, at most, until it has its panel. It takes some milliseconds,
 or for ever where other machines have to come first."""
+
+_STAYS = (ConfigError, MissingDependencyError, NotPreparedError, ShippingError, UnknownArgumentError)
+"""Errors of what is written in the program. They come back in every attempt, so `max_restarts` is not for them."""
 
 
 class Launch(Steerable):
@@ -279,10 +289,16 @@ class Launch(Steerable):
                 except BaseException as error:
                     if attempt >= options.max_restarts or self._stopping:
                         raise
+                    if isinstance(error, _STAYS):
+                        self._tell(f"The ranks are not started again: the same {type(error).__name__} would come back.")
+                        raise
                     attempt += 1
                     again = f"{summary(error).removesuffix('.')}; start {attempt + 1} of {options.max_restarts + 1}"
-                with OutputGuard(self._sink):
-                    self._sink.write("stderr", again + "\n")
+                self._tell(again)
+
+    def _tell(self, line: str) -> None:
+        with OutputGuard(self._sink):
+            self._sink.write("stderr", line + "\n")
 
     def _attempt(self, server: RankServer, backend: RendezvousBackend, call: Packed | None, attempt: int) -> Values:
         options, timeouts = self._options, self.timeouts

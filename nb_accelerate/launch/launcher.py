@@ -189,8 +189,8 @@ def notebook_launcher(
         rdzv_endpoint: ``"HOST:PORT"`` where machines meet; with ``"static"`` instead of `master_addr` and `use_port`.
         rdzv_conf: options of the c10d rendezvous, such as ``{"join_timeout": 60}`` in seconds.
         rdzv_id: names this launch among others at the same endpoint.
-        max_restarts: after a failure, start all ranks again, so many times. The count is in the environment variable
-            ``TORCHELASTIC_RESTART_COUNT``.
+        max_restarts: after a failure, start all ranks again, so many times; not after an error that would come back,
+            such as a `ConfigError`. The count is in the environment variable ``TORCHELASTIC_RESTART_COUNT``.
         monitor_interval: seconds between two looks for ranks that somebody has stopped (SIGSTOP). Failures and ends
             are events and need no interval.
         log_line_prefix_template: put in front of every line; ``"[rank ${rank}] "``, also ``${local_rank}``.

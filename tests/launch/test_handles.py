@@ -177,6 +177,21 @@ def test_restarts_start_all_ranks_again_and_tell_the_function(notebook: Kernel) 
     assert notebook.run("launch(works_at_last, (9,), 2, max_restarts=1)").message == "not yet, 1"
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("nb_accelerate.errors.ConfigError('no such precision')", "ConfigError"),
+        ("nb_accelerate.errors.MissingDependencyError('wandb', needed_for='log_with')", "MissingDependencyError"),
+    ],
+)
+def test_an_error_that_would_come_back_starts_nothing_again(notebook: Kernel, line: str, error: str) -> None:
+    notebook.run(f"import nb_accelerate.errors\ndef fails():\n    raise {line}").ok()
+    cell = notebook.run("launch(fails, (), 2, max_restarts=2)")
+    assert cell.error == error
+    assert cell.stderr == f"The ranks are not started again: the same {error} would come back.\n"
+    assert notebook.run("launch(lambda: (_ for _ in ()), (), 2, max_restarts=2)").error == "ShippingError"
+
+
 SCRIPT = """
 import os, threading
 from nb_accelerate import notebook_launcher
