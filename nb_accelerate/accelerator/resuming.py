@@ -113,6 +113,10 @@ class ResumingSlice(CheckpointSlice):
         accumulation window, and after the last lines of an epoch; see ``save_every``, ``save_on_signal``, ``keep`` and
         ``total_limit`` of `ProjectConfiguration`. All processes call it together, after ``prepare``.
 
+        To save within an epoch of a loader with ``shuffle=True``, also pass
+        ``dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)``: only then can the order of its other
+        batches be drawn again.
+
         Args:
             dataloader: prepared. Other loaders begin anew.
             epochs: how many in all.
