@@ -302,7 +302,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             core.strategy.load_engine(engine, checkpoint.folder, tag, **engine_kwargs)
         if states.step is not None:
             core.accumulation.step = states.step
-        core.registry.loaded = checkpoint.manifest
+        core.registry.loaded, core.registry.loaded_from = checkpoint.manifest, checkpoint.folder
         if checkpoint.manifest is not None:
             core.registry.progress.global_step = checkpoint.manifest.global_step
             core.registry.progress.metrics = dict(checkpoint.manifest.metrics)

@@ -140,15 +140,35 @@ class ResumingSlice(CheckpointSlice):
             check_order_is_known(dataloader)
         resumes = Environment().resume if resume is None else check_flag("resume", resume)
         self._leave_earlier_run(Environment().resume_since if resume is None else None)
+        core.registry.loaded_from = None
         first = self._go_on(dataloader) if resumes else self._begin_anew()
-        if first >= epochs and core.process.topology.is_main:
+        if core.process.topology.is_main:
+            is_asked_for = Environment().resume_is_asked_for if resume is None else resume
+            self._tell_where_it_begins(dataloader, first, epochs, is_asked_for=is_asked_for)
+        return self._epochs(dataloader, first, epochs, interval)
+
+    def _tell_where_it_begins(
+        self, dataloader: DataLoaderShard, first: int, epochs: int, *, is_asked_for: bool
+    ) -> None:
+        core, parent = self.core, self._numbered_folders()
+        if first >= epochs:
             logger.warning(
                 "The newest checkpoint in %s is at the end of epoch %d, and epochs=%d: nothing is left to train.",
-                self._numbered_folders(),
+                parent,
                 first,
                 epochs,
             )
-        return self._epochs(dataloader, first, epochs, interval)
+        elif core.registry.loaded_from is not None:
+            batch = dataloader.epoch_and_batch[1]
+            logger.warning(
+                "Training goes on from %s, with epoch %d of %d%s.",
+                core.registry.loaded_from,
+                first + 1,
+                epochs,
+                f" after its batch {batch}" if batch else "",
+            )
+        elif is_asked_for and not numbered(parent):
+            logger.warning("There is no checkpoint in %s to go on from: training begins with the first epoch.", parent)
 
     def _leave_earlier_run(self, since: int | None) -> None:
         """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them.

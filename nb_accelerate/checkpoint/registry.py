@@ -15,6 +15,7 @@ from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from nb_accelerate.checkpoint.manifest import Manifest
 
@@ -60,6 +61,7 @@ class Registry:
         progress: of the run.
         copies: buffers of saves in the background.
         loaded: what is known about the checkpoint that was loaded last.
+        loaded_from: its folder.
         first_of_run: the number of the first checkpoint of this run. Those with smaller ones are of an earlier run, and
             are kept whatever the limit is.
     """
@@ -70,6 +72,7 @@ class Registry:
     progress: Progress = field(default_factory=Progress)
     copies: HostCopies = field(default_factory=HostCopies)
     loaded: Manifest | None = None
+    loaded_from: Path | None = None
     first_of_run: int = 0
 
     def add(self, *objects: Any) -> None:

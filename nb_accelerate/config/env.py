@@ -138,6 +138,11 @@ class Environment:
         return wanted or bool(self.whole("TORCHELASTIC_RESTART_COUNT"))
 
     @property
+    def resume_is_asked_for(self) -> bool:
+        """``NB_ACCELERATE_RESUME``: whether somebody has written that the run goes on, as with ``resume=True``."""
+        return self.flag(RESUME) is True
+
+    @property
     def resume_since(self) -> int | None:
         """``NB_ACCELERATE_RESUME_SINCE``: when this run began, in milliseconds since 1970, if it began anew.
 

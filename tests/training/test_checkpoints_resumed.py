@@ -125,6 +125,36 @@ def test_a_run_that_is_over_says_that_nothing_is_left(tmp_path: Path, caplog: py
     assert "is at the end of epoch 3, and epochs=3: nothing is left to train." in caplog.text
 
 
+def test_a_run_says_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    options: dict[str, Any] = {"save_every": "2 steps", "die_after": 10}
+    _run(tmp_path, **options)
+    assert caplog.text == ""
+    _run(tmp_path / "other", **options, resume=True)
+    nothing = f"There is no checkpoint in {tmp_path / 'other' / 'checkpoints'} to go on from: training begins with the"
+    assert [nothing in record.message for record in caplog.records] == [True]
+    caplog.clear()
+    _run(tmp_path, save_every="2 steps")
+    folder = tmp_path / "checkpoints" / "checkpoint_3"
+    assert [record.message for record in caplog.records] == [
+        f"Training goes on from {folder}, with epoch 2 of 3 after its batch 2."
+    ]
+    caplog.clear()
+    _run(tmp_path / "epochs", save_every="1 epoch", die_after=8)
+    _run(tmp_path / "epochs", save_every="1 epoch")
+    assert "checkpoint_0, with epoch 2 of 3.\n" in caplog.text
+
+
+def test_the_main_process_alone_says_where_a_run_begins(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    for _ in range(2):
+        run = nb_accelerate.notebook_launcher(
+            _saves_and_fails_once, (str(tmp_path),), 2, progress="off", start_method="forkserver", resume=True
+        )
+    assert list(run) == [0, 0]
+    shown = capfd.readouterr().err
+    assert shown.count("There is no checkpoint in ") == 1
+    assert shown.count("nothing is left to train") == 1
+
+
 def _saves_and_fails_once(where: str) -> int:
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(where, save_every="1 epoch"))
