@@ -31,6 +31,7 @@ from nb_accelerate.config.kwargs import (
 from nb_accelerate.config.loader import DataLoaderConfiguration as DataLoaderConfiguration
 from nb_accelerate.config.parallelism import ParallelismConfig as ParallelismConfig
 from nb_accelerate.config.profiling import ProfileKwargs as ProfileKwargs
+from nb_accelerate.config.project import ProjectConfiguration as ProjectConfiguration
 from nb_accelerate.data import skip_first_batches as skip_first_batches
 from nb_accelerate.display.runs import runs as runs
 from nb_accelerate.errors import (

@@ -97,7 +97,7 @@ class ResumingSlice(CheckpointSlice):
 
         Example::
 
-            from nb_accelerate.utils import ProjectConfiguration
+            from nb_accelerate import ProjectConfiguration
 
             project = ProjectConfiguration("runs/first", save_every="1 epoch", total_limit=2)
             accelerator = Accelerator(project_config=project)
@@ -251,8 +251,7 @@ class ResumingSlice(CheckpointSlice):
         if self.core.recording.project.iteration == unsaved and self.core.process.topology.is_main:
             logger.warning(
                 "The first epoch is over and no checkpoint was saved that resumable could go on from. Write "
-                'Accelerator(project_config=ProjectConfiguration(folder, save_every="1 epoch")); ProjectConfiguration '
-                "is in nb_accelerate.utils."
+                'Accelerator(project_config=nb_accelerate.ProjectConfiguration(folder, save_every="1 epoch")).'
             )
 
     def _batches(self, dataloader: DataLoaderShard, schedule: _Schedule) -> Generator[Any, None, None]:
