@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.config.arguments import suggests_arguments
 from nb_accelerate.launch import notebook_launcher
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 
+@suggests_arguments
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Run a function on several processes of this machine's CPU, to try out what it does on many devices.
 

@@ -152,10 +152,15 @@ def _check_function(function: object) -> None:
 def _check_args(args: object) -> None:
     if isinstance(args, tuple):
         return
-    hint = "args=tuple(...)" if isinstance(args, list) else "args=(x,): a tuple of one needs the comma"
+    if isinstance(args, list):
+        whole = repr(tuple(args))
+        hint = f"args={whole}" if shown(tuple(args)) == whole else "args=tuple(...)"
+    else:
+        one = shown(args)
+        hint = f"args=({'x' if one.endswith('...') else one},): a tuple of one needs the comma"
     raise ConfigError(
-        f"args must be a tuple with one entry for each argument of the function, but is of type "
-        f"{type(args).__name__}. Write {hint}"
+        f"args={shown(args)} is of type {type(args).__name__}, but must be a tuple with one entry for each argument of "
+        f"the function. Write {hint}"
     )
 
 

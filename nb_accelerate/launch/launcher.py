@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
+from nb_accelerate.config.arguments import suggests_arguments
 from nb_accelerate.config.env import RESUME, RESUME_SINCE, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
@@ -139,6 +140,7 @@ def notebook_launcher(
 ) -> Values | Launch: ...
 
 
+@suggests_arguments
 def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -222,6 +224,7 @@ def notebook_launcher(
 
     Raises:
         ConfigError: an argument cannot be; nothing was started.
+        UnknownArgumentError: there is no argument of that name.
         ShippingError: the function, an argument or a result cannot be sent to another process. ``results`` on the
             exception has what other ranks returned, by rank.
         RankDiedError: a rank's process ended before the function returned: carries its signal or exit code.
