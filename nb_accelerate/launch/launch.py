@@ -30,7 +30,7 @@ from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import notebook_sources
 from nb_accelerate.launch.starters import open_server
 from nb_accelerate.launch.starting import sender, started_ranks
-from nb_accelerate.launch.values import keep_values, note_of_dropped, pack_call, unpack_values
+from nb_accelerate.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.ended import ended_as
@@ -373,6 +373,8 @@ class Launch(Steerable):
                     loop.begin(leaving)
                     loop.run(leaving)
                     if note := note_of_dropped(calling, self._name):
+                        loop.output.note(note)
+                    if not self._exit_returns and (note := note_of_exits(calling)):
                         loop.output.note(note)
                     loop.output.finish()
                 error = error_of(calling, leaving)

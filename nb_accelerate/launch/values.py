@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.display.words import named
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 from nb_accelerate.protocol.messages import Result
@@ -91,6 +92,19 @@ def note_of_dropped(request: Request, function: str) -> str:
         f"{ending} with `return accelerator.get_state_dict({first})`, and write "
         f"`{first}.load_state_dict(notebook_launcher(...)[0])`"
     )
+
+
+def note_of_exits(request: Request) -> str:
+    """Return what is to be said of ranks that ended with ``sys.exit()`` where others returned; "" if nothing is.
+
+    Args:
+        request: to which all ranks have answered.
+    """
+    exited = [rank for rank, (answer, _) in request.answers.items() if isinstance(answer, Result) and answer.exited]
+    if not exited or len(exited) == len(request.answers):
+        return ""
+    values = "its value is" if len(exited) == 1 else "their values are"
+    return f"{named(sorted(exited))} ended with sys.exit(), so {values} None"
 
 
 def keep_values(error: BaseException, request: Request) -> None:

@@ -36,6 +36,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
     page = here()
     page.begin_request()
     dropped: tuple[str, ...] = ()
+    exited = False
     try:
         with gate:
             function, args, kwargs = load()
@@ -46,7 +47,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             except SystemExit as error:
                 if not exits_well(error):
                     raise
-                value = None
+                value, exited = None, True
             _finish_saves()
             dropped = models.dropped(value)
     except BaseException as error:  # KeyboardInterrupt too: what it means is the kernel's to judge
@@ -54,13 +55,13 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             if issubclass(type(error), KeyboardInterrupt):
                 _keep_save()
             return fail(error)
-        value = None
+        value, exited = None, True
     page.end_request()
     try:
         packed = pack(value, name="the returned value")
     except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
-    return Result(parcel=packed.parcel, dropped=dropped), packed
+    return Result(parcel=packed.parcel, dropped=dropped, exited=exited), packed
 
 
 def _finish_saves() -> None:
