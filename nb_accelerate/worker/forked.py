@@ -8,7 +8,6 @@ what it can, the ranks inherit their descriptors, and they are forked before any
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
 import gc
 import io
@@ -144,16 +143,11 @@ def _forget_kernel() -> None:
     the process forked. What is shown with ``display`` would be lost without a word.
     """
     sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = io.StringIO()  # type: ignore[misc, assignment]
-    builtins.input = _no_input
     asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
     with contextlib.suppress(Exception):
         asyncio.set_event_loop(None)
     _forget_pools()
     _show_as_text()
-
-
-def _no_input(_prompt: object = "", /) -> str:
-    raise EOFError("input() does not work on a rank. Call it before the launch, and pass its value")
 
 
 def _forget_pools() -> None:

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.protocol.output import MAX_PAYLOAD, frame
 
@@ -114,6 +114,7 @@ def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
         os.dup2(source, target)
         os.close(source)
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
+    builtins.input = _no_input
     out = _RankStream(io.FileIO(1, "w", closefd=False))
     err = _RankStream(_Frames(mark, "stderr", 2))
     out.for_all = _RankStream(_Frames(mark, "for_all", 1))
@@ -122,6 +123,10 @@ def replace_streams(stdout: int, stderr: int, mark: bytes) -> None:
     sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = err  # type: ignore[misc]
     builtins.print = _print_in_one(builtins.print)
+
+
+def _no_input(_prompt: object = "", /) -> NoReturn:
+    raise EOFError("input() does not work on a rank. Call it before the launch, and pass its value")
 
 
 def _print_in_one(original: Callable[..., None]) -> Callable[..., None]:

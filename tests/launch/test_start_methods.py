@@ -55,6 +55,12 @@ def test_an_exception_arrives_with_its_own_type_and_fields(method: str) -> None:
     assert caught.value.filename == "name"
 
 
+@pytest.mark.parametrize("method", METHODS[:-1])
+def test_asking_for_input_says_where_to_ask_instead(method: str) -> None:
+    with pytest.raises(EOFError, match=r"^input\(\) does not work on a rank. Call it before the launch, and pass its"):
+        launch(lambda: input("name? "), method=method)
+
+
 def test_the_environment_is_torchruns_and_only_the_ranks(method: str) -> None:
     def function() -> tuple[str, ...]:
         names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MINE", "ACCELERATE_MIXED_PRECISION")
