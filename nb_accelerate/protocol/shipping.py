@@ -27,6 +27,7 @@ from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Parcel
+from nb_accelerate.protocol.open_files import FILE_REDUCERS
 
 if TYPE_CHECKING:
     import types
@@ -211,7 +212,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     views share memory. Pickling the untyped storage once, as a buffer, keeps the sharing and copies nothing.
     """
 
-    dispatch_table = DISPATCH_TABLE
+    dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
 
     def __init__(self, file: IO[bytes], *, into_main: bool = False, **options: Any) -> None:
         super().__init__(file, **options)

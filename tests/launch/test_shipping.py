@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +96,27 @@ def test_an_error_names_the_part_that_cannot_be_pickled(value: object, path: str
         pack(value)
     assert caught.value.path == path
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "a+", "rb", "wb", "r+b"])
+def test_an_open_file_is_refused_with_its_path(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("1,2")
+    with path.open(mode) as file, pytest.raises(ShippingError) as caught:
+        pack({"rows": [file]}, name="args")
+    assert str(caught.value).startswith("args['rows'][0] cannot be sent to another process. A file object stays in its")
+    assert str(caught.value).endswith(f"send its path, {str(path)!r}, and open it where it is needed.")
+    assert caught.value.is_final  # forked ranks would read from one position, all of them
+
+
+def test_a_standard_stream_is_the_one_where_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.dup(1), "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert round_trip(stream) is stream
+
+
+def test_text_in_memory_arrives_as_it_was() -> None:
+    assert round_trip(io.StringIO("1,2")).read() == "1,2"
 
 
 def test_large_things_cost_no_name_in_shared_memory_and_no_descriptor_afterwards() -> None:
