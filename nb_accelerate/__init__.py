@@ -1,31 +1,40 @@
 """Distributed PyTorch that is at home in a Jupyter notebook.
 
-The public names are those of ``__init__.pyi``, beside this file, and no others. Each is imported when it is first used,
-so that ``import nb_accelerate`` and ``%load_ext nb_accelerate`` take milliseconds and leave a kernel as it was.
+There are four ways in.
 
-The package has two halves over one base. The training half needs torch and runs in the ranks, and in plain
-scripts. The notebook half runs in the kernel and does not import torch. They meet when a program runs, never
-by an import::
+A function runs on all devices, and its values come back as a list, by rank::
 
-    level  training half                                                        base                  notebook half
-    12                                                                          __main__
-    11                                                                          __init__  cli
-    10     utils  data_loader  logging                                                                magics
-     9     compat  optimizer  scheduler  local_sgd                                                    pool  launchers
-     8     accelerator                                                                                launch
-     7     state                                                                                      ranks
-     6     strategies  checkpoint                                                                     worker  display
-     5     optim  data  tracking  bigmodel                                                            diagnostics
-     4     precision  comm                                                                            protocol
-     3     process  pytree
-     2                                                                          topology  lazy
-     1                                                                          config  records  progress_page
-     0                                                                          errors  version  devices  start_methods
+    from nb_accelerate import Accelerator, notebook_launcher
 
-A module imports from lower levels or from its own package, nothing from the other half, and torch at import in
-the training half only. ``tests/structure/test_layers.py`` reads this picture and holds the sources to it.
+    def train(epochs):
+        accelerator = Accelerator()
+        ...  # model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    notebook_launcher(train, args=(10,), num_processes=2)
+
+A cell runs on processes (*ranks*) that keep their variables, after ``%load_ext nb_accelerate``::
+
+    %%distributed -n 2
+    print(rank, world_size, device)
+
+A plain training loop is shown with the lines that make it a distributed one, and replaced if you agree::
+
+    %%distribute
+    for x, y in loader:
+        ...
+
+A script runs with the flags of ``accelerate launch``::
+
+    $ nb-accelerate launch --num_processes 2 train.py
+
+Documentation: ``%distributed help``, ``%%distributed --help`` and ``nb-accelerate --help`` say what there is to write;
+``help(nb_accelerate.Accelerator)`` and ``help(nb_accelerate.notebook_launcher)`` explain their arguments. Tutorial,
+guides and reference are in ``README.md`` and ``notebooks/`` of the repository; ``make docs`` builds a site of them.
+``nb-accelerate env`` describes this machine, and ``nb-accelerate test`` trains on it.
 """
 
+# Importing the package and `%load_ext` take milliseconds and leave a kernel as it was: each public name is imported
+# when it is first used, by the table in `__init__.pyi`. No other names are public.
 from nb_accelerate.errors import NbAccelerateError
 from nb_accelerate.errors.traceback_lines import shorten_tracebacks
 from nb_accelerate.lazy import attach

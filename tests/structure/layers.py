@@ -1,4 +1,4 @@
-"""The rules of the picture in ``nb_accelerate/__init__.py``, checked by reading sources, importing nothing."""
+"""The rules of the picture in ``CONTRIBUTING.md``, checked by reading sources, importing nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PACKAGE = "nb_accelerate"
+PAGE = "CONTRIBUTING.md"
 TRAINING, BASE, NOTEBOOK = HALVES = ("training half", "base", "notebook half")
 IMPORTS_TORCH = {"torch", "torch_xla", "accelerate", "deepspeed"}
 SAYS_NOTHING = {"utils", "util", "helpers", "common", "misc"}
@@ -42,11 +43,11 @@ class Import:
     for_types: bool = False
 
 
-def read_picture(source: str) -> dict[str, Room]:
-    """The rooms that the docstring of ``__init__.py`` draws, by name."""
-    lines = (ast.get_docstring(ast.parse(source)) or "").splitlines()
-    head = next((line for line in lines if all(half in line for half in HALVES)), None)
-    assert head is not None, f"no picture: no line of the docstring names {HALVES}"
+def read_picture(root: Path) -> dict[str, Room]:
+    """The rooms that ``CONTRIBUTING.md`` below ``root`` draws, by name."""
+    lines = (root / PAGE).read_text(encoding="utf-8").splitlines()
+    head = next((line for line in lines if all(half in line for half in ("level", *HALVES))), None)
+    assert head is not None, f"no picture: no line of {PAGE} names level and {HALVES}"
     starts = [(head.index(half), half) for half in HALVES]
     rooms = {}
     for line in lines[lines.index(head) + 1 :]:
@@ -63,7 +64,7 @@ def read_picture(source: str) -> dict[str, Room]:
 def broken_rules(root: Path) -> list[str]:
     """Every rule that the package below ``root`` breaks, one sentence each."""
     package = root / PACKAGE
-    rooms = read_picture((package / "__init__.py").read_text(encoding="utf-8"))
+    rooms = read_picture(root)
     files = sorted(package.rglob("*.py"))
     present = {_room_of(file, package) for file in files}
     found = [f"{name} is not in the picture" for name in sorted(present - rooms.keys())]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import nb_accelerate
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.tracking.select import TRACKERS
 
@@ -302,10 +301,3 @@ def test_a_start_method_is_added_by_the_files_of_its_row(copy: Path):
     )
     assert "starting carefully" in said
     assert said.splitlines()[-1] == "[0, 1]"
-
-
-def test_the_picture_names_only_rooms_of_the_package():
-    table = PAGE[PAGE.index("| | training half") : PAGE.index("`compat/`, `utils/`")]
-    rooms = {path.strip("/").removesuffix(".py") for path in _paths(table)}
-    here = {file.stem for file in Path(nb_accelerate.__file__).parent.iterdir()}
-    assert rooms <= here

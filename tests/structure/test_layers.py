@@ -7,17 +7,18 @@ from structure.layers import BASE, NOTEBOOK, TRAINING, Room, broken_rules, circl
 
 ROOT = Path(__file__).parents[2]
 
-PICTURE = '''"""Three rooms and what is above them::
+PICTURE = """The training half, the base and the notebook half:
 
-    level  training half    base           notebook half
-     3                      __init__  cli
-     2     trainer                         launch
-     1     maths                           wire
-     0                      errors
+```text
+level  training half    base           notebook half
+ 3                      __init__  cli
+ 2     trainer                         launch
+ 1     maths                           wire
+ 0                      errors
+```
 
 More text.
 """
-'''
 
 
 @pytest.fixture
@@ -25,7 +26,8 @@ def tree(tmp_path: Path) -> Path:
     """A small package that keeps the rules."""
     package = tmp_path / "nb_accelerate"
     package.mkdir()
-    (package / "__init__.py").write_text(PICTURE)
+    (tmp_path / "CONTRIBUTING.md").write_text(PICTURE)
+    (package / "__init__.py").write_text("")
     for name in ("cli", "trainer", "maths", "launch", "wire"):
         (package / name).mkdir()
         (package / name / "__init__.py").write_text("")
@@ -46,8 +48,8 @@ def test_the_package_keeps_the_rules_of_its_picture():
     assert broken_rules(ROOT) == []
 
 
-def test_the_picture_is_read_by_row_and_column():
-    assert read_picture(PICTURE) == {
+def test_the_picture_is_read_by_row_and_column(tree: Path):
+    assert read_picture(tree) == {
         "__init__": Room(3, BASE),
         "cli": Room(3, BASE),
         "trainer": Room(2, TRAINING),
@@ -58,9 +60,10 @@ def test_the_picture_is_read_by_row_and_column():
     }
 
 
-def test_a_package_without_a_picture_is_refused():
+def test_a_page_without_a_picture_is_refused(tree: Path):
+    (tree / "CONTRIBUTING.md").write_text("Nothing drawn here.")
     with pytest.raises(AssertionError, match="no picture"):
-        read_picture('"""Nothing drawn here."""')
+        read_picture(tree)
 
 
 def test_a_tree_that_keeps_the_rules_passes(tree: Path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import pydoc
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -152,3 +153,10 @@ def test_without_torch_the_training_half_says_what_to_install(name: str):
 def test_without_torch_the_notebook_half_can_be_imported():
     code = "import sys; sys.modules['torch'] = None\nfrom nb_accelerate import notebook_launcher"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_help_of_the_package_shows_the_ways_in_and_where_the_documentation_is():
+    text = pydoc.plain(pydoc.render_doc(nb_accelerate))
+    for way_in in ("notebook_launcher(", "%%distributed -n 2", "%%distribute\n", "nb-accelerate launch", "README.md"):
+        assert way_in in text
+    assert "level  training half" not in text
