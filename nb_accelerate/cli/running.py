@@ -21,7 +21,7 @@ class Run:
     Attributes:
         pid: process of the notebook's kernel, or of the command.
         ranks: numbers of the ranks, in order.
-        memory: bytes that the ranks have to themselves.
+        memory: bytes of main memory (RSS) that a rank holds, as the panel shows it; of the one that holds most.
         seconds: since the first rank was started.
         what: the notebook, or the command line.
         is_notebook: an interrupt ends what the ranks do, and not the process.
@@ -65,7 +65,7 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
             match = _RANK.fullmatch(rank.name())
             if match is None:
                 continue
-            memory += rank.memory_full_info().uss
+            memory = max(memory, rank.memory_info().rss)
             began = min(began, rank.create_time())
             numbers.append(int(match[1]))
     notebook = ""

@@ -14,20 +14,21 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "status",
         help="show the runs on this machine",
-        description="Show notebooks and commands that have ranks on this machine: process id, ranks, memory of all "
-        "ranks, for how long. `nb-accelerate stop PID` ends one.",
+        description="Show notebooks and commands that have ranks on this machine: process id, ranks, main "
+        "memory (RSS) of the rank that holds most, for how long. `nb-accelerate stop PID` ends one.",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command is called alike)
     from nb_accelerate.cli.running import find_runs
+    from nb_accelerate.display.words import size
 
     rows = [
         (
             str(run.pid),
             str(len(run.ranks)),
-            f"{run.memory / 2**20:,.0f} MiB",
+            size(run.memory),
             str(timedelta(seconds=round(run.seconds))),
             run.what,
         )
@@ -36,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command 
     if not rows:
         print("nothing runs on this machine")
         return 0
-    rows.insert(0, ("pid", "ranks", "memory", "for", "what"))
+    rows.insert(0, ("pid", "ranks", "memory of a rank", "for", "what"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         print("  ".join((*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[4])))

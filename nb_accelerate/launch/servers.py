@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from nb_accelerate.config.env import Environment
 from nb_accelerate.display.frontend import is_in_kernel
+from nb_accelerate.display.words import size
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.environ import working_directory
 from nb_accelerate.launch.owner import Owner
@@ -319,7 +320,7 @@ class WarmStatus:
 
     def __str__(self) -> str:
         return (
-            f"warm server {self.pid} with {len(self.idle)} idle processes, {self.memory / 2**20:.0f} MiB; "
+            f"warm server {self.pid} with {len(self.idle)} idle processes, {size(self.memory)} of their own; "
             f"nb_accelerate.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
         )
 

@@ -243,7 +243,7 @@ def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(n
         notebook.run("from nb_accelerate.launch import close, warm_status, warm_up\nprint(warm_status())").ok().stdout
     )
     assert "idle processes" in shown
-    assert "MiB" in shown
+    assert " MB of their own" in shown
     notebook.run("close(); assert warm_status() is None").ok()
     assert notebook.processes() == []
     notebook.run("warm_up()").ok()
