@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.panel import Action
-from nb_accelerate.display.words import label
+from nb_accelerate.display.words import label, named
 from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
 from nb_accelerate.pool.shipping import make_manifest
@@ -81,6 +81,7 @@ class Cell:
         self._manifest = make_manifest(source.free, variables, self._syncs, forced=options.send)
         try:
             self._say_what_is_not_sent()
+            self._say_what_is_sent_for_the_ranks_own()
             self.request = group.request(ranks, self._send, timeout=options.timeout, say=output.say)
             self.request.attended = self.request.is_raised = not in_background
             self.request.callbacks.append(self.close)
@@ -148,6 +149,23 @@ class Cell:
             self._output.say(
                 f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
                 f"%distributed push {' '.join(news)}"
+            )
+
+    def _say_what_is_sent_for_the_ranks_own(self) -> None:
+        """Say which names the ranks had bound themselves and have lost, so that they get the notebook's values now."""
+        ranks: dict[str, set[int]] = {}
+        for shipment in self._manifest.shipments:
+            for name, value in shipment.values.items():
+                if name not in self._options.send and not isinstance(value, ModuleType):
+                    losers = [rank for rank in shipment.ranks if name in self._syncs[rank].lost]
+                    ranks.setdefault(name, set()).update(losers)
+        names = sorted(name for name, losers in ranks.items() if losers)
+        if names:
+            losers = sorted(set().union(*(ranks[name] for name in names)))
+            whom = "the ranks" if len(losers) == len(self._syncs) else named(losers)
+            self._output.say(
+                f"the notebook's {', '.join(names)} {'was' if len(names) == 1 else 'were'} sent to {whom}, which no "
+                f"longer {'has its' if whom.startswith('rank ') else 'have their'} own"
             )
 
 

@@ -42,11 +42,16 @@ class _Sent:
 
 
 class NamespaceSync:
-    """Knows which names one rank was sent, and which its cells have bound."""
+    """Knows which names one rank was sent, and which its cells have bound.
 
-    def __init__(self) -> None:
+    Args:
+        lost: names that cells had bound on it before it was reset, or on the rank in whose place it is.
+    """
+
+    def __init__(self, lost: Iterable[str] = ()) -> None:
         self._sent: dict[str, _Sent] = {}
         self._own: set[str] = set()
+        self._lost: set[str] = set(lost)
         self._told: dict[str, Callable[[], Any]] = {}
 
     def judge(self, name: str, value: object) -> Verdict:
@@ -72,6 +77,15 @@ class NamespaceSync:
         """Names that cells on the rank have bound."""
         return frozenset(self._own)
 
+    @property
+    def lost(self) -> frozenset[str]:
+        """Names that cells had bound on the rank, and that it has neither bound nor been sent since they were lost."""
+        return frozenset(self._lost)
+
+    def emptied(self) -> NamespaceSync:
+        """Return what is known of the rank when its variables are deleted, or of a new one in its place."""
+        return NamespaceSync(self._own | self._lost)
+
     def uses(self, name: str) -> frozenset[str]:
         """Return the global names that functions read which were sent together with `name`."""
         sent = self._sent.get(name)
@@ -94,6 +108,7 @@ class NamespaceSync:
         """
         for name, value in values.items():
             self._own.discard(name)
+            self._lost.discard(name)
             content = pickle.dumps(value) if is_plain(value) and isinstance(value, (list, dict, set)) else None
             self._sent[name] = _Sent(_reference(value), content, uses)
 
@@ -101,6 +116,7 @@ class NamespaceSync:
         """Note names that a cell on the rank has bound."""
         for name in names:
             self._own.add(name)
+            self._lost.discard(name)
             self._sent.pop(name, None)
 
     def unbound(self, names: Iterable[str]) -> None:

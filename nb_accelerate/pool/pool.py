@@ -169,7 +169,7 @@ class Pool:
                 self._group.close(interrupts, ask=self.is_idle and self._group.why_it_failed is None)
                 self._group = None  # only now, so that a stop that was broken off can be repeated
             atexit.unregister(self.stop)
-            self._syncs.clear()
+            self._forget_variables()
             self._running = self._failed_rank = None
 
     def restart(self, rank: int | None = None) -> list[int]:
@@ -378,8 +378,7 @@ class Pool:
     def reset(self) -> None:
         """Delete all variables of the ranks."""
         self.call(remote.reset, (*RANK_NAMES, *SHELL_NAMES))
-        for rank in self._syncs:
-            self._syncs[rank] = NamespaceSync()
+        self._forget_variables()
 
     def call(
         self,
@@ -483,8 +482,12 @@ class Pool:
         """Start these ranks, and make a process group of all ranks."""
         group = self._the_group()
         for rank in ranks:
-            self._syncs[rank] = NamespaceSync()
+            self._syncs[rank] = self._syncs[rank].emptied() if rank in self._syncs else NamespaceSync()
         group.bring_up(ranks, interrupts)
+
+    def _forget_variables(self) -> None:
+        """Note that the ranks have no variables any more."""
+        self._syncs = {rank: sync.emptied() for rank, sync in self._syncs.items()}
 
     def _reconnect(self, output: GuardedOutput) -> None:
         unseen, self._disconnected_silently = self._disconnected_silently, False

@@ -245,6 +245,16 @@ class TestNames:
         notebook.run("%distributed push theirs").ok()
         assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "notebook\n"
 
+    def test_what_is_sent_in_place_of_variables_that_ranks_have_lost_is_said_once(self, notebook: Kernel):
+        notebook.run("%%distributed\nimport math\nours = [rank]\nagain = 1").ok()
+        notebook.run("%distributed pull ours").ok()
+        notebook.run("import math\nagain = 2\n%distributed reset").ok()
+        notebook.run("%%distributed\nagain = math.floor(3.5)").ok()
+        cell = notebook.run("%%distributed\nprint(ours, again)").ok()
+        assert cell.stdout == "[[0], [1]] 3\n"
+        assert "the notebook's ours was sent to the ranks, which no longer have their own\n" in cell.stderr
+        assert "ours was sent" not in notebook.run("%%distributed\nprint(ours)").ok().stderr
+
     def test_what_a_pushed_function_uses_travels_when_it_is_used(self, notebook: Kernel):
         notebook.run("OFFSET = 3\ndef inner(): return OFFSET\ndef pushed_function(): return inner()").ok()
         notebook.run("%distributed push pushed_function").ok()

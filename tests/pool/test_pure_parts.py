@@ -214,6 +214,16 @@ class TestNamespaceSync:
     def test_a_rank_knows_its_rank_better_than_the_notebook(self):
         assert NamespaceSync().judge("rank", 3) is Verdict.OWN
 
+    def test_names_that_a_rank_has_lost_are_known_until_it_has_them_again(self):
+        sync = NamespaceSync()
+        sync.bound(["bound", "sent", "kept"])
+        sync = sync.emptied()
+        assert sync.judge("kept", 1) is Verdict.SEND
+        sync.bound(["bound"])
+        sync.sent({"sent": 1}, frozenset())
+        assert sync.lost == {"kept"}
+        assert sync.emptied().lost == {"bound", "kept"}
+
     def test_the_user_is_told_once_for_each_value(self):
         sync = NamespaceSync()
         assert [sync.is_untold("x", value) for value in (1, 1, 2)] == [True, False, True]
