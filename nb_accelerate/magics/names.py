@@ -84,8 +84,15 @@ def _hint(result: Any) -> None:
     if not isinstance(error, NameError) or pools is None:
         return
     name = error.name
-    if name in pools.current().own_names:
-        print(f"{name} is on the ranks: %distributed pull {name}", file=sys.stderr)  # noqa: T201 - under the error
+    if name is not None and name in pools.current().own_names:
+        module = pools.current().own_modules.get(name)
+        said = f"{name} is on the ranks: %distributed pull {name}" if module is None else _import_here(name, module)
+        print(said, file=sys.stderr)  # noqa: T201 - under the error
+
+
+def _import_here(name: str, module: str) -> str:
+    line = f"import {module}" if name == module else f"import {module} as {name}"
+    return f"{name} is imported on the ranks only. To have it here too: {line}"
 
 
 def _magic_matcher(context: Any) -> dict[str, Any]:

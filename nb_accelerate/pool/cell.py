@@ -114,7 +114,7 @@ class Cell:
             sync = self._syncs[number]
             if not end.has_names:
                 sync.unbound(self._sent.get(number, ()))
-            sync.bound(end.bound)
+            sync.bound(end.bound, end.modules)
             sync.unbound(end.unbound)
             ranks[number].steps = end.steps
 

@@ -11,6 +11,7 @@ import enum
 import pickle
 import weakref
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerat
 
 SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})
 """Names that IPython defines in the notebook and on a rank alike."""
+
+NO_MODULES: Mapping[str, str] = MappingProxyType({})
 
 _MAX_ITEMS = 10_000
 """Items of a value that is compared for changes in place. A larger one is sent again only when its name is rebound."""
@@ -52,6 +55,7 @@ class NamespaceSync:
         self._sent: dict[str, _Sent] = {}
         self._own: set[str] = set()
         self._lost: set[str] = set(lost)
+        self._modules: dict[str, str] = {}
         self._told: dict[str, Callable[[], Any]] = {}
 
     def judge(self, name: str, value: object) -> Verdict:
@@ -86,6 +90,11 @@ class NamespaceSync:
         """Return what is known of the rank when its variables are deleted, or of a new one in its place."""
         return NamespaceSync(self._own | self._lost)
 
+    @property
+    def modules(self) -> Mapping[str, str]:
+        """Full names of the modules that cells on the rank have imported, by the names that they have there."""
+        return self._modules
+
     def uses(self, name: str) -> frozenset[str]:
         """Return the global names that functions read which were sent together with `name`."""
         sent = self._sent.get(name)
@@ -109,19 +118,28 @@ class NamespaceSync:
         for name, value in values.items():
             self._own.discard(name)
             self._lost.discard(name)
+            self._modules.pop(name, None)
             content = pickle.dumps(value) if is_plain(value) and isinstance(value, (list, dict, set)) else None
             self._sent[name] = _Sent(_reference(value), content, uses)
 
-    def bound(self, names: Iterable[str]) -> None:
-        """Note names that a cell on the rank has bound."""
+    def bound(self, names: Iterable[str], modules: Mapping[str, str] = NO_MODULES) -> None:
+        """Note names that a cell on the rank has bound.
+
+        Args:
+            names: all of them.
+            modules: full names of the modules among their values, by name.
+        """
         for name in names:
+            self._modules.pop(name, None)
             self._own.add(name)
             self._lost.discard(name)
             self._sent.pop(name, None)
+        self._modules.update(modules)
 
     def unbound(self, names: Iterable[str]) -> None:
         """Note names that a cell on the rank has deleted."""
         for name in names:
+            self._modules.pop(name, None)
             self._own.discard(name)
             self._sent.pop(name, None)
 

@@ -119,6 +119,11 @@ class Pool:
         return {name for sync in self._syncs.values() for name in sync.own} if self._group else set()
 
     @property
+    def own_modules(self) -> dict[str, str]:
+        """Full names of the modules among the values of `own_names`, by name."""
+        return {name: full for sync in self._syncs.values() for name, full in sync.modules.items()}
+
+    @property
     def lost(self) -> dict[int, str]:
         """Ranks that have ended, each with a few words about how."""
         group = self._group

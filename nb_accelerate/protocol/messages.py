@@ -19,7 +19,7 @@ travels as a `Parcel`, already pickled, so that reading a message never runs use
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ class CellEnd:
         answer: what came of it.
         bound: names that the cell bound, or bound to something else.
         unbound: names that it deleted.
+        modules: full names of the modules among what it bound, by the names that it bound.
         steps: how many collectives each process group has seen, by the group's name.
         has_names: the names that came with the cell were defined, or there were none.
     """
@@ -266,6 +267,7 @@ class CellEnd:
     answer: Result | Failure
     bound: tuple[str, ...] = ()
     unbound: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, int]
     has_names: bool = True
 

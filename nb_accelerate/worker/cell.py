@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
@@ -33,7 +34,7 @@ from nb_accelerate.worker.sharded_models import refuse_sharded_models
 from nb_accelerate.worker.shell import make_shell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from nb_accelerate.devices import DeviceKind
@@ -133,9 +134,11 @@ class PersistentRank:
             outcome, packed = self._value(result.result if cell.wants_value else None)
         else:
             outcome, packed = _cell_failed(error)
+        bound = _visible(before.bound(self._names, self._shell.python_of(cell)))
         end = CellEnd(
             answer=outcome,
-            bound=_visible(before.bound(self._names, self._shell.python_of(cell))),
+            bound=bound,
+            modules=_modules({name: self._names[name] for name in bound}),
             unbound=_visible(before.unbound(self._names)),
             steps=_steps(),
             has_names=has_names,
@@ -195,6 +198,13 @@ def _is_machinery(entry: TracebackType) -> bool:
 
 def _visible(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if not is_hidden(name)))
+
+
+def _modules(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the full names of the modules among some values, by the names of these. Runs no code of users."""
+    modules = {name: value for name, value in values.items() if issubclass(type(value), ModuleType)}
+    full = {name: vars(ModuleType)["__dict__"].__get__(module).get("__name__") for name, module in modules.items()}
+    return {name: module for name, module in full.items() if type(module) is str}
 
 
 def _make_group_of_one(context: Any) -> None:
