@@ -138,4 +138,6 @@ def tell(error: BaseException) -> None:
     else:
         text = f"nb-accelerate: {error}" if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     notes: Sequence[str] = getattr(error, "__notes__", ())
-    print("\n".join((text, *notes)), file=sys.stderr)
+    told = cause.who if isinstance(cause, RankTraceback) else ""
+    more = [note for note in notes if note != told and note not in text]  # which has the notes of the user's code
+    print("\n".join((text, *more)), file=sys.stderr)

@@ -122,7 +122,15 @@ class Wording:
 
 
 class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an error, not an error
-    """Holds the traceback of a rank, as the ``__cause__`` of an exception, which plain Python prints before it."""
+    """Holds the traceback of a rank, as the ``__cause__`` of an exception, which plain Python prints before it.
+
+    Attributes:
+        who: the note of the exception that says which ranks have raised it, as the first line of the traceback does.
+    """
+
+    def __init__(self, text: str, who: str) -> None:
+        super().__init__(text, who)
+        self.who = who
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -332,9 +340,10 @@ def show_traceback_of_rank(
         footer: what other ranks were doing, or "".
     """
     title = whose(ranks, world_size)
-    add_note(error, f"Raised by {title}{_place_of_import(error, report)}.")
+    who = f"Raised by {title}{_place_of_import(error, report)}."
+    add_note(error, who)
     add_note(error, footer)
-    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title)))
+    vars(BaseException)["__cause__"].__set__(error, RankTraceback(render_report(report, title=title), who))
     show_instead(error, functools.partial(_lines, error, report, title, footer))
     with contextlib.suppress(Exception):  # types with slots cannot have it, or refuse
         error._nb_ranks = title.removesuffix(f" of {world_size}")  # type: ignore[attr-defined] # noqa: SLF001 - ours, on a type that is not

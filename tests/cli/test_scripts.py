@@ -151,12 +151,15 @@ def test_modules_packages_and_programs_run_too(
 
 
 def test_an_exception_is_shown_once_with_the_lines_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = "import os\ndef work():\n    if os.environ['RANK'] == '1':\n        raise ValueError('not today')\nwork()\n"
+    text = "import os\ndef work():\n    if os.environ['RANK'] == '1':\n        raise ValueError('not today')\n"
+    text += "try: work()\nexcept ValueError as error:\n    error.__notes__ = ['tomorrow']\n    raise\n"
     script = write(tmp_path, text)
     assert main(["launch", "--cpu", "--quiet", "--num_processes", "2", str(script)]) == 1
     error = capsys.readouterr().err
     assert error.count("not today") == 2  # the line that raises, and the exception
-    assert error.rstrip().endswith("Raised by rank 1 of 2.")
+    assert error.splitlines()[0].split() == ["ValueError", "rank", "1", "of", "2"]
+    assert error.count("rank 1") == 1
+    assert error.endswith("ValueError: not today\ntomorrow\n")
     assert f"{script}:4, in work" in error
     assert "nb_accelerate" not in error
 
