@@ -30,6 +30,9 @@ class Values(list[Any]):
         display(list(self))  # type: ignore[no-untyped-call]
 
 
+_ADVICE = "Create it inside the function, or pass what it is made from."
+
+
 def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
     """Pickle the function of a launch with its arguments. The caller closes what is returned.
 
@@ -44,7 +47,7 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
     call = (options.function, options.args, dict(options.kwargs))
     whole = f"the call of {name}"
     try:
-        return pack(call, name=whole, by_value=options.by_value)
+        return pack(call, name=whole, advice=_ADVICE, by_value=options.by_value)
     except ShippingError as error:
         text, path = str(error), error.path
         for index, part in enumerate((name, "args", "kwargs")):

@@ -15,13 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.display.words import named
+from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.pool.cell import Cell
 from nb_accelerate.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
 from nb_accelerate.pool.options import CellOptions, PoolOptions
-from nb_accelerate.pool.shipping import pack_to_push
+from nb_accelerate.pool.shipping import of_pulled, pack_to_push
 from nb_accelerate.pool.starting import plan_pool
 from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.shipping import pack
@@ -374,7 +375,10 @@ class Pool:
             ShippingError: a value cannot be pickled.
         """
         chosen = [rank.rank for rank in self._ready(ranks)]
-        values = self.call(remote.pull, tuple(names), ranks=chosen)
+        try:
+            values = self.call(remote.pull, tuple(names), ranks=chosen)
+        except ShippingError as error:
+            raise of_pulled(error, names) from None
         missing = {rank: one for rank, one in zip(chosen, values, strict=True) if isinstance(one, remote.MissingName)}
         if missing:
             raise NameError(_of_missing(missing, self.world_size))

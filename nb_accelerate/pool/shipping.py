@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.worker.namespace import is_hidden, push as define_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from nb_accelerate.pool.namespace_sync import NamespaceSync
     from nb_accelerate.protocol.shipping import Packed
+
+_ADVICE = "Create it on the ranks, in a %%distributed cell."
 
 SIZE_LIMIT = 1 << 30
 """Bytes that are sent unless the user asks for more."""
@@ -131,7 +134,7 @@ def _pack(
     while True:
         values = {name: namespace[name] for name in sorted(need)}
         try:
-            packed = pack(values, name="", into_main=True, limit=limit)
+            packed = pack(values, name="what the cell uses", advice=_ADVICE, into_main=True, limit=limit)
         except TooLargeError as error:
             names = ", ".join(values)
             raise TooLargeError(
@@ -140,6 +143,8 @@ def _pack(
                 f"themselves, in a %%distributed cell",
                 size=error.size,
             ) from None
+        except ShippingError as error:
+            raise _of_a_variable(error) from error.__cause__
         uses: frozenset[str] = frozenset().union(*(names_in(code) for code in packed.codes))
         more, _ = _need(set(uses), namespace, sync, forced)
         if more <= need:
@@ -163,7 +168,8 @@ def pack_to_push(values: Mapping[str, Any], *, large: bool) -> tuple[Packed, fro
         TooLargeError: they have more than `SIZE_LIMIT` bytes, and `large` is False.
     """
     try:
-        packed = pack((define_names, (dict(values),), {}), into_main=True, limit=None if large else SIZE_LIMIT)
+        call: tuple[Any, ...] = (define_names, (dict(values),), {})
+        packed = pack(call, advice=_ADVICE, into_main=True, limit=None if large else SIZE_LIMIT)
     except TooLargeError as error:
         raise TooLargeError(
             f"{', '.join(values)}: {error.size / 2**30:.1f} GiB would be copied to the ranks. To copy them: "
@@ -171,6 +177,27 @@ def pack_to_push(values: Mapping[str, Any], *, large: bool) -> tuple[Packed, fro
             size=error.size,
         ) from None
     except ShippingError as error:
-        part = error.path.partition("]['")[2]  # its path begins with our own tuple
-        raise ShippingError(str(error).replace(error.path, f"['{part}"), path=f"['{part}") from error
+        raise _of_a_variable(error) from error.__cause__
     return packed, frozenset[str]().union(*(names_in(code) for code in packed.codes))
+
+
+def _of_a_variable(error: ShippingError) -> ShippingError:
+    """Return an error about a part of a dictionary of variables, told as a part of the variable."""
+    _, bracket, key = error.path.partition("['")  # what is before it is ours
+    name, _, part = key.partition("']")
+    path = f"{name}{part}" if bracket else error.path
+    return ShippingError(str(error).replace(error.path, path, 1), path=path, is_final=error.is_final)
+
+
+def of_pulled(error: ShippingError, names: Sequence[str]) -> ShippingError:
+    """Return the error of a rank about a value that was pulled, told as one about the variable.
+
+    Args:
+        error: about a part of the list that the rank was to return.
+        names: of the variables in that list.
+    """
+    place = re.search(r"\[(\d+)\]", error.path)
+    if place is None:
+        return error
+    path = f"{names[int(place[1])]}{error.path[place.end() :]}"
+    return ShippingError(str(error).replace(error.path, path, 1), path=path, is_final=error.is_final)

@@ -44,6 +44,10 @@ _ALIGNMENT = 64
 """Bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages."""
 
 
+RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's state_dict()"
+"""For advice about values that ranks send to the notebook."""
+
+
 class Packed:
     """A pickled object, to be sent to any number of receivers. Close it when it was sent to all.
 
@@ -85,6 +89,7 @@ def pack(
     value: object,
     *,
     name: str = "value",
+    advice: str = "",
     by_value: Sequence[ModuleType] = (),
     into_main: bool = False,
     limit: int | None = None,
@@ -94,6 +99,7 @@ def pack(
     Args:
         value: anything. Functions and classes of ``__main__`` are pickled by value.
         name: what to call it in an error.
+        advice: a sentence for the error: what to write instead of a part that cannot be pickled.
         by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
             other modules are imported where they are unpickled.
         into_main: functions of ``__main__`` bring no globals, and take those of the ``__main__`` that unpickles them.
@@ -108,10 +114,10 @@ def pack(
             if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
                 registered.callback(cloudpickle.unregister_pickle_by_value, module)
-        return _pack(value, name, into_main=into_main, limit=limit)
+        return _pack(value, name, advice, into_main=into_main, limit=limit)
 
 
-def _pack(value: object, name: str, *, into_main: bool, limit: int | None) -> Packed:
+def _pack(value: object, name: str, advice: str, *, into_main: bool, limit: int | None) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -129,11 +135,8 @@ def _pack(value: object, name: str, *, into_main: bool, limit: int | None) -> Pa
         path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
         if own is not None:
             raise ShippingError(f"{path} cannot be sent to another process. {own}", path=path, is_final=True) from error
-        raise ShippingError(
-            f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). "
-            f"Create it inside the function, or pass what it is made from.",
-            path=path,
-        ) from error
+        text = f"{path} cannot be sent to another process: {culprit} cannot be pickled ({reason}). {advice}"
+        raise ShippingError(text.rstrip(), path=path) from error
     size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
     if limit is not None and size > limit:
         raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)

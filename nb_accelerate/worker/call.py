@@ -13,7 +13,7 @@ from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.progress_page import here
 from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.protocol.messages import Failure, Result
-from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.protocol.shipping import RETURNABLE, pack, unpack
 from nb_accelerate.worker.dropped import WatchedModels
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
         value, exited = None, True
     page.end_request()
     try:
-        packed = pack(value, name="the returned value")
+        packed = pack(value, name="the returned value", advice=f"Send back {RETURNABLE}.")
     except BaseException as error:  # users' code takes part: it may also exit
         return fail(error, returned=True)
     return Result(parcel=packed.parcel, dropped=dropped, exited=exited), packed

@@ -21,7 +21,7 @@ from nb_accelerate.devices import CPU
 from nb_accelerate.progress_page import here
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
-from nb_accelerate.protocol.shipping import pack, unpack
+from nb_accelerate.protocol.shipping import RETURNABLE, pack, unpack
 from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.bindings import Bindings
 from nb_accelerate.worker.call import answer, exits_well, fail
@@ -147,7 +147,7 @@ class PersistentRank:
 
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
         try:
-            packed = pack(value, name="the value of the last expression")
+            packed = pack(value, name="the value of the last expression", advice=f"End the cell with {RETURNABLE}.")
         except BaseException as error:  # users' code takes part: it may also exit
             # The cause's text is in the message, and no line of the user's is in either traceback.
             vars(BaseException)["__cause__"].__set__(error, None)

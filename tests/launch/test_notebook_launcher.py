@@ -291,6 +291,7 @@ def test_a_value_that_cannot_come_back_says_what_and_where(notebook: Kernel) -> 
     cell = notebook.run("import threading\nlaunch(lambda: {'a': threading.Lock()}, (), 2)")
     assert cell.error == "ShippingError"
     assert "the returned value['a'] cannot be sent" in cell.message
+    assert "Send back what can be pickled" in cell.message
 
 
 def test_a_value_that_cannot_be_unpickled_is_told_without_our_frames(notebook: Kernel) -> None:

@@ -304,7 +304,16 @@ class TestNames:
         notebook.run("import threading\nholder = {'lock': threading.Lock()}").ok()
         cell = notebook.run("%%distributed\nprint('ran')\nholder")
         assert (cell.error, cell.stdout) == ("ShippingError", "")
-        assert "['lock']" in cell.message
+        assert cell.message.startswith("holder['lock'] cannot be sent to another process")
+        assert cell.message.endswith("Create it on the ranks, in a %%distributed cell.")
+
+    def test_a_pulled_value_that_cannot_be_pickled_is_named_as_the_variable(self, notebook: Kernel):
+        notebook.run("%%distributed\nimport threading\nfine, held = 1, {'lock': threading.Lock()}").ok()
+        cell = notebook.run("%distributed pull fine held")
+        assert cell.error == "ShippingError"
+        assert cell.message.startswith("held['lock'] cannot be sent to another process")
+        assert "Send back what can be pickled" in cell.message
+        assert len(cell.traceback.splitlines()) == 1
 
     def test_more_than_a_gigabyte_is_asked_about(self, notebook: Kernel):
         notebook.run("import numpy\nhuge = numpy.zeros(1 << 28)").ok()  # never touched, so it takes no memory
@@ -334,7 +343,7 @@ class TestMistakes:
             ("%distributed push nothing_here", "NameError", "is not defined in the notebook"),
             ("%distributed start", "PoolError", "ranks run already. To start others"),
             ("%%distributed --devices 0\n1", "PoolError", "were started without --devices"),
-            ("%distributed push no_pickle", "ShippingError", "['no_pickle'][0] cannot be sent"),
+            ("%distributed push no_pickle", "ShippingError", "no_pickle[0] cannot be sent"),
             ("%%rank\n1", "ConfigError", "Write %%rank 1, say"),
             ("%distributed restart 7", "ConfigError", "there is no rank 7"),
         ],
@@ -362,6 +371,7 @@ class TestMistakes:
     def test_a_value_that_cannot_travel_is_told_without_our_frames(self, notebook: Kernel):
         cell = notebook.run("%%distributed --out v\nimport threading\nthreading.Lock()")
         assert (cell.error, "the value of the last expression" in cell.message) == ("ShippingError", True)
+        assert "End the cell with what can be pickled" in cell.message
         assert ".py" not in plain(cell.traceback)
 
     def test_help_shows_every_option(self, notebook: Kernel):
