@@ -22,9 +22,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from nb_accelerate.checkpoint.presence import Peers, named
+from nb_accelerate.checkpoint.presence import Peers
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.progress_page import Collective, here
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -232,12 +233,6 @@ class Peers:
     def _own_report(self) -> list[int]:
         page = here()
         return [page.request, int(page.has_returned), _collectives_begun(self._group()) or 0, _place()]
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Return ``rank 1`` or ``ranks 0, 2``."""
-    numbers = [*map(str, ranks)]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout: float) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.display import words
 from nb_accelerate.progress_page import Phase
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -126,7 +127,7 @@ def _waiting(
         for phase in _WAITED_FOR
     }
     phase = max(excess, key=lambda one: excess[one])
-    what = f"{words.named(others)} waited {_percent(cost)} of the time for {words.named(slow)}"
+    what = f"{named(others)} waited {_percent(cost)} of the time for {named(slow)}"
     remedy = ""
     if excess[phase] >= _EXPLAINS * cost:
         does, remedy = _WAITED_FOR[phase]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from nb_accelerate.display.words import named
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.display import words
 from nb_accelerate.display.view import Row
+from nb_accelerate.topology.rank_lists import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,7 +87,7 @@ def _row(ranks: Sequence[int], bar: Bar) -> Row:
         left = ""
     whole = bar.count >= (bar.total or 0)
     return Row(
-        ranks=words.ranges(ranks),
+        ranks=ranges(ranks),
         kind="done" if bar.ended and whole else "",
         share=None if not bar.total else min(1.0, bar.count / bar.total),
         step=words.count(bar.count) if bar.total is None else f"{words.count(bar.count)} / {words.count(bar.total)}",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.display import words
 from nb_accelerate.display.track import loss_of
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from nb_accelerate.progress_page import Sample
@@ -35,5 +36,5 @@ class NotFiniteLosses:
         if not self._since:
             return ()
         step, what = min(self._since.values())
-        whose = "" if len(self._since) == num_ranks else f" on {words.named(sorted(self._since))}"
+        whose = "" if len(self._since) == num_ranks else f" on {named(sorted(self._since))}"
         return (f"The loss is {what} since about step {words.count(step)}{whose}.",)

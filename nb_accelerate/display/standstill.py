@@ -11,6 +11,7 @@ from nb_accelerate.display import words
 from nb_accelerate.display.code_lines import short_place
 from nb_accelerate.display.track import METHODS
 from nb_accelerate.progress_page import Phase
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,18 +74,18 @@ class Standstill:
         elsewhere = sorted(stalled - set(waiting) - set(stopped))
         returned = [rank for rank, seen in self.seen.items() if seen.state == "returned"]
         waited_in = self._place(waiting)
-        who = f"{words.capitalized(words.named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+        who = f"{words.capitalized(named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
         if elsewhere and (waiting or len(elsewhere) < len(self.tracks)):
             since = now - min(self.tracks[rank].moved_at for rank in elsewhere)
             verb = "has" if len(elsewhere) == 1 else "have"
-            text = f"{words.capitalized(words.named(elsewhere))} {verb} not moved for {words.brief(since)}"
+            text = f"{words.capitalized(named(elsewhere))} {verb} not moved for {words.brief(since)}"
             text += self._place(elsewhere, ": ")
             if waiting:
                 text += f"; {who[0].lower()}{who[1:]} for {_it(elsewhere)}{waited_in}"
             sentences.append(text + ".")
         elif waiting and returned:
             have = "has" if len(returned) == 1 else "have"
-            one = f"{words.named(returned)}, which {have} returned"
+            one = f"{named(returned)}, which {have} returned"
             knows_lines = any(rank in self.stacks for rank in waiting)
             sentences.append(f"{who} for {one}:{waited_in}." if knows_lines else f"{who}{waited_in} for {one}.")
         elif waiting and stopped:

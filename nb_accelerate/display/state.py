@@ -27,6 +27,7 @@ from nb_accelerate.display.track import METHODS, LossHistory, Track, loss_of
 from nb_accelerate.display.usage import of_cpu, of_gpu
 from nb_accelerate.display.view import FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
+from nb_accelerate.topology.rank_lists import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -347,7 +348,7 @@ class PanelState:
         memory = max((self._memory(rank) for rank in others), default=0)
         losses = [loss for rank in others if (loss := loss_of(self._tracks[rank].sample)) is not None]
         whole = Row(
-            ranks=words.ranges(list(known)),
+            ranks=ranges(list(known)),
             kind="done" if all(known[rank].kind == "done" for rank in others) else "",
             share=of_middle.share,
             step=of_middle.step,

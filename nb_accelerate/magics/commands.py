@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import suggest
-from nb_accelerate.display.words import named
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.args import HELP, POOL, SHOW, Option
 from nb_accelerate.magics.plain import plain_errors
 from nb_accelerate.magics.replacing import replace
 from nb_accelerate.magics.status import status_table
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.panel import Action
-from nb_accelerate.display.words import label, named
 from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
 from nb_accelerate.pool.shipping import make_manifest
@@ -18,6 +17,7 @@ from nb_accelerate.protocol.messages import RunCell
 from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
 from nb_accelerate.ranks.panel import RequestView, make_panel
 from nb_accelerate.ranks.steering import steering_actions
+from nb_accelerate.topology.rank_lists import label, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

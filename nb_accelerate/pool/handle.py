@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from nb_accelerate.display.words import label
 from nb_accelerate.ranks.failures import summary
 from nb_accelerate.ranks.steering import Steerable
 from nb_accelerate.ranks.waiting import goes_on_if_interrupted
+from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
     from nb_accelerate.pool.pool import Pool

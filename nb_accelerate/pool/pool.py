@@ -14,7 +14,6 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nb_accelerate.display.words import named
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.pool.cell import Cell
@@ -33,6 +32,7 @@ from nb_accelerate.ranks.status import RankStatus, locate_ranks, look_at
 from nb_accelerate.ranks.steps import StepKind
 from nb_accelerate.ranks.timeouts import Timeouts
 from nb_accelerate.ranks.waiting import Interrupts, interrupts_call, wait_for
+from nb_accelerate.topology.rank_lists import named
 from nb_accelerate.worker import namespace as remote
 
 if TYPE_CHECKING:

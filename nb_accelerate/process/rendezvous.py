@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from nb_accelerate.process import loopback
 from nb_accelerate.process.store_clones import clone_store, prefix_store
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -209,9 +210,9 @@ class _Waiting:
         )
 
     def _missing(self) -> str:
-        """Return ``rank 1`` or ``ranks 1, 2``, or "" if all are there."""
-        ranks = [str(rank) for rank in range(self._world_size) if not self._store.check([_key(rank)])]
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+        """Return ``rank 1`` or ``ranks 1 and 2``, or "" if all are there."""
+        ranks = [rank for rank in range(self._world_size) if not self._store.check([_key(rank)])]
+        return named(ranks) if ranks else ""
 
 
 class _PollingStore(Store):

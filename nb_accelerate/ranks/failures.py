@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import place, render_report
-from nb_accelerate.display.words import label, named
 from nb_accelerate.errors import DeadlineError, DeadlockError, LaunchError, RankDiedError, RemoteError, StartError
 from nb_accelerate.errors.traceback_lines import is_users, show_instead, text_lines, user_frames
 from nb_accelerate.protocol.shipping import unpack
@@ -30,6 +29,7 @@ from nb_accelerate.ranks.same_failure import (
     one_line,
     whose,
 )
+from nb_accelerate.topology.rank_lists import label, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

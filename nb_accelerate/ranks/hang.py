@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import STOPPED, where
 from nb_accelerate.diagnostics.waits import in_exchange, who_waits
-from nb_accelerate.display.words import label
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.ranks.deadlock import DeadlockWatch
 from nb_accelerate.ranks.steps import ask_for_stacks
 from nb_accelerate.ranks.timeouts import NEVER
+from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.stacks import STOPPED
-from nb_accelerate.display.words import label
 from nb_accelerate.protocol.messages import CellEnd, Failure, Parcel, Result
 from nb_accelerate.ranks.ended import ended_as
 from nb_accelerate.ranks.failures import Incident, IncidentKind, first_cause, oom_kills
@@ -39,6 +38,7 @@ from nb_accelerate.ranks.process_watch import look_whether_stopped
 from nb_accelerate.ranks.shortage import shortage_on
 from nb_accelerate.ranks.steps import StepKind, ask_for_stacks
 from nb_accelerate.ranks.timeouts import NEVER
+from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nb_accelerate.display.words import label
 from nb_accelerate.ranks.display_ids import DisplayIds
 from nb_accelerate.ranks.merge import Merge
 from nb_accelerate.ranks.output import prefixed
 from nb_accelerate.ranks.timeouts import NEVER, Timeouts
+from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

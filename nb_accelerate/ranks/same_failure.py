@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import place
 from nb_accelerate.diagnostics.stacks import where, where_in
-from nb_accelerate.display.words import label, named
 from nb_accelerate.errors.traceback_lines import is_users
 from nb_accelerate.protocol.messages import Failure
+from nb_accelerate.topology.rank_lists import label, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

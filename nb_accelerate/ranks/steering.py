@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from nb_accelerate.display.panel import Action
-from nb_accelerate.display.words import capitalized, named
+from nb_accelerate.display.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.ranks.sinks import sink_here
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     import os

@@ -16,6 +16,7 @@ from nb_accelerate.display.memory import memory_table
 from nb_accelerate.display.track import LossHistory
 from nb_accelerate.display.view import FailureSummary, View
 from nb_accelerate.progress_page import Bar, Phase, RankMemory
+from nb_accelerate.topology import rank_lists
 
 VOID = {"br", "hr", "img", "input", "meta"}
 
@@ -343,14 +344,14 @@ def test_durations(seconds: float, said: str):
     ],
 )
 def test_ranks_are_named_as_short_as_can_be(ranks: list[int], said: str, named: str):
-    assert (words.ranges(ranks), words.named(ranks)) == (said, named)
+    assert (rank_lists.ranges(ranks), rank_lists.named(ranks)) == (said, named)
 
 
 @given(ranks=st.sets(st.integers(0, 80), min_size=1))
 @settings(deadline=None)
 def test_ranges_say_just_these_ranks(ranks: set[int]):
     read = set()
-    for part in words.ranges(list(ranks)).split(", "):
+    for part in rank_lists.ranges(list(ranks)).split(", "):
         first, _, last = part.partition("-")
         read |= set(range(int(first), int(last or first) + 1))
     assert read == ranks

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.magics import args
 from nb_accelerate.magics.auto import route
@@ -24,6 +23,7 @@ from nb_accelerate.ranks.display_ids import DisplayIds
 from nb_accelerate.ranks.hang import verdict
 from nb_accelerate.ranks.merge import Merge
 from nb_accelerate.ranks.steps import StepKind
+from nb_accelerate.topology.rank_lists import label
 
 
 class TestLifeCycle:
