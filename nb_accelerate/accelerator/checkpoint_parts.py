@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
-from nb_accelerate.checkpoint.sharing import RankIdentity
+from nb_accelerate.checkpoint.sharing import ThisRank
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.parts import OptimizerPart
 from nb_accelerate.strategies.unwrapping import innermost
@@ -68,9 +68,9 @@ class CheckpointPartsSlice(Slice):
         """
         return _added(self.core.registry.before_load, hook)
 
-    def _identity(self) -> RankIdentity:
+    def _this_rank(self) -> ThisRank:
         topology = self.core.process.topology
-        return RankIdentity(
+        return ThisRank(
             rank=topology.rank,
             world_size=topology.world_size,
             node_rank=topology.node_rank,

@@ -172,7 +172,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         limit: int | None,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> CheckpointHandle | None:
-        core, project, identity = self.core, self.core.recording.project, self._identity()
+        core, project, this_rank = self.core, self.core.recording.project, self._this_rank()
         parts, first = self._parts(), core.registry.first_of_run
         saved = folder.absolute()  # the process may work elsewhere when a save in the background is over
         weights, folders = run_on_all_ranks(collectives, lambda: self._collect(parts))
@@ -182,8 +182,10 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 remove_old(saved, limit, first=first, worth=project.worth)
 
         writer = state.StateWriter(
-            shared=share(folder, collectives=collectives, identity=identity, on_each_machine=project.save_on_each_node),
-            identity=identity,
+            shared=share(
+                folder, collectives=collectives, this_rank=this_rank, on_each_machine=project.save_on_each_node
+            ),
+            this_rank=this_rank,
             weights=lambda folder: self._weights(weights, folder, engine_kwargs or {}),
             parts=parts,
             loaders=core.prepared.loaders,
@@ -238,7 +240,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             ConfigError: there is no such folder.
         """
         self.wait_for_checkpoint()
-        core, identity = self.core, self._identity()
+        core, this_rank = self.core, self._this_rank()
         on_device = load_model_func_kwargs.pop("map_location", None) or "cpu"
         map_location = core.device if check_choice("map_location", on_device, ("cpu", "on_device")) != "cpu" else "cpu"
         strict = load_model_func_kwargs.pop("strict", True)
@@ -265,17 +267,17 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 loading.check_no_engine(checkpoint)
             loading.check_names(checkpoint, parts=parts, num_models=len(models), strict=strict)
             weights = [] if hooks else read_weights(checkpoint)
-            states = loading.read_states(checkpoint, parts=parts, identity=identity, **(load_kwargs or {}))
+            states = loading.read_states(checkpoint, parts=parts, this_rank=this_rank, **(load_kwargs or {}))
             return checkpoint, states, weights
 
         if self._means_newest(input_dir):
             parent = run_on_all_ranks(collectives, self._numbered_folders)
             found, next_number = read_newest(
-                parent, read, collectives=collectives, identity=identity, first=core.registry.first_of_run
+                parent, read, collectives=collectives, this_rank=this_rank, first=core.registry.first_of_run
             )
         else:
             folder, next_number = run_on_all_ranks(collectives, lambda: _there(input_dir)), project.iteration
-            whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, identity=identity)
+            whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
             if damage or whole is None:
                 raise CheckpointError("\n".join(damage))
             found = whole
@@ -294,7 +296,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             weights,
             loaders=core.prepared.loaders,
             collectives=collectives,
-            identity=identity,
+            this_rank=this_rank,
             load_weights=core.strategy.load_model_state,
             **load_model_func_kwargs,
         )

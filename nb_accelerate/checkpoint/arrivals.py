@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from nb_accelerate.checkpoint.presence import Peers
+from nb_accelerate.checkpoint.presence import OtherRanks
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.progress_page import Collective, here
 from nb_accelerate.topology.rank_lists import named
@@ -52,18 +52,18 @@ class Arrivals:
         rank: of this process.
         world_size: how many there are.
         store: that all of them share.
-        peers: who tells which ranks cannot come any more.
+        other_ranks: who tells which ranks cannot come any more.
         timeout: in seconds, see the attribute.
 
     Attributes:
         timeout: seconds for which ranks are waited for that tell nothing about themselves. May be changed.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Any, peers: Peers, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: Any, other_ranks: OtherRanks, timeout: float) -> None:
         self._rank = rank
         self._world_size = world_size
         self._store = store
-        self._peers = peers
+        self._other_ranks = other_ranks
         self.timeout = timeout
         self._next = 0  # the number of the next save, as this rank counts them
         self._someone_came = False
@@ -114,20 +114,20 @@ class Arrivals:
             while missing := [rank for rank in others if not self._store.check([_key(number, rank)])]:
                 now = time.monotonic()
                 if now >= ask_at:
-                    self._peers.ask()
+                    self._other_ranks.start_asking()
                     ask_at = now + _ASK_EVERY
-                    if killed := self._peers.killed(missing):
-                        return f": {self._peers.how_they_ended(killed)}"
-                    if len(self._peers.past(missing)) == len(missing):
+                    if killed := self._other_ranks.killed(missing):
+                        return f": {self._other_ranks.how_they_ended(killed)}"
+                    if len(self._other_ranks.will_not_come(missing)) == len(missing):
                         return _ELSEWHERE
-                    if now - began >= self.timeout and not self._peers.can_tell(missing):
+                    if now - began >= self.timeout and not self._other_ranks.any_reports(missing):
                         return f" within {now - began:.0f} s"
                 if now >= tell_at:
                     tell_at = now + _TELL_EVERY
                     logger.warning("save_state has waited %.0f s for %s.", now - began, named(missing))
                 time.sleep(_PAUSE)
         finally:
-            self._peers.thank()
+            self._other_ranks.stop_asking()
         return ""
 
     def _wait_for_main_process(self, about: str) -> bool:
@@ -146,8 +146,8 @@ class Arrivals:
         while not self._store.check([answer]):
             if time.monotonic() >= look_at:
                 look_at += _ASK_AFTER
-                if self._peers.killed([0]):
-                    raise CheckpointError(_LATE.format("rank 0", f": {self._peers.how_they_ended([0])}"))
+                if self._other_ranks.killed([0]):
+                    raise CheckpointError(_LATE.format("rank 0", f": {self._other_ranks.how_they_ended([0])}"))
             time.sleep(_PAUSE)
         told = self._store.get(answer)
         for used in (key, answer):
@@ -184,5 +184,5 @@ def arrivals_here() -> Arrivals | None:
         whole = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         store = dist.PrefixStore("nb_accelerate/saves", whole)  # type: ignore[attr-defined]
         timeout = whole.timeout.total_seconds()  # type: ignore[attr-defined]  # that of the group; no stub
-        _of_groups[group] = Arrivals(dist.get_rank(), dist.get_world_size(), store, Peers(group, whole), timeout)
+        _of_groups[group] = Arrivals(dist.get_rank(), dist.get_world_size(), store, OtherRanks(group, whole), timeout)
     return _of_groups[group]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nb_accelerate.checkpoint.presence import Peers, wait_for_keys
+from nb_accelerate.checkpoint.presence import OtherRanks, wait_for_keys
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
@@ -47,19 +47,19 @@ class StoreExchange:
 
     Args:
         store: that all of them share; of this thread alone.
-        peers: who lives.
+        other_ranks: who lives.
         timeout: in seconds, for ranks of which nobody knows whether they live.
 
     Attributes:
         has_lost_rank: one did not come, so there is no use in waiting for it again.
     """
 
-    def __init__(self, store: Any, peers: Peers, *, timeout: float) -> None:
+    def __init__(self, store: Any, other_ranks: OtherRanks, *, timeout: float) -> None:
         self._store = store
-        self._peers = peers
+        self._other_ranks = other_ranks
         self._timeout = timeout
-        self._rank = peers.rank
-        self._world_size = peers.world_size
+        self._rank = other_ranks.rank
+        self._world_size = other_ranks.world_size
         self._rounds = 0
         self.has_lost_rank = False
 
@@ -72,10 +72,10 @@ class StoreExchange:
         """
         whole: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
         store = clone_store(whole)
-        peers = Peers(dist.group.WORLD, store)
-        peers.announce()
+        other_ranks = OtherRanks(dist.group.WORLD, store)
+        other_ranks.announce()
         prefix = f"nb_accelerate/background saves/{name}"
-        return cls(dist.PrefixStore(prefix, store), peers, timeout=whole.timeout.total_seconds())  # type: ignore[attr-defined]
+        return cls(dist.PrefixStore(prefix, store), other_ranks, timeout=whole.timeout.total_seconds())  # type: ignore[attr-defined]
 
     def gather(self, action: Callable[[], object]) -> list[Any]:
         """Return what ``action`` returns on each rank, in rank order. All ranks call it.
@@ -113,7 +113,7 @@ class StoreExchange:
         self._store.set(f"read {self._rank}", b"")
         if self._rank == 0:
             others = {rank: f"read {rank}" for rank in range(self._world_size)}
-            wait_for_keys(self._store, others, self._peers, timeout=self._timeout)
+            wait_for_keys(self._store, others, self._other_ranks, timeout=self._timeout)
             said = [_key(number, rank) for number in range(self._rounds) for rank in others]
             for key in (*others.values(), *said):
                 self._store.delete_key(key)
@@ -125,10 +125,12 @@ class StoreExchange:
         self._say(value)
         keys = {rank: _key(self._rounds, rank) for rank in range(self._world_size)}
         self._rounds += 1
-        lost = wait_for_keys(self._store, keys, self._peers, timeout=self._timeout)
+        lost = wait_for_keys(self._store, keys, self._other_ranks, timeout=self._timeout)
         if lost:
             self.has_lost_rank = True
-            why = "its process has ended" if self._peers.has_ended(lost[0]) else f"not within {self._timeout:.0f} s"
+            why = (
+                "its process has ended" if self._other_ranks.has_ended(lost[0]) else f"not within {self._timeout:.0f} s"
+            )
             raise CheckpointError(f"rank {lost[0]} did not finish its part of a checkpoint: {why}.")
         try:
             return [json.loads(self._store.get(key)) for key in keys.values()]

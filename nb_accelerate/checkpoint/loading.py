@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nb_accelerate.checkpoint.opening import Checkpoint
-    from nb_accelerate.checkpoint.sharing import RankIdentity
+    from nb_accelerate.checkpoint.sharing import ThisRank
     from nb_accelerate.checkpoint.state import Part
     from nb_accelerate.comm import Collectives
 
@@ -57,23 +57,21 @@ class LoadedStates:
     step: int | None
 
 
-def read_states(
-    checkpoint: Checkpoint, *, parts: Sequence[Part], identity: RankIdentity, **kwargs: Any
-) -> LoadedStates:
+def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: ThisRank, **kwargs: Any) -> LoadedStates:
     """Read everything but the weights of models, and look whether it fits.
 
     Args:
         checkpoint: where it is.
         parts: see `parts_of`.
-        identity: of this rank.
+        this_rank: which one it is, of how many.
         **kwargs: those of `torch.load`.
 
     Raises:
         CheckpointError: something is missing, would run code, or does not fit.
     """
     manifest = checkpoint.manifest
-    took_part = manifest is None or identity.rank in manifest.ranks
-    rank = identity.rank if took_part or manifest is None else min(manifest.ranks, default=0)
+    took_part = manifest is None or this_rank.rank in manifest.ranks
+    rank = this_rank.rank if took_part or manifest is None else min(manifest.ranks, default=0)
     states = []
     # To the CPU: an optimizer moves on what belongs to the device. It does not move back what does not: with the
     # steps counted on a device every step would wait for it, and a sampler's random state cannot be restored from one.
@@ -84,13 +82,13 @@ def read_states(
             if name not in checkpoint.there:
                 continue
         path = checkpoint.folder / name
-        if part.on_every_rank and manifest is not None and not identity.is_laid_out_like(manifest):
+        if part.on_every_rank and manifest is not None and not this_rank.is_laid_out_like(manifest):
             number = loader_number(part)
-            position = position_here(manifest, number, part.thing, identity.readers)
+            position = position_here(manifest, number, part.thing, this_rank.readers)
             if isinstance(part.thing.dataset, IterableDataset) and position:
                 raise CheckpointError(
                     f"{path} is the position of {manifest.readers} processes in a stream, in the middle of an "
-                    f"epoch, and this run has {identity.readers}. Start {manifest.readers} processes, or load "
+                    f"epoch, and this run has {this_rank.readers}. Start {manifest.readers} processes, or load "
                     "a checkpoint that was saved between epochs."
                 )
             states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
@@ -103,7 +101,7 @@ def read_states(
             part.check(str(path), state, part.thing)
         states.append((part, path, state))
     numbers = None
-    own = RANDOM_NUMBERS.format(identity.rank)
+    own = RANDOM_NUMBERS.format(this_rank.rank)
     if took_part and own in checkpoint.there:
         numbers = read(checkpoint.folder / own, "cpu", if_trusted=IF_TRUSTED)
         check_random_numbers(str(checkpoint.folder / own), numbers)
@@ -258,7 +256,7 @@ def apply(
     *,
     loaders: Sequence[Any],
     collectives: Collectives,
-    identity: RankIdentity,
+    this_rank: ThisRank,
     load_weights: Callable[..., None],
     **kwargs: Any,
 ) -> None:
@@ -274,7 +272,7 @@ def apply(
         weights: what `read_weights` returned for them.
         loaders: as prepared.
         collectives: of all ranks.
-        identity: of this rank.
+        this_rank: which one it is, of how many.
         load_weights: `nb_accelerate.strategies.Strategy.load_model_state`.
         **kwargs: those of `torch.nn.Module.load_state_dict`.
 
@@ -295,7 +293,7 @@ def apply(
                 _load(part, file, state)
         for model, tensors in zip(models, weights, strict=True):
             load_weights(model, tensors, strict=False, **kwargs)
-        _restore_numbers(checkpoint, states, loaders, identity)
+        _restore_numbers(checkpoint, states, loaders, this_rank)
 
     try:
         run_on_all_ranks(collectives, load_others)
@@ -325,9 +323,7 @@ def _copied(state: Any) -> Any:
     return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else deep_copy(one), state)
 
 
-def _restore_numbers(
-    checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], identity: RankIdentity
-) -> None:
+def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], this_rank: ThisRank) -> None:
     """Restore random numbers, and the epochs and seeds of loaders."""
     manifest = checkpoint.manifest
     if manifest is not None:
@@ -337,14 +333,14 @@ def _restore_numbers(
             if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
                 loader.get_sampler().initial_seed = seed
     if states.numbers is not None:
-        rng.restore(states.numbers, identity.kind)
+        rng.restore(states.numbers, this_rank.kind)
         return
-    were = identity.world_size if manifest is None else manifest.num_processes
+    were = this_rank.world_size if manifest is None else manifest.num_processes
     logger.warning(
         "%s is not there: rank %d goes on with other random numbers than it had. %s",
-        checkpoint.folder / RANDOM_NUMBERS.format(identity.rank),
-        identity.rank,
-        f"It was saved by {were} processes, and this run has {identity.world_size}."
-        if were != identity.world_size
+        checkpoint.folder / RANDOM_NUMBERS.format(this_rank.rank),
+        this_rank.rank,
+        f"It was saved by {were} processes, and this run has {this_rank.world_size}."
+        if were != this_rank.world_size
         else "Was save_state called on the main process only?",
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nb_accelerate.checkpoint.opening import Checkpoint
-    from nb_accelerate.checkpoint.sharing import RankIdentity
+    from nb_accelerate.checkpoint.sharing import ThisRank
     from nb_accelerate.comm import Collectives
 
 logger = logging.getLogger("nb_accelerate")
@@ -93,7 +93,7 @@ def read_newest(
     read: Callable[[Checkpoint], T],
     *,
     collectives: Collectives,
-    identity: RankIdentity,
+    this_rank: ThisRank,
     first: int = 0,
 ) -> tuple[T, int]:
     """Read the newest checkpoint of which nothing is missing or damaged, on all ranks. All ranks call it together.
@@ -104,7 +104,7 @@ def read_newest(
         parent: the folder that the numbered ones are in.
         read: see `read_checkpoint`.
         collectives: of all ranks.
-        identity: of this rank.
+        this_rank: which one it is, of how many.
         first: the number of the first that may be read.
 
     Returns:
@@ -123,13 +123,13 @@ def read_newest(
     passed_over: list[str] = []
     for number in numbers:
         folder = next(path for one, path in numbered(parent) if one == number)
-        result, damage = read_checkpoint(folder, read, collectives=collectives, identity=identity)
+        result, damage = read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
         if not damage:
-            if passed_over and identity.local_rank == 0:
+            if passed_over and this_rank.local_rank == 0:
                 logger.warning(
                     "%s is loaded, the newest that is whole. Passed over:\n%s", folder, "\n".join(passed_over)
                 )
-            if identity.local_rank == 0:
+            if this_rank.local_rank == 0:
                 tell_of_links(parent, above=number)
             free = gather_from_all_ranks(collectives, lambda: next_number(parent, max(map(max, everywhere))))
             return cast("T", result), max(free)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from nb_accelerate.checkpoint.sharing import RankIdentity
+    from nb_accelerate.checkpoint.sharing import ThisRank
     from nb_accelerate.comm import Collectives
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def read_checkpoint(
-    folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, identity: RankIdentity
+    folder: Path, read: Callable[[Checkpoint], T], *, collectives: Collectives, this_rank: ThisRank
 ) -> tuple[T | None, list[str]]:
     """Read a checkpoint and compare its checksums meanwhile. All ranks call it together.
 
@@ -94,7 +94,7 @@ def read_checkpoint(
         folder: of the checkpoint.
         read: reads what this rank needs, and changes nothing.
         collectives: of all ranks.
-        identity: of this rank.
+        this_rank: which one it is, of how many.
 
     Returns:
         What ``read`` returned, and a sentence for each file of the checkpoint that is not as it was written, on this
@@ -115,7 +115,7 @@ def read_checkpoint(
     if checkpoint is None or damage:
         return None, damage
     files = {} if checkpoint.manifest is None else checkpoint.manifest.files
-    compared = Verification(checkpoint.folder, files, rank=identity.local_rank, num_ranks=identity.local_world_size)
+    compared = Verification(checkpoint.folder, files, rank=this_rank.local_rank, num_ranks=this_rank.local_world_size)
     result: list[T] = []
     error: Exception | None = None
     try:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,25 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _ASKED = "asked"
 
 
+@dataclass(frozen=True)
+class Report:
+    """How far a rank is, as it tells the others.
+
+    Attributes:
+        question: number of the question that it answers.
+        call: number of the function that it runs, or has run.
+        has_returned: that function has returned.
+        collectives: how many of them it has begun.
+        place: a number that changes when its main thread moves on.
+    """
+
+    question: int
+    call: int
+    has_returned: bool
+    collectives: int
+    place: int
+
+
 @dataclass
 class _Known:
     """What this rank knows of another one.
@@ -77,8 +96,7 @@ class _Known:
         is_elsewhere: it runs on another machine.
         beat: its newest sign of life, and `time.monotonic` when that was seen first, or when it was asked for one.
         has_ended: that process has.
-        report: the newest: numbers of the question and of its call, whether that has returned, collectives begun, and
-            the place in the program.
+        report: the newest.
         since: `time.monotonic` when that report was seen first.
     """
 
@@ -86,11 +104,11 @@ class _Known:
     is_elsewhere: bool = False
     beat: tuple[bytes, float] = (b"", 0.0)
     has_ended: bool = False
-    report: list[int] = field(default_factory=list)
+    report: Report | None = None
     since: float = 0.0
 
 
-class Peers:
+class OtherRanks:
     """The ranks of one process group, as one of them sees the others.
 
     Args:
@@ -126,14 +144,14 @@ class Peers:
         """Tell that this rank comes to its end, or to that of the group, in an orderly way."""
         self._store.set(f"left {self.rank}", "1")
 
-    def report(self, said: list[int]) -> list[int]:
+    def report(self, said: Report | None) -> Report | None:
         """Tell how far this rank is, if somebody asks and it is not what was ``said`` last; return what is said now."""
         question = int(self._store.get(_ASKED)) if self._store.check([_ASKED]) else 0
         if not question:
-            return []
-        now = [question, *self._own_report()]
+            return None
+        now = self._own_report(question)
         if now != said:
-            self._store.set(f"report {self.rank}", json.dumps(now))
+            self._store.set(f"report {self.rank}", json.dumps(astuple(now)))
         if time.monotonic() >= self._beats_at:
             self._beats_at = time.monotonic() + _BEAT_EVERY
             self._store.set(f"beat {self.rank}", repr(self._beats_at))
@@ -141,8 +159,8 @@ class Peers:
 
     # Of the others, for this rank.
 
-    def ask(self) -> None:
-        """Have the other ranks tell how far they are, until `thank`. Only one rank does so at a time."""
+    def start_asking(self) -> None:
+        """Have the other ranks tell how far they are, until `stop_asking`. Only one rank does so at a time."""
         if not self._question:
             self._num_asked += 1
             self._question = self._num_asked
@@ -150,8 +168,8 @@ class Peers:
             for known in self._known.values():
                 known.beat = (b"", time.monotonic())
 
-    def thank(self) -> None:
-        """End what `ask` began."""
+    def stop_asking(self) -> None:
+        """End what `start_asking` began."""
         if self._question:
             self._question = 0
             self._store.set(_ASKED, "0")  # and not deleted: a rank that is about to read it would wait for another one
@@ -161,14 +179,14 @@ class Peers:
         known = self._known[rank]
         return not self.has_ended(rank) and (known.process is not None or (known.is_elsewhere and bool(self._question)))
 
-    def can_tell(self, ranks: Iterable[int]) -> bool:
-        """Return whether one of these lives and counts its collectives, so that `past` has it if it will not come."""
+    def any_reports(self, ranks: Iterable[int]) -> bool:
+        """Return whether one of these lives and counts its collectives, so that `will_not_come` finds it if not."""
         return _collectives_begun(self._group()) is not None and any(map(self.lives, ranks))
 
     def killed(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks whose processes have ended, and not in an orderly way.
 
-        Of ranks on other machines it is known only after `ask`, and a minute later.
+        Of ranks on other machines it is known only after `start_asking`, and a minute later.
         """
         return [rank for rank in ranks if self.has_ended(rank) and not self._has_left(rank)]
 
@@ -181,27 +199,28 @@ class Peers:
             parts.append(f"nothing was heard of {named(silent)}, on another machine, for {_SILENT:.0f} s")
         return ", and ".join(parts)
 
-    def past(self, ranks: Iterable[int]) -> list[int]:
+    def will_not_come(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks that will not come to where this one is, although nothing has happened to them.
 
-        They wait in a collective that comes later, have returned from their function, or have left. Call `ask` before.
+        They wait in a collective that comes later, have returned from their function, or have left. Call `start_asking`
+        before.
         """
-        return [rank for rank in ranks if self._is_past(rank) or self._has_left(rank)]
+        return [rank for rank in ranks if self._has_passed_by(rank) or self._has_left(rank)]
 
-    def _is_past(self, rank: int) -> bool:
+    def _has_passed_by(self, rank: int) -> bool:
         known, now = self._known[rank], time.monotonic()
         key = f"report {rank}"
         if not self._store.check([key]):
             return False
-        report = json.loads(self._store.get(key))
+        report = Report(*json.loads(self._store.get(key)))
         if report != known.report:
             known.report, known.since = report, now
-        (question, call, has_returned, begun, _), own = report, self._own_report()
-        if question != self._question:  # of an earlier wait
+        own = self._own_report(self._question)
+        if report.question != own.question:  # of an earlier wait
             return False
-        if has_returned:
-            return bool(call == own[0]) or now - known.since >= _IDLE
-        return bool(begun > own[2]) and now - known.since >= _ALIKE
+        if report.has_returned:
+            return report.call == own.call or now - known.since >= _IDLE
+        return report.collectives > own.collectives and now - known.since >= _ALIKE
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._store.check([f"left {rank}"]))
@@ -230,18 +249,19 @@ class Peers:
             known.beat = (beat, now)
         return now - known.beat[1] > _SILENT
 
-    def _own_report(self) -> list[int]:
+    def _own_report(self, question: int) -> Report:
         page = here()
-        return [page.request, int(page.has_returned), _collectives_begun(self._group()) or 0, _place()]
+        begun = _collectives_begun(self._group()) or 0
+        return Report(question, page.request, bool(page.has_returned), begun, _place())
 
 
-def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout: float) -> list[int]:
+def wait_for_keys(store: Any, keys: Mapping[int, str], other_ranks: OtherRanks, *, timeout: float) -> list[int]:
     """Wait until other ranks have set their keys in a store, as long as these ranks live. Any thread.
 
     Args:
         store: not used by other threads meanwhile.
         keys: by rank.
-        peers: whether these live.
+        other_ranks: whether these live.
         timeout: in seconds, for ranks of which nobody knows that.
 
     Returns:
@@ -251,10 +271,10 @@ def wait_for_keys(store: Any, keys: Mapping[int, str], peers: Peers, *, timeout:
     deadline = time.monotonic() + timeout
     while True:
         # Before the keys are looked at: a rank may set its key and then end.
-        ended = [rank for rank in missing if peers.has_ended(rank)]
+        ended = [rank for rank in missing if other_ranks.has_ended(rank)]
         missing = {rank: key for rank, key in missing.items() if not store.check([key])}
         is_late = time.monotonic() >= deadline
-        lost += [rank for rank in missing if rank in ended or (is_late and not peers.lives(rank))]
+        lost += [rank for rank in missing if rank in ended or (is_late and not other_ranks.lives(rank))]
         missing = {rank: key for rank, key in missing.items() if rank not in lost}
         if not missing:
             return lost
@@ -268,8 +288,8 @@ class Reporter:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
-        self._peers: Peers | None = None
-        self._failed: Peers | None = None  # of a group whose store cannot be reached
+        self._other_ranks: OtherRanks | None = None
+        self._failed: OtherRanks | None = None  # of a group whose store cannot be reached
 
     def start(self) -> None:
         """Tell which process this is, and begin to listen. Can be repeated."""
@@ -288,40 +308,40 @@ class Reporter:
 
     @property
     def _interval(self) -> float:
-        world_size = 1 if self._peers is None else self._peers.world_size
+        world_size = 1 if self._other_ranks is None else self._other_ranks.world_size
         return max(REPORT_INTERVAL, world_size / _MOST_LOOKS)
 
     def _join_group(self) -> None:
-        if self._peers is None or not self._peers.is_current:
+        if self._other_ranks is None or not self._other_ranks.is_current:
             self._leave()  # others that wait in the group that was destroyed would, as long as this rank lives
-            self._peers = peers_here()
-            if self._peers is not None:
-                self._peers.announce()
+            self._other_ranks = other_ranks_here()
+            if self._other_ranks is not None:
+                self._other_ranks.announce()
 
     def _leave(self) -> None:
         with contextlib.suppress(Exception):  # who serves the store may have gone before
-            if self._peers is not None and self._peers is not self._failed:
-                self._peers.leave()
+            if self._other_ranks is not None and self._other_ranks is not self._failed:
+                self._other_ranks.leave()
 
     def _run(self) -> None:
-        said: list[int] = []
+        said: Report | None = None
         while not self._ends.wait(self._interval):
             try:
                 self._join_group()
-                if self._peers is not None and self._peers is not self._failed:
-                    said = self._peers.report(said)
+                if self._other_ranks is not None and self._other_ranks is not self._failed:
+                    said = self._other_ranks.report(said)
             except Exception:  # who serves the store has gone; another group has another one
                 logger.debug("this rank cannot tell how far it is", exc_info=True)
-                self._failed = self._peers
+                self._failed = self._other_ranks
 
 
-def peers_here() -> Peers | None:
+def other_ranks_here() -> OtherRanks | None:
     """Return the other ranks of the process group that this process is in; None if it is in none."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     # The only store that all ranks are sure to share.
     store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    return Peers(dist.group.WORLD, clone_store(store))
+    return OtherRanks(dist.group.WORLD, clone_store(store))
 
 
 def report_presence() -> None:

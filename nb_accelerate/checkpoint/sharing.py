@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankIdentity:
+class ThisRank:
     """Which rank this is.
 
     Attributes:
@@ -85,13 +85,13 @@ class SharedStaging:
             self.staging.discard()
 
 
-def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_each_machine: bool) -> SharedStaging:
+def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_each_machine: bool) -> SharedStaging:
     """Make a staging folder. All ranks call it together.
 
     Args:
         folder: what is to be published.
         collectives: of those that save.
-        identity: of this rank.
+        this_rank: which one it is, of how many.
         on_each_machine: machines do not share their disks, so that each is to have a checkpoint.
 
     Raises:
@@ -105,16 +105,16 @@ def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_
         if not is_needed:
             return ""
         staging = Staging.begin(folder, "state")
-        for rank in range(identity.world_size):
+        for rank in range(this_rank.world_size):
             staging.folder_of(rank).mkdir()
         return str(staging.path)
 
     try:
         path = gather_from_all_ranks(collectives, lambda: begin(collectives.rank == 0))[0]
         name = Path(path).name
-        sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), identity.rank).is_dir())
+        sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), this_rank.rank).is_dir())
         if all(sees):
-            ranks = list(range(identity.world_size)) if collectives.world_size > 1 else [identity.rank]
+            ranks = list(range(this_rank.world_size)) if collectives.world_size > 1 else [this_rank.rank]
         elif not on_each_machine:
             raise CheckpointError(
                 f"What the main process makes beside {folder} rank {sees.index(False)} does not see: their machines do "
@@ -122,13 +122,13 @@ def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_
                 "ProjectConfiguration(save_on_each_node=True)."
             )
         else:
-            is_blind = not sees[identity.rank]
-            makes = is_blind and identity.local_rank == 0
-            found = gather_from_all_ranks(collectives, lambda: (identity.node_rank, begin(makes)))
+            is_blind = not sees[this_rank.rank]
+            makes = is_blind and this_rank.local_rank == 0
+            found = gather_from_all_ranks(collectives, lambda: (this_rank.node_rank, begin(makes)))
             ranks = [
                 rank
                 for rank, (node, _) in enumerate(found)
-                if (not sees[rank] and node == identity.node_rank if is_blind else sees[rank])
+                if (not sees[rank] and node == this_rank.node_rank if is_blind else sees[rank])
             ]
             if is_blind:
                 path = found[ranks[0]][1]
@@ -136,4 +136,4 @@ def share(folder: Path, *, collectives: Collectives, identity: RankIdentity, on_
         if staging is not None:
             staging.discard()
         raise
-    return SharedStaging(staging=staging, name=name, path=Path(path), ranks=ranks, rank=identity.rank)
+    return SharedStaging(staging=staging, name=name, path=Path(path), ranks=ranks, rank=this_rank.rank)

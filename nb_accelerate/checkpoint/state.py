@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nb_accelerate.checkpoint.host_copies import HostCopies
     from nb_accelerate.checkpoint.registry import Progress
     from nb_accelerate.checkpoint.sharded import ShardedFolder
-    from nb_accelerate.checkpoint.sharing import RankIdentity, SharedStaging
+    from nb_accelerate.checkpoint.sharing import SharedStaging, ThisRank
     from nb_accelerate.comm import Collectives
 
 RANDOM_NUMBERS = f"{RNG_STATE_NAME}_{{}}.pkl"
@@ -132,7 +132,7 @@ class StateWriter:
 
     Attributes:
         shared: the folder that is written to.
-        identity: of this rank.
+        this_rank: which one it is, of how many.
         weights: returns the weights of the models, given the folder that hooks may write to.
         parts: see `parts_of`.
         loaders: whose epochs, positions and seeds are noted.
@@ -144,7 +144,7 @@ class StateWriter:
     """
 
     shared: SharedStaging
-    identity: RankIdentity
+    this_rank: ThisRank
     weights: Callable[[Path], Sequence[Mapping[str, Any]]]
     parts: Sequence[Part]
     loaders: Sequence[Any]
@@ -156,7 +156,7 @@ class StateWriter:
 
     def collect(self) -> Content:
         """Return what is to be written, without copies."""
-        shared, rank = self.shared, self.identity.rank
+        shared, rank = self.shared, self.this_rank.rank
         weights = list(self.weights(shared.own))
         publishes = shared.staging is not None
         left = {id(one) for one in weights}  # by hooks, which may save weights in another way
@@ -168,11 +168,11 @@ class StateWriter:
             for part in self.parts
             if (part.on_every_rank or publishes) and part.folder not in names
         ]
-        numbers = {"step": self.step, SAVED_BY: "nb_accelerate", **rng.capture(self.identity.kind)}
+        numbers = {"step": self.step, SAVED_BY: "nb_accelerate", **rng.capture(self.this_rank.kind)}
         manifest = Manifest(
             step=self.step,
-            num_processes=self.identity.world_size,
-            num_readers=None if self.identity.num_sharing == 1 else self.identity.readers,
+            num_processes=self.this_rank.world_size,
+            num_readers=None if self.this_rank.num_sharing == 1 else self.this_rank.readers,
             ranks=shared.ranks,
             epochs=[position_of(loader)[0] for loader in self.loaders],
             seeds=[_seed(loader) for loader in self.loaders],
@@ -220,7 +220,7 @@ class StateWriter:
                 write(state, own / name, safe_serialization=False, recorder=recorder)
             for folder in content.folders:
                 folder.write(own, recorder, self.shared.path)
-            return self.identity.rank, recorder.records()
+            return self.this_rank.rank, recorder.records()
 
     def publish(self, content: Content, written: Mapping[int, dict[str, FileRecord]]) -> None:
         """Make what all ranks have written the checkpoint, where this rank is the one that does."""
@@ -232,7 +232,7 @@ class StateWriter:
             files |= written[rank]
         for folder in content.folders:
             files |= folder.finish(self.shared.path, self.shared.ranks)
-        staging.join(self.identity.world_size)
+        staging.join(self.this_rank.world_size)
         replace(content.manifest, files=dict(sorted(files.items()))).write(self.shared.path)
         staging.publish()
         self.after()

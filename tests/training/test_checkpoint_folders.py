@@ -338,8 +338,8 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
         own = Path(root) / f"disk {rank}"
         accelerator, model = _numbering(own)
         # As on two machines with a rank each: what is on the disk of one does not exist on the other.
-        place = dataclasses.replace(accelerator._identity(), node_rank=rank, local_rank=0, local_world_size=1)
-        accelerator._identity = lambda: place  # type: ignore[method-assign]
+        place = dataclasses.replace(accelerator._this_rank(), node_rank=rank, local_rank=0, local_world_size=1)
+        accelerator._this_rank = lambda: place  # type: ignore[method-assign]
         whole = sharing.folder_of
         sharing.folder_of = lambda path, rank: whole(path if path.is_relative_to(own) else Path("/nowhere"), rank)
         try:

@@ -36,7 +36,7 @@ def test_a_rank_that_is_late_for_the_first_save_of_a_run_is_waited_for(run_ranks
         presence._ALIKE = 0.1
         accelerator = _accelerator()
         if accelerator.process_index == 1:
-            known = presence.peers_here()
+            known = presence.other_ranks_here()
             assert known is not None
             known._store.wait([presence._ASKED])  # the main process has begun to wonder
             time.sleep(1.0)  # ten times as long as a rank has to stand still
@@ -166,7 +166,7 @@ def die(*_):
 
 if what in ("killed before", "killed elsewhere"):
     if accelerator.process_index == 1:
-        presence.peers_here()._store.wait([presence._ASKED])
+        presence.other_ranks_here()._store.wait([presence._ASKED])
         die()
 elif what == "killed meanwhile":
     if accelerator.process_index == 1:
@@ -179,7 +179,7 @@ if what != "left" or accelerator.is_main_process:
     except CheckpointError as error:
         print(error)
 if what == "left" and accelerator.is_main_process:
-    assert presence.peers_here()._has_left(1)
+    assert presence.other_ranks_here()._has_left(1)
 sys.stdout.flush()
 if what != "left":
     os._exit(0)  # a group that has lost a rank need not be destroyed
