@@ -136,10 +136,14 @@ class GuardedOutput:
 
 
 def _line(error: Exception) -> str:
+    return f"some output is missing here because it could not be shown ({short_text(error)}). The ranks go on"
+
+
+def short_text(error: Exception) -> str:
+    """Return the type of an error and the beginning of its text, in ASCII, which any terminal can show."""
     try:
         said = " ".join(str(error).split())[:_MAX_TEXT]
     except Exception:  # its __str__ fails too
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    line = f"some output is missing here because it could not be shown ({text}). The ranks go on"
-    return line.encode("ascii", "backslashreplace").decode()
+    return text.encode("ascii", "backslashreplace").decode()

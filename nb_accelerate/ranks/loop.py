@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nb_accelerate.errors import PoolError
 from nb_accelerate.protocol.messages import DebuggerResumed, InputRequest, Ready
 from nb_accelerate.ranks.failures import oom_kills
-from nb_accelerate.ranks.guard import OutputGuard
+from nb_accelerate.ranks.guard import OutputGuard, short_text
 from nb_accelerate.ranks.hang import HangWatch
 from nb_accelerate.ranks.input_requests import PendingInput
 from nb_accelerate.ranks.posted import PostedActions
@@ -308,7 +308,7 @@ class RankLoop:
             for rank in request.ranks:
                 self.show(rank.output.finish)
             for callback in request.callbacks:
-                self.show(callback)
+                self._attempt(f"what follows {request.wording.what}", callback)
             if self.output is not None:
                 self.output.finish()
             if request.panel is not None:
@@ -344,7 +344,7 @@ class RankLoop:
                 request.act()
         for request, hang in list(self._hangs.items()):
             if hang.due <= now:
-                self.show(hang.act)
+                self._attempt("the look for ranks that hang", hang.act)
                 if hang.due <= now:  # it has failed, and would do so again at once
                     del self._hangs[request]
         if self.output is not None and self.output.due <= now:
@@ -362,10 +362,26 @@ class RankLoop:
         for rank in self._processes.look([*self.ranks.values()], say, is_ending=is_ending):
             self.on_end(rank)
 
+    def _attempt(self, what: str, action: Callable[..., object], *arguments: Any) -> None:
+        """Call what the ranks can do without: an error in it is told and logged, and the loop goes on.
+
+        Args:
+            what: a few words for what `action` does.
+            action: to be called.
+            arguments: of it.
+        """
+        try:
+            action(*arguments)
+        except Exception as error:
+            line = f"{what} failed ({short_text(error)}). The ranks go on"
+            logger.log(logging.WARNING if self.output is None else logging.INFO, "%s", line, exc_info=error)
+            if self.output is not None:
+                self.output.say(line)
+
     # Called by the reader, see `RankEvents`.
 
     def show(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Call what shows something to the user; its errors are logged, and the loop goes on."""
+        """Call what shows output of ranks; an error in it is told and logged as one in showing output."""
         with self._guard_without_output if self.output is None else self.output.guard:
             action(*arguments)
 
@@ -424,7 +440,7 @@ class RankLoop:
         """Note that a rank has ended, or is of no use any more."""
         rank.stacks_due = NEVER
         rank.has_stacks.set()
-        self.show(self._on_rank_end, rank)
+        self._attempt(f"what follows the end of rank {rank.rank}", self._on_rank_end, rank)
         for request in self.requests:
             if rank in request.ranks:
                 request.ended(rank)

@@ -92,7 +92,7 @@ class Request:
         failure: the error of the loop, if that has ended before the ranks have answered.
         step: the current step; None as long as nothing went wrong.
         taken: kinds of the steps that have acted on a rank.
-        callbacks: called just before it is done. Errors in them are treated as errors in showing output.
+        callbacks: called just before it is done. Errors in them are told and logged, and end nothing.
         take_note: called just before it is done, after `callbacks`. An error in it fails the request.
         is_unwanted: whether it was interrupted before it has begun.
         oom_kills_before: what `oom_kills` returned when it began.
