@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.display.words import named
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import short_lines, show_instead
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.ranks.failures import add_note
+from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from nb_accelerate.config.checks import suggest
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.lines import bundle
-from nb_accelerate.display.words import label
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.ranks.panel import make_drawing, recent
 from nb_accelerate.ranks.sinks import sink_here
+from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
