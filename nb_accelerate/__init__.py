@@ -2,13 +2,16 @@
 
 There are four ways in.
 
-A function runs on all devices, and its values come back as a list, by rank::
+A few lines make a training loop run on one device or on many, with the names of Hugging Face accelerate. In a
+notebook, ``%%distribute`` above a plain loop shows them, and puts them in if you agree::
 
-    from nb_accelerate import Accelerator, notebook_launcher
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        loss = loss_function(model(inputs), targets)
+        accelerator.backward(loss)
 
-    def train(epochs):
-        accelerator = Accelerator()
-        ...  # model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+A function with such a loop runs on all devices, and its values come back as a list, by rank::
 
     notebook_launcher(train, args=(10,), num_processes=2)
 
@@ -16,12 +19,6 @@ A cell runs on processes (*ranks*) that keep their variables, after ``%load_ext 
 
     %%distributed -n 2
     print(rank, world_size, device)
-
-A plain training loop is shown with the lines that make it a distributed one, and replaced if you agree::
-
-    %%distribute
-    for x, y in loader:
-        ...
 
 A script runs with the flags of ``accelerate launch``::
 

@@ -157,6 +157,6 @@ def test_without_torch_the_notebook_half_can_be_imported():
 
 def test_help_of_the_package_shows_the_ways_in_and_where_the_documentation_is():
     text = pydoc.plain(pydoc.render_doc(nb_accelerate))
-    for way_in in ("notebook_launcher(", "%%distributed -n 2", "%%distribute\n", "nb-accelerate launch", "README.md"):
+    for way_in in ("Accelerator()", "notebook_launcher(", "%%distributed -n 2", "nb-accelerate launch", "README.md"):
         assert way_in in text
     assert "level  training half" not in text
