@@ -108,7 +108,7 @@ def _body(view: View) -> str:
         rows = _table(view.rows, view.columns)
         folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{rows}</details>"
         table = _table(view.bars) + folded if view.bars else folded
-    table += legend(view.times)
+    table += legend(view.times, view.named)
     if view.advice:
         table += f'<p class="nba-advice">{escape(view.advice)}</p>'
     warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
@@ -174,10 +174,11 @@ def _bar(row: Row) -> str:
     if row.share is None:
         return f'<td class="nba-bar">{"" if row.step else _EMPTY_TRACK}{strip(row.times, f"rank {row.ranks}")}</td>'
     percent = f"{100 * row.share:.1f}"
+    fill = f'<div class="nba-fill" style="width:{percent}%"></div>' if row.share else ""
     return (
         f'<td class="nba-bar"><div class="nba-track" role="progressbar" aria-valuenow="{percent}" aria-valuemin="0" '
         f'aria-valuemax="100" aria-label="rank {row.ranks}">'
-        f'<div class="nba-fill" style="width:{percent}%"></div></div>{strip(row.times, f"rank {row.ranks}")}</td>'
+        f"{fill}</div>{strip(row.times, f'rank {row.ranks}')}</td>"
     )
 
 

@@ -20,6 +20,7 @@ import contextlib
 import threading
 import time
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -29,6 +30,7 @@ from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
 from nb_accelerate.display.page_title import REPEAT_EVERY, percent_of, title_script
 from nb_accelerate.display.panel import Drawing
+from nb_accelerate.display.strips import kinds_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,6 +104,7 @@ class NotebookPanel(Drawing):
         self._last: dict[str, Any] = {}
         self._is_shown = self.is_announced = bool(place)
         self._draws = 0
+        self._named: frozenset[str] = frozenset()
         self._has_buttons = False
         self._thread: threading.Thread | None = None
         if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
@@ -114,6 +117,8 @@ class NotebookPanel(Drawing):
             self._thread.start()
             answer_new_pages(self._kernel)
         self._draws += 1
+        self._named |= kinds_named(view.times, self._named)
+        view = replace(view, named=self._named)
         self._memory_table = view.memory
         if not view.charts or self._draws % _CHARTS_EVERY == 1:
             content = bundle(view)

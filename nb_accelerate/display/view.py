@@ -152,6 +152,7 @@ class View:
         memory: what each rank holds, as a table of text; empty if nothing is known.
         warnings: sentences about what is wrong.
         times: where the time of all ranks together goes, as in `Row`.
+        named: kinds of these that are named however small they are, so that no name comes and goes.
         advice: a sentence about what slowed down a run that has ended, and what to try; "" if nothing is worth one.
         failure: why it ended, if it failed.
         key: of this panel, other than those of all others in the notebook; "" if it is drawn once.
@@ -175,6 +176,7 @@ class View:
     memory: str = ""
     warnings: tuple[str, ...] = ()
     times: tuple[TimePart, ...] = ()
+    named: frozenset[str] = frozenset()
     advice: str = ""
     failure: FailureSummary | None = None
     key: str = ""
