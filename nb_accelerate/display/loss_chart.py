@@ -22,22 +22,31 @@ from typing import TYPE_CHECKING
 from nb_accelerate.display import words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from nb_accelerate.display.view import View
     from nb_accelerate.records import Curve
 
 Points = tuple[tuple[float, float], ...]
+Gaps = tuple[tuple[float, float], ...]
 
-_WIDTH, _LEFT, _RIGHT = 640, 58, 10
+_WIDTH, _LEFT, _RIGHT = 640, 58, 18
+"""Pixels: of the picture where no style sheet makes it as wide as the cell, and on both sides of what is plotted."""
+
+_ACROSS = 1000
+"""Units of what is plotted, from left to right. They are stretched; texts, widths of lines and heights are not."""
+
 _HEIGHT, _LOW_HEIGHT, _GAP, _BOTTOM = 200, 62, 26, 22
-"""Units of the picture: heights of the chart of losses and of each below it, what is between them, and the axis."""
+"""Pixels: heights of the chart of losses and of each below it, what is between them, and the axis."""
 
 _MOST_LOW = 4
 """Charts below that of the losses."""
 
 _MOST_BANDS = 32
 """Places along the axis with a tooltip."""
+
+_LEAST_BAND = 4
+"""Width of the band where the loss was not finite, at least, in units across."""
 
 _WIDE = 10.0
 """Between the least and the greatest loss that are drawn with a logarithmic scale."""
@@ -51,18 +60,25 @@ _SMOOTHED_FROM = 40
 _SMOOTHED_OVER = 0.05
 """Part of the points of a curve that the smoothed one is a mean of, more or less."""
 
+_OF_EARLIER = (("#8f8f8f", "2 3"), ("#a58a5c", "7 3"), ("#9a7fa8", "9 3 2 3"))
+"""Strokes and dashes of earlier runs."""
+
 _OF_VALIDATION = ("val", "eval", "test", "dev")
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line in a chart: what it shows, and how it looks (``nba-c-`` and this is the class of the style sheet)."""
+    """A line in a chart: what it shows, and how it looks (``nba-c-`` and this is the class of the style sheet).
+
+    It is interrupted before the points of the indices `breaks`.
+    """
 
     name: str
     points: Points
     look: str
     stroke: str
     dash: str = ""
+    breaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,29 +105,42 @@ def with_chart(view: View, curve: str) -> str:
     )
     return (
         f'<details class="nba-chart"{keeps}><summary title="chart of the loss" aria-label="chart of the loss">{curve}'
-        f"</summary>{draw_losses(view.curve, view.logged, view.before)}</details>{script}"
+        f"</summary>{draw_losses(view.curve, view.logged, view.before, view.gaps)}</details>{script}"
     )
 
 
-def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Curve] = ()) -> str:
+def breaks(points: Points, gaps: Gaps) -> list[int]:
+    """Return the indices of the points before which a curve is interrupted.
+
+    Args:
+        points: of the curve.
+        gaps: (first, last) steps at which it has no value; infinity for a last one to come.
+    """
+    middles = (first + (min(last, _HUGE) - first) / 2 for first, last in gaps)
+    found = {bisect.bisect_right(points, middle, key=itemgetter(0)) for middle in middles}
+    return sorted(index for index in found if 0 < index < len(points))
+
+
+def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Curve] = (), gaps: Gaps = ()) -> str:
     """Return the chart with its legend, as HTML.
 
     Args:
         loss: (step, mean loss of the ranks), in order.
         logged: other values by step. Losses of validation share the chart of the loss.
         before: losses of earlier runs.
+        gaps: (first, last) steps at which the loss was not finite; infinity for now.
     """
     beside = [curve for curve in logged if is_loss_of_validation(curve.name)]
     low = [curve for curve in logged if curve not in beside][:_MOST_LOW]
     lines = [
         *(
-            _Line(curve.name, curve.points, f"before-{index}", "#8a8a8a", ("2 3", "6 3", "1 4")[index % 3])
+            _Line(curve.name, _calm(curve.points), f"before-{index % 3}", *_OF_EARLIER[index % 3])
             for index, curve in enumerate(before)
         ),
-        *_of_run(loss),
+        *_of_run(loss, breaks(loss, gaps)),
         *(_Line(curve.name, curve.points, "validation", "#b35c00") for curve in beside),
     ]
-    steps = _scale([step for line in lines for step, _ in line.points], _LEFT, _WIDTH - _RIGHT, is_log=False)
+    steps = _scale([step for line in lines for step, _ in line.points], 0, _ACROSS, is_log=False)
     losses = [value for line in lines for _, value in line.points]
     is_log = min(losses) > 1 / _HUGE and max(losses) > _WIDE * min(losses)
     body = _chart(
@@ -122,15 +151,16 @@ def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Cur
         top, bottom = bottom + _GAP, bottom + _GAP + _LOW_HEIGHT
         values = _scale([value for _, value in curve.points], bottom, top + 4, is_log=False, num_ticks=2)
         body += _chart([_Line(curve.name, curve.points, "low", "#6a4fb0")], steps, values, curve.name, top - 14)
-    body += _axis(steps, bottom) + _bands(
-        [*lines, *(_Line(one.name, one.points, "", "") for one in low)], steps, bottom
-    )
+    body += _axis(steps, bottom) + "".join(_not_finite(gap, loss, steps, bottom) for gap in gaps)
+    body += _bands([*lines, *(_Line(one.name, one.points, "", "") for one in low)], steps, bottom)
+    height = bottom + _BOTTOM + 14
     label = (
         f"loss from {words.measured(loss[0][1])} to {words.measured(loss[-1][1])} in {words.count(loss[-1][0])} steps"
     )
     return (
-        f'<div class="nba-big">{_legend(lines)}<svg viewBox="0 0 {_WIDTH} {bottom + _BOTTOM + 14}" width="{_WIDTH}" '
-        f'role="img" aria-label="{label}" font-size="11" fill="currentColor">{body}</svg></div>'
+        f'<div class="nba-big">{_legend(lines, has_gaps=bool(gaps))}<svg width="{_WIDTH - _LEFT - _RIGHT}" '
+        f'height="{height}" style="margin-left:{_LEFT}px;overflow:visible" role="img" aria-label="{label}" '
+        f'font-size="11" fill="currentColor">{body}</svg></div>'
     )
 
 
@@ -161,13 +191,20 @@ def _sums(values: Sequence[float], decay: float) -> list[tuple[float, float]]:
     return found
 
 
-def _of_run(loss: Points) -> list[_Line]:
+def _of_run(loss: Points, at: Sequence[int]) -> list[_Line]:
     if len(loss) < _SMOOTHED_FROM:
-        return [_Line("loss", loss, "loss", "#2a78d6")]
+        return [_Line("loss", loss, "loss", "#1f66ba", breaks=tuple(at))]
+    edges = itertools.pairwise([0, *at, len(loss)])
+    calm = tuple(point for begin, end in edges for point in smoothed(loss[begin:end]))
     return [
-        _Line("loss, as it was", loss, "raw", "#9dc0ea"),
-        _Line("loss, smoothed", smoothed(loss), "loss", "#2a78d6"),
+        _Line("each step", loss, "raw", "#5796dd", breaks=tuple(at)),
+        _Line("loss, smoothed", calm, "loss", "#1f66ba", breaks=tuple(at)),
     ]
+
+
+def _calm(points: Points) -> Points:
+    """Return a curve of an earlier run, smoothed as that of the run itself is."""
+    return points if len(points) < _SMOOTHED_FROM else smoothed(points)
 
 
 def _scale(values: Sequence[float], begin: float, end: float, *, is_log: bool, num_ticks: int = 5) -> _Scale:
@@ -199,33 +236,66 @@ def _log_ticks(low: float, high: float) -> tuple[float, ...]:
     return tuple(found[:: max(1, len(found) // 6)])
 
 
-def _chart(lines: Iterable[_Line], steps: _Scale, values: _Scale, title: str, top: float) -> str:
+def _chart(lines: Sequence[_Line], steps: _Scale, values: _Scale, title: str, top: float) -> str:
     grid = "".join(
-        f'<path d="M{_LEFT} {values.place(tick):.1f}H{_WIDTH - _RIGHT}" stroke="#8885"/>'
-        f'<text x="{_LEFT - 6}" y="{values.place(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
+        f'<line x1="0" x2="100%" y1="{values.place(tick):.1f}" y2="{values.place(tick):.1f}" stroke="#8885"/>'
+        f'<text x="-6" y="{values.place(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
         for tick in values.ticks
     )
-    title = f'<text x="{_LEFT}" y="{top + 10}">{escape(title)}</text>'
-    return grid + title + "".join(_drawn(line, steps, values) for line in lines)
+    title = f'<text x="0" y="{top + 10}">{escape(title)}</text>'
+    drawn = "".join(_drawn(line, steps, values) for line in lines)
+    marks = "".join(_marks(line, steps, values) for line in lines)
+    return (
+        f'{grid}{title}<svg class="nba-lines" viewBox="0 0 {_ACROSS} {_HEIGHT}" preserveAspectRatio="none" '
+        f'width="100%" height="{_HEIGHT}" overflow="visible">{drawn}</svg>{marks}'
+    )
 
 
 def _drawn(line: _Line, steps: _Scale, values: _Scale) -> str:
     at = [(steps.place(step), values.place(value)) for step, value in line.points]
     dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
-    look = f'class="nba-c-{line.look}" stroke="{line.stroke}"'
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-    drawn = f'<polyline points="{path}" fill="none" stroke-width="1.6"{dash} {look}/>' if len(at) > 1 else ""
-    if len(at) == 1 or line.look == "validation":
-        drawn += "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="none" {look}/>' for x, y in at)
-    return drawn
+    look = f'class="nba-c-{line.look}" stroke="{line.stroke}" vector-effect="non-scaling-stroke"'
+    pieces = (at[begin:end] for begin, end in itertools.pairwise([0, *line.breaks, len(at)]))
+    return "".join(
+        f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in piece)}" fill="none" stroke-width="1.6"{dash} '
+        f"{look}/>"
+        for piece in pieces
+        if len(piece) > 1
+    )
+
+
+def _marks(line: _Line, steps: _Scale, values: _Scale) -> str:
+    """Return circles, for the points of a line that is short or has few."""
+    if len(line.points) > 1 and line.look != "validation":
+        return ""
+    return "".join(
+        f'<circle cx="{_percent(steps.place(step))}" cy="{values.place(value):.1f}" r="2.6" fill="none" '
+        f'class="nba-c-{line.look}" stroke="{line.stroke}"/>'
+        for step, value in line.points
+    )
+
+
+def _percent(place: float) -> str:
+    return f"{100 * place / _ACROSS:.2f}%"
 
 
 def _axis(steps: _Scale, bottom: float) -> str:
     labels = "".join(
-        f'<text x="{steps.place(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{words.count(tick)}</text>'
+        f'<text x="{_percent(steps.place(tick))}" y="{bottom + 16}" text-anchor="middle">{words.count(tick)}</text>'
         for tick in steps.ticks
     )
-    return f'{labels}<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{bottom + 31}" text-anchor="middle">step</text>'
+    return f'{labels}<text x="50%" y="{bottom + 31}" text-anchor="middle">step</text>'
+
+
+def _not_finite(gap: tuple[float, float], loss: Points, steps: _Scale, bottom: float) -> str:
+    """Return a band where the loss was not finite; at the end of the loss that is known, if it is so now."""
+    last = loss[-1][0]
+    begin, end = (steps.place(min(max(step, loss[0][0]), last)) for step in gap)
+    begin, end = min(begin, _ACROSS - _LEAST_BAND), max(end, begin + _LEAST_BAND)
+    return (
+        f'<rect class="nba-c-gap" x="{_percent(begin)}" y="0" width="{_percent(min(end, _ACROSS) - begin)}" '
+        f'height="{bottom}" fill="#c22f2f" opacity="0.2"/>'
+    )
 
 
 def _bands(lines: Sequence[_Line], steps: _Scale, bottom: float) -> str:
@@ -233,9 +303,9 @@ def _bands(lines: Sequence[_Line], steps: _Scale, bottom: float) -> str:
     every = sorted({step for line in lines if line.look in ("loss", "validation") for step, _ in line.points})
     chosen = every[:: math.ceil(len(every) / _MOST_BANDS)]
     places = [steps.place(step) for step in chosen]
-    edges = [_LEFT, *((a + b) / 2 for a, b in itertools.pairwise(places)), _WIDTH - _RIGHT]
+    edges = [0, *((a + b) / 2 for a, b in itertools.pairwise(places)), _ACROSS]
     return "".join(
-        f'<rect class="nba-c-band" x="{left:.1f}" y="0" width="{right - left:.1f}" height="{bottom}" '
+        f'<rect class="nba-c-band" x="{_percent(left)}" y="0" width="{_percent(right - left)}" height="{bottom}" '
         f'fill="transparent"><title>{escape(_values_at(lines, step))}</title></rect>'
         for step, left, right in zip(chosen, edges[:-1], edges[1:], strict=True)
     )
@@ -252,11 +322,17 @@ def _values_at(lines: Sequence[_Line], step: float) -> str:
     return "\n".join(said)
 
 
-def _legend(lines: Sequence[_Line]) -> str:
+def _legend(lines: Sequence[_Line], *, has_gaps: bool) -> str:
     inside = " ".join(
         f'<span><svg width="22" height="8" aria-hidden="true"><path d="M0 4H22" fill="none" stroke-width="2" '
         f'class="nba-c-{line.look}" stroke="{line.stroke}" stroke-dasharray="{line.dash or "none"}"/></svg> '
         f"{escape(line.name)}</span>"
         for line in reversed(lines)
     )
-    return f'<p class="nba-legend">{inside}</p>'
+    gap = (
+        '<span><svg width="22" height="8" aria-hidden="true"><rect class="nba-c-gap" width="22" height="8" '
+        'fill="#c22f2f" opacity="0.2"/></svg> not finite</span>'
+        if has_gaps
+        else ""
+    )
+    return f'<p class="nba-legend">{inside} {gap}</p>'

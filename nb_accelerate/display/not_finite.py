@@ -1,9 +1,9 @@
-"""Losses that are nan or infinite: on which ranks, and since which step."""
+"""Losses that are nan or infinite: on which ranks, and at which steps."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.display import words
 from nb_accelerate.display.track import loss_of
@@ -12,29 +12,84 @@ from nb_accelerate.topology.rank_lists import named
 if TYPE_CHECKING:
     from nb_accelerate.progress_page import Sample
 
+_MOST_GAPS = 50
+"""Gaps of the curve that are remembered: the newest."""
+
+
+class _Span(NamedTuple):
+    """Steps at which the loss of a rank was not finite, and what it was at the first."""
+
+    first: int
+    last: int
+    what: str
+
 
 class NotFiniteLosses:
-    """Remember when the loss of a rank became nan or infinite, until it is finite again."""
+    """Remember when the losses of ranks were nan or infinite, also when they are finite again."""
 
     def __init__(self) -> None:
-        self._since: dict[int, tuple[int, str]] = {}
+        self._now: dict[int, _Span] = {}
+        self._was: dict[int, _Span] = {}
+        self._is_again = False
+        self._finite: set[int] = set()
+        self._gap_from: int | None = None
+        self._gaps: list[tuple[float, float]] = []
 
     def add(self, rank: int, sample: Sample) -> None:
         """Take the newest sample of a rank."""
         loss = loss_of(sample)
         if loss is None or math.isfinite(loss):
-            self._since.pop(rank, None)
-        else:
-            self._since.setdefault(rank, (sample.steps, words.measured(loss)))
+            span = self._now.pop(rank, None)
+            if span is not None:
+                self._keep(rank, span)
+            if loss is not None:
+                self._finite.add(rank)
+                self._end_gap(sample.steps)
+            return
+        span = self._now.get(rank, _Span(sample.steps, sample.steps, words.measured(loss)))
+        self._now[rank] = span._replace(last=sample.steps)
+        self._finite.discard(rank)
+        if not self._finite and self._gap_from is None:
+            self._gap_from = sample.steps
+
+    @property
+    def gaps(self) -> tuple[tuple[float, float], ...]:
+        """Return the (first, last) steps at which no rank had a finite loss; infinity for a last one to come."""
+        open_gap = ((float(self._gap_from), math.inf),) if self._gap_from is not None else ()
+        return (*self._gaps, *open_gap)
 
     def sentences(self, num_ranks: int) -> tuple[str, ...]:
-        """Return a sentence about them; none while all losses are finite.
+        """Return a sentence about losses that are not finite, else about those that were; none if all ever were.
 
         Args:
             num_ranks: number of ranks that are watched.
         """
-        if not self._since:
+        if self._now:
+            step, _, what = min(self._now.values())
+            return (f"The loss is {what} since about step {words.count(step)}{_on(self._now, num_ranks)}.",)
+        if not self._was:
             return ()
-        step, what = min(self._since.values())
-        whose = "" if len(self._since) == num_ranks else f" on {named(sorted(self._since))}"
-        return (f"The loss is {what} since about step {words.count(step)}{whose}.",)
+        first, _, what = min(self._was.values())
+        last = max(span.last for span in self._was.values())
+        whose = _on(self._was, num_ranks)
+        if self._is_again:
+            begin, end = words.count(first), words.count(last)
+            return (f"The loss was {what} several times{whose}: first at about step {begin}, last at {end}.",)
+        when = f"from about step {words.count(first)} to {words.count(last)}"
+        return (f"The loss was {what} {when if last > first else f'at about step {words.count(first)}'}{whose}.",)
+
+    def _keep(self, rank: int, span: _Span) -> None:
+        """Remember steps that are over; those of the same rank that are not next to them too."""
+        before = self._was.get(rank)
+        self._is_again |= before is not None
+        self._was[rank] = span if before is None else before._replace(last=span.last)
+
+    def _end_gap(self, step: int) -> None:
+        if self._gap_from is None:
+            return
+        self._gaps = [*self._gaps, (float(self._gap_from), float(max(self._gap_from, step)))][-_MOST_GAPS:]
+        self._gap_from = None
+
+
+def _on(ranks: dict[int, _Span], num_ranks: int) -> str:
+    return "" if len(ranks) == num_ranks else f" on {named(sorted(ranks))}"

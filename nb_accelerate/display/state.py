@@ -195,6 +195,7 @@ class PanelState:
             if many
             else (),
             curve=self._losses.points,
+            gaps=self._not_finite.gaps,
             held=sharded_line({rank: track.sample.held for rank, track in self._tracks.items()}),
             memory=memory_table({rank: (self._memory(rank), one.sample.held) for rank, one in self._tracks.items()}),
             logged=self._logged.curves,

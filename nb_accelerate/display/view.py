@@ -145,6 +145,7 @@ class View:
         columns: names of the figures that have a column in any case, so that none comes and goes while one watches.
         dots: all ranks, if they are too many for a row each.
         curve: (step, loss), in order.
+        gaps: (first, last) steps between points of the curve at which the loss was not finite; infinity for now.
         logged: what else was logged, by step.
         before: losses of earlier runs.
         charts: what was logged to be drawn here.
@@ -169,6 +170,7 @@ class View:
     columns: tuple[str, ...] = ()
     dots: tuple[Dot, ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
+    gaps: tuple[tuple[float, float], ...] = ()
     logged: tuple[Curve, ...] = ()
     before: tuple[Curve, ...] = ()
     charts: tuple[Chart, ...] = ()

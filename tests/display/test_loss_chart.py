@@ -55,8 +55,15 @@ def test_a_smoothed_loss_has_less_noise_comes_in_time_and_stands_beside_what_was
     exact = [2 * math.exp(-step / 40) + 0.1 for step in range(1, 101)]
     errors = [abs(value - true) for (_, value), true in zip(smoothed(NOISY), exact, strict=True)]
     assert max(errors[5:-5]) < 0.02  # of 0.05; a mean of the past alone is 0.2 too high where it falls fast
-    assert legend(draw_losses(NOISY)) == ["loss, smoothed", "loss, as it was"]
+    assert legend(draw_losses(NOISY)) == ["loss, smoothed", "each step"]
     assert legend(draw_losses(NOISY[:20])) == ["loss"]
+
+
+def test_a_loss_that_was_not_finite_interrupts_its_lines_and_has_a_band() -> None:
+    chart = draw_losses(NOISY, gaps=((401.0, 409.0), (600.5, 600.5), (1001.0, math.inf)))
+    assert [len(line.split()) for line in re.findall(r'points="([^"]+)"', chart)] == [40, 20, 40] * 2
+    assert chart.count('<rect class="nba-c-gap" x=') == 3
+    assert legend(chart) == ["loss, smoothed", "each step", "not finite"]
 
 
 @pytest.mark.parametrize(

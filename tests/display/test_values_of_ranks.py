@@ -173,15 +173,33 @@ def test_a_loss_that_is_nan_is_told_with_its_step_and_at_the_end_too():
     assert run.end().warnings == ("The loss is nan since about step 16.",)
 
 
-def test_a_loss_that_is_finite_again_is_told_no_longer():
-    run = Run(1)
+def test_a_loss_that_is_finite_again_is_told_as_what_was_and_leaves_a_gap_in_the_curve():
+    run = Run(2)
     run.begin_loop()
-    run.put(loss=math.inf)
+    run.put(loss=2.0)
     run.train(1.0)
-    assert run.view.warnings == ("The loss is inf since about step 1.",)
+    run.put([1], loss=math.inf)
+    run.train(1.0)
+    assert run.view.warnings == ("The loss is inf since about step 9 on rank 1.",)
+    assert run.view.gaps == (), "that of the other rank is drawn"
+    run.put([0], loss=math.nan)
+    run.train(1.0)
+    assert run.view.gaps == ((17.0, math.inf),)
     run.put(loss=1.0)
-    run.look()
-    assert run.view.warnings == ()
+    run.train(1.0)
+    assert run.view.warnings == ("The loss was inf from about step 9 to 24.",)
+    assert run.end().gaps == ((17.0, 25.0),)
+
+
+def test_a_loss_that_was_nan_several_times_is_told_in_one_sentence():
+    run = Run(2)
+    run.begin_loop()
+    for loss in (2.0, math.nan, 2.0, math.nan, 2.0):
+        run.put([1], loss=loss)
+        run.train(0.125)
+        if run.ranks[1].sample.step == 3:
+            assert run.view.warnings == ("The loss was nan at about step 2 on rank 1.",)
+    assert run.view.warnings == ("The loss was nan several times on rank 1: first at about step 2, last at 4.",)
 
 
 def test_a_loss_that_jumps_is_told_until_it_is_back():
