@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.display.loss_chart import with_chart
+from nb_accelerate.display.loss_chart import breaks, with_chart
 from nb_accelerate.display.strips import legend, strip
 from nb_accelerate.display.view import FIGURES
 from nb_accelerate.records import draw
@@ -26,13 +26,15 @@ _HINTS = {
     "cpu": "of one core, a moment ago; several threads together make more than 100 %",
 }
 _EMPTY_TRACK = '<div class="nba-track"></div>'
-_GONE = "Last seen at {at}. Since then the kernel has ended, or the page was loaded anew while it ran."
+_GONE = "No news since {at}. If the kernel runs, call nb_accelerate.attach() in a cell; if not, run this cell again."
 _CURVE = (150, 26)
 _FEW_POINTS = 8
+_LEAST_TICK = 3.0
+_NOT_FINITE = ("nan", "inf")
+
 _WIDE = 10
 """Between the least and the greatest loss of a curve that is drawn with a logarithmic scale."""
 
-_CAREFUL = ' class="nba-careful"'
 
 _SHEETS = ("style.css", "times.css", "chart.css")
 
@@ -53,10 +55,12 @@ def render(view: View, *, at: str = "") -> str:
     Args:
         view: what to show.
         at: time of day of a panel that is drawn again soon. If that does not happen, since the kernel has ended, say,
-            a sentence with it appears: by the style sheet alone, so that it does in a saved notebook too.
+            a sentence with it appears, and what looks alive goes: by the style sheet alone, so that it does in a saved
+            notebook too.
     """
     gone = f'<p class="nba-gone">{_GONE.format(at=at)}</p>' if at else ""
-    return f'<div class="nba"><div class="nba-inside">{_header(view)}{_body(view)}{gone}</div></div>'
+    live = " nba-live" if at else ""
+    return f'<div class="nba"><div class="nba-inside{live}">{_header(view)}{_body(view)}{gone}</div></div>'
 
 
 def render_charts(view: View) -> str:
@@ -68,12 +72,22 @@ def render_charts(view: View) -> str:
 
 def _header(view: View) -> str:
     setup = " · ".join(view.facts.setup)
-    rest = "".join(f' <span class="nba-dim">· {escape(part)}</span>' for part in view.summary or view.outlook)
+    mark = "nba-mark nba-careful" if view.mark == "!" else "nba-mark"
+    times = _times([view.elapsed, *(view.summary or view.outlook)])
     return (
-        f'<header><span role="img" aria-label="{view.state}"{_CAREFUL if view.mark == "!" else ""}>{view.mark}</span> '
+        f'<header><span role="img" aria-label="{view.state}" class="{mark}">{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
-        f'<span class="nba-time"><span>{view.elapsed}</span>{rest}</span>{with_chart(view, _curve(view))}</header>'
+        f'<span class="nba-time">{times}</span>{with_chart(view, _curve(view))}</header>'
+    )
+
+
+def _times(parts: Sequence[str]) -> str:
+    """Return what a header says after the setup. A dot ends a part, so that none begins a line of a narrow cell."""
+    dot = '<span class="nba-dim"> ·</span>'
+    return " ".join(
+        f"<span{_class('nba-dim' if index else '')}>{escape(part)}{dot if index < len(parts) - 1 else ''}</span>"
+        for index, part in enumerate(parts)
     )
 
 
@@ -91,37 +105,56 @@ def _curve(view: View) -> str:
     low, high = min(values), max(values)
     across = width / ((last - first) or 1.0)
     down = (height - 4) / ((high - low) or 1.0)
+    begins = {0, *breaks(points, view.gaps)}
     path = "".join(
-        f"{'L' if index else 'M'}{(step - first) * across:.1f},{2 + (high - value) * down:.1f}"
+        f"{'M' if index in begins else 'L'}{(step - first) * across:.1f},{2 + (high - value) * down:.1f}"
         for index, ((step, _), value) in enumerate(zip(points, values, strict=True))
     )
+    ticks = "".join(_tick((begin - first) * across, (end - first) * across) for begin, end in view.gaps)
+    broken = f'<path class="nba-broken" d="{ticks}" fill="none" stroke="#c22f2f"/>' if ticks else ""
     label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
     return (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/></svg>'
+        f'<title>{label}</title><path d="{path}" fill="none" stroke="#2a78d6"/>{broken}</svg>'
     )
 
 
+def _tick(begin: float, end: float) -> str:
+    """Return the path of a mark below a gap of the curve, within the picture and never too short to be seen."""
+    width, height = _CURVE
+    begin = max(0.0, min(begin, width - _LEAST_TICK))
+    return f"M{begin:.1f},{height - 1}H{min(width, max(end, begin + _LEAST_TICK)):.1f}"
+
+
 def _body(view: View) -> str:
-    table = _dots(view) + _table((*view.bars, *view.rows), view.columns)
+    of_times = legend(view.times, view.named)
+    failed = view.state == "failed"
     if view.state == "done" and view.rows:
-        rows = _table(view.rows, view.columns)
-        folded = f"<details><summary>{escape(' · '.join(view.remarks))}</summary>{rows}</details>"
+        folded = (
+            f"<details><summary>{escape(_remarks(view))}</summary>{_table(view.rows, view.columns)}{of_times}</details>"
+        )
         table = _table(view.bars) + folded if view.bars else folded
-    table += legend(view.times, view.named)
-    if view.advice:
-        table += f'<p class="nba-advice">{escape(view.advice)}</p>'
+    else:
+        table = _dots(view) + _table((*view.bars, *view.rows), view.columns, failed=failed) + of_times
+    advice = f'<p class="nba-advice">{escape(view.advice)}</p>' if view.advice else ""
     warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
     held = f'<p class="nba-dim">{escape(view.held)}</p>' if view.held else ""
-    return table + held + warnings + _failure(view)
+    return table + held + warnings + advice + _failure(view)
 
 
-def _table(rows: Sequence[Row], standing: Sequence[str] = ()) -> str:
+def _remarks(view: View) -> str:
+    """Return what is said of the ranks of a run that is done, without their number, which the header has."""
+    remarks = [one for one in view.remarks if one not in view.facts.setup]
+    return " · ".join(remarks or ["ranks"])
+
+
+def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False) -> str:
     """Return a table.
 
     Args:
         rows: of it.
         standing: names of columns that it has also if no row has a value for them.
+        failed: the run has failed, so that rows that are bad say why.
     """
     if not rows:
         return ""
@@ -129,7 +162,7 @@ def _table(rows: Sequence[Row], standing: Sequence[str] = ()) -> str:
     has_bars = bool(standing) or any(row.share is not None for row in rows)
     head = "".join(f'<th class="nba-{name}"{_hint(name)}>{title}</th>' for name, title in columns)
     bar = '<th class="nba-bar"></th>' if has_bars else ""
-    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars) for row in rows)
+    lines = "".join(_row(row, [name for name, _ in columns], has_bar=has_bars, failed=failed) for row in rows)
     return (
         f"<table{'' if has_bars or columns else _ONLY_NOW}><thead>"
         f'<tr><th class="nba-rank">rank</th>{bar}{head}<th class="nba-now">now</th></tr></thead>'
@@ -141,15 +174,25 @@ def _hint(name: str) -> str:
     return _title(_HINTS.get(name))
 
 
-def _row(row: Row, columns: Sequence[str], *, has_bar: bool) -> str:
+def _row(row: Row, columns: Sequence[str], *, has_bar: bool, failed: bool) -> str:
     hints = {"memory": row.held, "step": row.step}
     texts = {name: escape(getattr(row, name)) for name in columns} | {"step": _step(row)}
-    cells = "".join(f'<td class="nba-{name}"{_title(hints.get(name))}>{texts[name]}</td>' for name in columns)
-    kind = f' class="nba-{row.kind}"' if row.kind else ""
+    is_finite = row.loss.lstrip("-") not in _NOT_FINITE
+    looks = {"loss": "nba-loss" if is_finite else "nba-loss nba-not-finite"}
+    cells = "".join(
+        f'<td class="{looks.get(name, f"nba-{name}")}"{_title(hints.get(name))}>{texts[name]}</td>' for name in columns
+    )
+    kind = f"nba-{row.kind}" if row.kind else ""
+    if row.kind == "bad" and not (is_finite or failed or row.now == "failed"):
+        kind += " nba-runs"  # it is the loss that is bad, not what the rank does
     return (
-        f'<tr{kind}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
+        f'<tr{_class(kind)}><td class="nba-rank">{row.ranks}</td>{_bar(row) if has_bar else ""}{cells}'
         f'<td class="nba-now"><div title="{escape(row.said)}">{_now(row)}</div></td></tr>'
     )
+
+
+def _class(names: str) -> str:
+    return f' class="{names}"' if names else ""
 
 
 def _title(text: str | None) -> str:

@@ -131,7 +131,8 @@ class NotebookPanel(Drawing):
             return
         self._show_in_title(percent_of(view))
         if self._again.is_asked_for:
-            self._again.value = html.style() + html.render(view) + html.render_charts(view)
+            at = time.strftime("%H:%M:%S")
+            self._again.value = html.style() + html.render(view, at=at) + html.render_charts(view)
         if self._shown is not None:
             if self._shown == self._stacks and time.monotonic() >= self._ask_at:
                 self._ask()

@@ -21,7 +21,7 @@ from browser.server import JupyterServer, Theme, Where
 WIDTHS = (1280, 700, 420)
 THEMES: tuple[Theme, ...] = ("dark", "light")
 _GONE = "() => [...document.querySelectorAll('.nba-gone')].some(one => getComputedStyle(one).visibility === 'visible')"
-"""Whether a frame that is not drawn again says so: after 15 seconds, and once more after a change of the theme."""
+"""Whether a frame that is not drawn again says so: after 6 seconds, and once more after a change of the theme."""
 
 SETUP = """
 import os, time

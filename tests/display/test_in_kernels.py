@@ -170,7 +170,7 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     assert 2 <= len(frames) <= 3 + 2 * sent.seconds
     heads = {html.split("<thead>")[1].split("</thead>")[0] for html in sent.html}
     assert len(heads) == 1, "columns that come and go"
-    assert ["Last seen at" in html for html in sent.html] == [True] * (len(frames) - 1) + [False]
+    assert ["No news since" in html for html in sent.html] == [True] * (len(frames) - 1) + [False]
     assert sum(map(len, sent.html)) + sent.num_bytes <= 40_000 + 40_000 * sent.seconds, "bytes"
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from nb_accelerate.display import asides, html, text, words
 from nb_accelerate.display.bars import bar_rows
 from nb_accelerate.display.memory import memory_table
+from nb_accelerate.display.phase_times import parts
 from nb_accelerate.display.track import LossHistory
 from nb_accelerate.display.view import FailureSummary, View
 from nb_accelerate.progress_page import Bar, Phase, RankMemory
@@ -145,6 +147,47 @@ def test_a_run_that_is_done_folds_its_ranks_away_but_says_how_it_was():
     assert page.said[0] == "✓"
     assert "40 steps" in " ".join(page.said)
     assert "2 ranks" in " ".join(page.said)
+
+
+def test_of_a_rank_whose_loss_is_nan_the_loss_is_marked_and_not_what_it_does():
+    run = running()
+    run.put([1], loss=float("nan"))
+    run.look()
+    source = html.render(run.view)
+    assert source.count("nba-not-finite") == 1
+    assert '<tr class="nba-bad nba-runs">' in source
+    failure = FailureSummary(ranks=(1,), what="ValueError", label="traceback of rank 1", details="a")
+    assert '<tr class="nba-bad">' in html.render(run.end("failed", failure))
+
+
+def test_the_small_curve_is_interrupted_where_the_loss_was_not_finite():
+    run = running()
+    run.put(loss=float("nan"))
+    run.wait(1.0, lambda: run.step_of(run.ranks))
+    for loss in range(20):
+        run.put(loss=1.0 + loss)
+        run.wait(0.125, lambda: run.step_of(run.ranks))
+    (path,) = re.findall(r'<path d="(M[^"]*)" fill="none" stroke="#2a78d6"', html.render(run.view))
+    assert path.count("M") == 2
+    assert html.render(run.view).count('class="nba-broken"') == 1
+    assert "nba-broken" not in html.render(running().view)
+
+
+def test_warnings_stand_above_advice_and_the_legend_of_strips_is_folded_away_with_them():
+    view = dataclasses.replace(
+        views()["done"], warnings=("Wrong.",), advice="Do this.", times=parts({Phase.DATA: 1.0, Phase.FORWARD: 3.0})
+    )
+    source = html.render(view)
+    order = ["<details><summary>", "time of all ranks:", "</details>", "Wrong.", "Do this."]
+    places = [source.rindex(one) if one == "</details>" else source.index(one) for one in order]
+    assert places == sorted(places)
+
+
+def test_a_drawing_that_is_followed_by_others_is_marked_as_one_that_can_become_old():
+    view = views()["running"]
+    assert "No news since 02:03:04." in html.render(view, at="02:03:04")
+    assert "nba-live" in html.render(view, at="02:03:04")
+    assert "nba-live" not in html.render(view)
 
 
 def test_a_failure_has_its_traceback_folded():
