@@ -29,7 +29,7 @@ _EMPTY_TRACK = '<div class="nba-track"></div>'
 _GONE = "No news since {at}. If the kernel runs, call nb_accelerate.attach() in a cell; if not, run this cell again."
 _CURVE = (150, 26)
 _FEW_POINTS = 8
-_LEAST_TICK = 3.0
+_LEAST_TICK = 6.0
 _NOT_FINITE = ("nan", "inf")
 
 _WIDE = 10
@@ -145,7 +145,7 @@ def _body(view: View) -> str:
 def _remarks(view: View) -> str:
     """Return what is said of the ranks of a run that is done, without their number, which the header has."""
     remarks = [one for one in view.remarks if one not in view.facts.setup]
-    return " · ".join(remarks or ["ranks"])
+    return f"ranks: {' · '.join(remarks)}" if remarks else "ranks"
 
 
 def _table(rows: Sequence[Row], standing: Sequence[str] = (), *, failed: bool = False) -> str:

@@ -159,8 +159,8 @@ def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Cur
     )
     return (
         f'<div class="nba-big">{_legend(lines, has_gaps=bool(gaps))}<svg width="{_WIDTH - _LEFT - _RIGHT}" '
-        f'height="{height}" style="margin-left:{_LEFT}px;overflow:visible" role="img" aria-label="{label}" '
-        f'font-size="11" fill="currentColor">{body}</svg></div>'
+        f'height="{height}" style="height:{height}px;margin-left:{_LEFT}px;overflow:visible" role="img" '
+        f'aria-label="{label}" font-size="11" fill="currentColor">{body}</svg></div>'
     )
 
 
