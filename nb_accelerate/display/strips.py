@@ -74,6 +74,6 @@ def _percents(times: Sequence[TimePart], kept: Collection[str]) -> dict[str, int
     missing = 100 - sum(percents.values())
     for kind in sorted(shares, key=lambda kind: percents[kind] - 100 * shares[kind])[:missing]:
         percents[kind] += 1
-    if not percents[_OTHER] and _OTHER not in kept:
+    if not percents[_OTHER]:
         del percents[_OTHER]
     return {kind: percents[kind] for kind in _NAMES if kind in percents}
