@@ -180,7 +180,7 @@ ONE_OF_64_IS_SLOW = """() => {
     const rows = [...document.querySelectorAll('.nba tbody tr')].map(row => row.innerText.trim().split(/\\s+/));
     const dots = [...document.querySelectorAll('.nba .nba-dot')];
     return rows.length === 2
-        && rows[0][0] === '0-63' && rows[0].join(' ').includes('63 ranks: waits in backward')
+        && rows[0][0] === '0-63' && rows[0].join(' ').includes('63 ranks: wait in backward')
         && rows[1][0] === '20'
         && dots.length === 64 && dots.filter(dot => dot.classList.contains('nba-late')).length === 1;
 }"""
@@ -194,7 +194,7 @@ def test_of_64_ranks_one_sees_how_all_are_and_who_is_slow(open_notebook: OpenNot
     notebook.run(0)
     notebook.wait_until_done()
     start(notebook, 1)
-    notebook.wait_for_output(1, "x slower: ", timeout=60)
+    notebook.wait_for_output(1, "x slower", timeout=60)
     assert len(ranks_of(notebook)) == 64
     notebook.screenshot("panel-64-light-running", cell=1)
     notebook.wait_until(ONE_OF_64_IS_SLOW)
