@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.cli.engines import check_mesh, chosen_engine, engine_variables, mesh_of
 from nb_accelerate.cli.flags import GROUPS, add_flags
+from nb_accelerate.cli.late_flags import flag_of_the_target
 from nb_accelerate.config.file import CONFIG_FILE
 from nb_accelerate.errors import ConfigError
 
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from nb_accelerate.config.file import ConfigFile
 
 _LAUNCH_FLAGS = frozenset(flag.name for _, flags in GROUPS for flag in flags)
-
-_FOR_PROCESSES = {
-    flag.name: flag
-    for _, flags in GROUPS
-    for flag in flags
-    if flag.name in ("num_processes", "multi_gpu", "gpu_ids", "num_machines")
-}
-"""Flags that ask for more processes. Scripts often have others of these names, such as ``--mixed_precision``."""
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "XLA")
 """Values of ``distributed_type`` that a launch can be for."""
@@ -123,7 +116,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             raise ConfigError("--multi_gpu asks for GPUs, and none is visible here. To train on the CPU: --cpu")
         plan = planned(options, facts)
         if plan.num_processes * plan.num_nodes == 1 and arguments.num_processes is None and not arguments.quiet:
-            line = _flag_of_the_target(job)
+            line = flag_of_the_target(job.target, job.arguments)
             if line:
                 print(line, file=sys.stderr)
         from nb_accelerate.launch.servers import warm_up_for
@@ -154,21 +147,6 @@ def _job(arguments: argparse.Namespace) -> Job:
             f"the packages of {sys.executable}."
         )
     return Job(target=arguments.target, arguments=tuple(arguments.arguments), kind=kind)
-
-
-def _flag_of_the_target(job: Job) -> str:
-    """Return a sentence about a flag for more processes that stands after the target; "" if there is none."""
-    for place, argument in enumerate(job.arguments):
-        flag = _FOR_PROCESSES.get(argument.partition("=")[0].removeprefix("--").replace("-", "_"))
-        if flag is None or not argument.startswith("--"):
-            continue
-        has_value = flag.convert is not None and "=" not in argument
-        given = " ".join(job.arguments[place : place + 1 + has_value])
-        return (
-            f"nb-accelerate: 1 process is started: {given} stands after {job.target} and was given to it. "
-            f"If it is for launch, write: nb-accelerate launch {given} {job.target}"
-        )
-    return ""
 
 
 def _is_importable(name: str) -> bool:
