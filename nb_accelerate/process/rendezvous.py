@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from nb_accelerate.process import loopback
 from nb_accelerate.process.store_clones import clone_store, prefix_store
+from nb_accelerate.progress_page import here
 from nb_accelerate.topology.rank_lists import named
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class RendezvousHandler:
         """Yield the store, the rank and the number of ranks, as torch's rendezvous handlers do."""
         asked = _parse(url)
         if asked is None or asked[0] != self._place:
+            here().note_other_group()
             yield from original(url, timeout=timeout, **options)
             return
         _, rank, world_size = asked

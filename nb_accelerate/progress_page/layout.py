@@ -42,7 +42,8 @@ SINCE = 42  # `time.monotonic_ns` when counting times began; 0 if nothing is to 
 WORKERS = 43  # `num_workers` of the current loop's loader, and 1 more; 0 if not known
 WAITS_TIMED = 44  # backward is over when the gradients of this rank are computed: what follows is WAITING
 SPANS_EPOCHS = 45  # the current loop goes over all epochs of the run, and its steps are those of the run
-NUM_WORDS = 46
+OTHER_GROUP = 46  # this process has made a process group at another address than that of its launch, since it began
+NUM_WORDS = 47
 
 NO_LOSS = -1.7976931348623157e308
 """The least float. Not NaN, which is a value that a loss may have and that has to be shown."""

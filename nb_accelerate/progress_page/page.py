@@ -85,12 +85,16 @@ class ProgressPage:
         """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
         self._words[layout.SAVES] = begins
 
+    def note_other_group(self) -> None:
+        """Note that this process makes a process group whose ranks may be processes outside of its launch."""
+        self._words[layout.OTHER_GROUP] = 1
+
     def begin_request(self) -> None:
         """Begin a call or a cell, and clear what the page says about the one before."""
         words = self._words
         request = words[layout.REQUEST] + 1
         for index in range(layout.PHASE, layout.NUM_WORDS):
-            if index != layout.SAVES:
+            if index not in (layout.SAVES, layout.OTHER_GROUP):
                 words[index] = 0
         self._memory[layout.SCALARS_AT : layout.MEMORY_AT] = bytes(layout.MEMORY_AT - layout.SCALARS_AT)
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)

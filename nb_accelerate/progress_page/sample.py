@@ -68,6 +68,7 @@ class Sample:
         scalars: what was logged last, by name.
         bars: progress bars, outermost first.
         saves: a checkpoint is written in the background.
+        other_group: it may be in a process group with processes outside of its launch.
         paused: training waits until the notebook tells it to go on.
         held: what it held in memory when that was measured last, maybe in an earlier call or cell.
         seconds: spent in each phase so far, those that took no time left out.
@@ -103,6 +104,7 @@ class Sample:
     scalars: Mapping[str, float] = field(default_factory=dict)
     bars: tuple[Bar, ...] = ()
     saves: bool = False
+    other_group: bool = False
     paused: bool = False
     held: RankMemory = field(default_factory=RankMemory)
     seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)  # changes from look to look
@@ -165,6 +167,7 @@ def read(memory: Buffer) -> Sample:
         scalars=_scalars(memory),
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
+        other_group=bool(words[layout.OTHER_GROUP]),
         paused=is_paused(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),

@@ -28,8 +28,8 @@ class DeadlockWatch:
     processor, wants one or reads a disk: a collective that all have called, a transfer of data, a backward and a thread
     that goes on would.
 
-    It is not measured for requests to only some ranks of a process group, with ranks on other machines, or whose ranks
-    use devices: waits for those may take no time of a processor.
+    It is not measured for requests to only some ranks of a process group, with ranks on other machines, in a group that
+    may have processes of another launch, or whose ranks use devices: waits for those may take no time of a processor.
 
     Args:
         request: one that has begun.
@@ -79,7 +79,7 @@ class DeadlockWatch:
             and len(request.ranks) == request.world_size > 1
             and bool(dumps)
             and all(in_exchange(dump, or_backward=True) for dump in dumps.values())
-            and not any(one.handle.is_stopped() for one in request.ranks)
+            and not any(one.handle.is_stopped() or one.handle.page.read().other_group for one in request.ranks)
         )
 
     def _are_idle(self, used: Mapping[int, float | None], seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from fixtures.ranks import RunRanks
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED, where
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.launch import Launch, notebook_launcher
+from nb_accelerate.progress_page import ProgressPage, layout
 from nb_accelerate.protocol.messages import Parcel, Result
 from nb_accelerate.ranks import deadlock, hang, proxy
 from nb_accelerate.ranks.deadlock import DeadlockWatch
@@ -250,6 +252,12 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     assert watch(size=5).look(both) is None  # the others are on another machine
     assert watch(finished=()).look({**both, 2: WAITS}) == 0.0  # in different collectives, or they would go on
     assert watch(finished=()).look({**both, 2: LOADS}) is None
+
+    page = ProgressPage(mmap.mmap(ranks[1].handle.page.fd, layout.SIZE))
+    page.note_other_group()
+    page.begin_request()
+    assert watch().look(both) is None  # perhaps for processes of another launch
+    page._words[layout.OTHER_GROUP] = 0
 
     one = watch()
     one.look(both)
