@@ -21,6 +21,7 @@ import torch
 
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.progress_page import Phase, here
 from nb_accelerate.progress_page.commands import CommandKind
 
 if TYPE_CHECKING:
@@ -136,12 +137,16 @@ class Steering:
 
     def _wait(self) -> None:
         """Wait for the command to go on, and obey others meanwhile."""
+        page = here()
+        before = page.phase
+        page.enter(Phase.NOTHING)  # its time is that of no phase
         try:
             while self._is_paused:
                 time.sleep(_PAUSE_LOOK)
                 if number := self._commands.pending:
                     self._look(number)
         finally:  # an interrupt ends a pause too
+            page.enter(before)
             self._is_paused = False
             self._commands.note_paused(False)
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.progress_page import Phase, here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +34,9 @@ _LIBRARIES = ("nb_accelerate", "torch")
 
 
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
-    """Warn at the first step of an optimizer if nothing at all was prepared. Called by each `Accelerator`.
+    """Warn at the first step of an optimizer if nothing was prepared, or what was is not used.
+
+    Called by each `Accelerator`.
 
     Nothing is said where the gradients may be averaged by somebody else: `DistributedDataParallel`, FSDP or DeepSpeed.
 
@@ -51,7 +54,14 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
         nonlocal is_first
         if is_first:
             is_first = False
-            if not (shared.models or shared.optimizers or _is_averaged(optimizer)):
+            if optimizer in shared.given_optimizers and here().phase != Phase.STEP:
+                logger.warning(
+                    "The optimizer that prepare() returned is not used: the one it was given takes this step. If its "
+                    "model is not used either, each of the %d processes trains one of its own. Keep what it returns: "
+                    "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+                    collectives.world_size,
+                )
+            elif not (shared.models or shared.optimizers or _is_averaged(optimizer)):
                 logger.warning(
                     "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
                     "averages gradients. To train one: model, optimizer, loader = accelerator.prepare(model, "

@@ -29,7 +29,7 @@ from nb_accelerate.display import asides, html, notification
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
 from nb_accelerate.display.page_title import REPEAT_EVERY, percent_of, title_script
-from nb_accelerate.display.panel import Drawing
+from nb_accelerate.display.panel import PAUSE, RESUME, Drawing
 from nb_accelerate.display.strips import kinds_named
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class NotebookPanel(Drawing):
         if self._thread.is_alive() or self._box is None:
             return
         self._show_in_title(percent_of(view))
+        if self._pause is not None:
+            self._pause.description = RESUME if view.is_paused else PAUSE
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S")
             self._again.value = html.style() + html.render(view, at=at) + html.render_charts(view)
@@ -201,11 +203,14 @@ class NotebookPanel(Drawing):
             parent.set({})  # this thread's context only
         import ipywidgets
 
+        self._pause: Any = None
         self._aside = ipywidgets.HTML()
         self._again = _html_of_new_pages()
         self._title = ipywidgets.HTML(layout={"display": "none"})
+        actions = [self._button(action.title, action.hint, action.do) for action in self._watched.actions()]
+        self._pause = next((button for button in actions if button.description == PAUSE), None)
         buttons = [
-            *(self._button(action.title, action.hint, action.do) for action in self._watched.actions()),
+            *actions,
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
             self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
         ]

@@ -23,11 +23,17 @@ class Pace:
     """The steps of a run from its first one on: what came before it comes once, and says nothing about the rest."""
 
     def __init__(self) -> None:
+        self._paused = 0.0
+        self._added_at: float | None = None
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
 
-    def add(self, now: float, steps: int) -> None:
-        """Take the number of training steps at the time `now`."""
+    def add(self, now: float, steps: int, *, is_paused: bool = False) -> None:
+        """Take the number of training steps at the time `now`; time in which training is paused does not count."""
+        if is_paused and self._added_at is not None:
+            self._paused += now - self._added_at
+        self._added_at = now
+        now -= self._paused
         if steps and self._first is None:
             self._first = (now, steps)
         if steps and (self._last is None or steps > self._last[1]):
@@ -69,6 +75,8 @@ def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float
     """
     if compiles := compiling(tracks.values(), now):
         return (compiles,)
+    if all(track.sample.paused for track in tracks.values()):
+        return ("paused",)
     quiet = now - max(track.moved_at for track in tracks.values())
     in_loop = any(track.sample.in_loop for track in tracks.values())
     if in_loop and quiet > stall:
@@ -78,8 +86,6 @@ def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float
     left = pace.left_of_run(slowest) or slowest.time_left()
     if left is not None:
         parts.append(left)
-    if all(track.sample.paused for track in tracks.values()):
-        return ("paused",)
     rates = [track.rate for track in tracks.values() if track.rate is not None]
     if not rates and pace.rate:  # at the beginning of an epoch
         rates = [pace.rate]

@@ -114,7 +114,8 @@ class PanelState:
             self._state = "running"
         self._forget_standstill(now)
         self._compare(now)
-        self._pace.add(now, int(median(track.sample.steps for track in self._tracks.values())))
+        steps = int(median(track.sample.steps for track in self._tracks.values()))
+        self._pace.add(now, steps, is_paused=self._is_paused)
         sampled = self._sampled()
         self._losses.add(sampled)
         self._logged.add(self._tracks[min(self._tracks)].sample)
@@ -184,6 +185,7 @@ class PanelState:
         return View(
             state=self._state,
             facts=self._facts,
+            is_paused=self._is_paused,
             elapsed=words.duration(now - self._began),
             outlook=outlook(self._tracks, self._pace, now, stall=STALL) if self._ended is None else (),
             summary=summary(self._tracks, self._pace.rate, self._rows_per_batch) if self._ended is not None else (),
@@ -204,6 +206,10 @@ class PanelState:
             advice=self._advice(),
             failure=self._failure,
         )
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._ended is None and all(track.sample.paused for track in self._tracks.values())
 
     # Rows.
 
@@ -298,7 +304,9 @@ class PanelState:
         """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
         by_device = self._is_on_device()
         says_cpu = "CPU" in self._facts.setup and not by_device and self._ended is None
-        return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
+        gone = ("cpu", "gpu") if self._ended is not None else ()  # they are of the moment
+        known = self._columns | ({"cpu"} if says_cpu else set())
+        return tuple(name for name, _ in FIGURES if name in known and name not in gone)
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
         ranks = ranks if self._ended is None else ()
@@ -313,6 +321,8 @@ class PanelState:
             return f"stopped (SIGSTOP, pid {seen.pid})"
         if seen.state == "starting":
             return "starting" if seen.pid is not None else "importing torch"
+        if self._failure is not None and rank in self._failure.ranks and self._failure.what:
+            return self._failure.what
         if seen.state == "returned":
             early = standing.kind == "late" and standing.step
             return f"returned at step {words.count(track.sample.steps)}" if early else "done"

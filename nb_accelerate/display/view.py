@@ -136,6 +136,7 @@ class View:
     Attributes:
         state: of the whole.
         facts: what does not change.
+        is_paused: all its ranks wait until they are told to go on.
         elapsed: since it began.
         outlook: what else is known about the whole: how long it will take, samples a second.
         summary: of a run that has ended, in one line.
@@ -162,6 +163,7 @@ class View:
     state: PanelStatus
     facts: Facts
     elapsed: str
+    is_paused: bool = False
     outlook: tuple[str, ...] = ()
     summary: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()

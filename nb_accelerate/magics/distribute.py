@@ -53,7 +53,8 @@ class Distribute:
             _say("nothing was changed. To replace the cell without a question: %%distribute --accept")
             return
         self._shell.set_next_input(text, replace=True)
-        _say("the cell is replaced; run it")
+        ranks = "" if parsed.get("launch") else ": alone on one process, or with %%distributed -n 2 above it on two"
+        _say(f"the cell is replaced; run it{ranks}")
 
     run.__doc__ = HELP_TEXT
 

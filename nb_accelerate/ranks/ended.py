@@ -35,14 +35,15 @@ def ended_as(
         error = failure or error
         if error is None:
             return "done", None
-        if isinstance(error, DeadlockError):
-            early = tuple(sorted(request.answers))
-            waiting = tuple(rank.rank for rank in request.ranks)
-            return "failed", FailureSummary(ranks=early or waiting, what="returned early" if early else "deadlocked")
         return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), None
     cause = first_cause(incidents)
     if cause.kind is IncidentKind.INTERRUPTED:
         return "interrupted", None
+    if isinstance(cause.error, DeadlockError):
+        waiting = cause.error.stacks
+        early = tuple(one.rank for one in request.ranks if one.rank not in waiting)
+        what = "returned early" if early else "deadlocked"
+        return "failed", FailureSummary(ranks=early or tuple(waiting), what=what)
     ranks = tuple(failed_alike(cause, incidents))
     if cause.failure is None:
         exitcode = None if cause.rank is None else cause.rank.handle.exitcode

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from nb_accelerate.display.panel import Action
+from nb_accelerate.display.panel import PAUSE, Action
 from nb_accelerate.display.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
@@ -241,7 +241,7 @@ def steering_actions(
         return start
 
     return (
-        Action("Pause", "pause training before its next batch, or go on", in_thread(pause_or_resume)),
+        Action(PAUSE, "pause training before its next batch, or go on", in_thread(pause_or_resume)),
         Action("Save", "save a checkpoint now", in_thread(save)),
         Action("Stop after epoch", "end training when this epoch does", in_thread(steered.stop_after_epoch)),
     )

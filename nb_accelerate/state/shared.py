@@ -7,6 +7,7 @@ process. Options (length of the accumulation window, how loaders are sharded) be
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet, ref
@@ -17,6 +18,7 @@ from nb_accelerate.process import context
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from nb_accelerate.optim import AcceleratedOptimizer
     from nb_accelerate.precision.scaler import LossScaler
@@ -31,6 +33,7 @@ class SharedTraining:
         window: whether the current batch closes an accumulation window.
         scaler: the loss scaler of fp16; None until an `Accelerator` uses fp16.
         models: prepared models that are still referred to.
+        given_optimizers: optimizers that were given to ``prepare``.
         watches_first_step: the first step of an optimizer is looked at, whether anything was prepared.
     """
 
@@ -38,6 +41,7 @@ class SharedTraining:
     window: Window = field(default_factory=Window)
     scaler: LossScaler | None = None
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    given_optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     watches_first_step: bool = False
     _optimizers: list[ref[AcceleratedOptimizer]] = field(default_factory=list)
 
@@ -48,6 +52,8 @@ class SharedTraining:
 
     def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
         """Add a prepared optimizer, unless it is in the list."""
+        with contextlib.suppress(TypeError):  # an engine's need not be one of torch
+            self.given_optimizers.add(optimizer.optimizer)
         if not any(one is optimizer for one in self.optimizers):
             self._optimizers = [*map(ref, self.optimizers), ref(optimizer)]
 

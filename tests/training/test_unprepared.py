@@ -86,6 +86,8 @@ def train_by_hand(kind: str) -> list[str]:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = nn.Linear(1, 1)
+    if kind == "not kept":
+        accelerator.prepare(model, optimizer)
     if kind == "in part":
         other = accelerator.prepare(other)
     for _ in range(2):
@@ -98,6 +100,13 @@ def test_ranks_that_train_with_nothing_prepared_are_told_so_once(run_ranks: RunR
     first, second = run_ranks(train_by_hand, "nothing")
     assert len(first) == 1
     assert first[0].startswith("Nothing was prepared, so each of the 2 processes trains a model of its own, unless ")
+    assert second == []
+
+
+def test_what_prepare_returned_and_was_not_kept_is_told(run_ranks: RunRanks):
+    first, second = run_ranks(train_by_hand, "not kept")
+    assert len(first) == 1
+    assert first[0].startswith("The optimizer that prepare() returned is not used: ")
     assert second == []
 
 
