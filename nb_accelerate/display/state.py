@@ -303,10 +303,8 @@ class PanelState:
     def _shown_columns(self) -> tuple[str, ...]:
         """Return the columns that have had a value, and that of the CPU at once where no device will have values."""
         by_device = self._is_on_device()
-        says_cpu = "CPU" in self._facts.setup and not by_device and self._ended is None
-        gone = ("cpu", "gpu") if self._ended is not None else ()  # they are of the moment
-        known = self._columns | ({"cpu"} if says_cpu else set())
-        return tuple(name for name, _ in FIGURES if name in known and name not in gone)
+        says_cpu = "CPU" in self._facts.setup and not by_device
+        return tuple(name for name, _ in FIGURES if name in self._columns or (name == "cpu" and says_cpu))
 
     def _gpu(self, ranks: Sequence[int], now: float) -> str:
         ranks = ranks if self._ended is None else ()
