@@ -155,7 +155,10 @@ class NotebookPanel(Drawing):
         if view.is_worth_keeping and (was_drawn or view.bars or view.charts):
             self._show(bundle(view))
         elif self._is_shown:
-            self._show({"data": {"text/plain": view.facts.brief if self.is_announced else ""}, "metadata": {}})
+            took = f": {view.state} in {view.elapsed}" if was_drawn else ""
+            self._show(
+                {"data": {"text/plain": f"{view.facts.brief}{took}" if self.is_announced else ""}, "metadata": {}}
+            )
         if self._draws:
             self._send("update_display_data", self._buttons_id, {"data": {}, "metadata": {}})
         if self._box is None:

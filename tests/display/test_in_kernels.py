@@ -186,6 +186,9 @@ def test_what_ranks_print_at_once_stands_below_the_table_and_its_buttons(noteboo
         one for one in sent.of("update_display_data") if "application/vnd.jupyter.widget-view+json" in one["data"]
     ]
     assert [one["transient"]["display_id"] for one in buttons] == [place["transient"]["display_id"]]
+    # Without steps there is nothing to keep of the table but how long it took.
+    *_, last = (one for one in sent.of("update_display_data") if one["data"].get("text/plain"))
+    assert re.fullmatch(r"2 processes on CPU: done in 0:0\d", last["data"]["text/plain"])
 
 
 @pytest.mark.slow
