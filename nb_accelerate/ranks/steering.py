@@ -226,9 +226,18 @@ def steering_actions(
     def save() -> None:
         note(f"saved {steered.save_checkpoint()}")
 
+    def has_begun() -> bool:
+        try:
+            samples = [rank.handle.page.read() for rank in request.ranks]
+        except ValueError:  # they were closed: the ranks have just ended
+            return True
+        return any(one.loop or one.steps for one in samples)
+
     def in_thread(give: Callable[[], None]) -> Callable[[], object]:
         def run() -> None:
             try:
+                if not has_begun():
+                    note("no loop over a prepared loader runs yet: the command waits for one")
                 give()
             except NbAccelerateError as error:
                 say(str(error))

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -247,6 +248,26 @@ def test_a_learning_rate_of_nothing_is_not_changed() -> None:
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     with pytest.raises(ConfigError, match="it is 0 now"):
         change_learning_rate(0.1, [optimizer], [])
+
+
+def _trains_nothing() -> None:
+    while True:
+        signal.pause()
+
+
+def test_a_button_says_that_there_is_nothing_to_steer_yet() -> None:
+    launch = notebook_launcher(_trains_nothing, (), 2, block=False, progress="off", devices="cpu")
+    assert isinstance(launch, Launch)
+    request, world_size = launch._steered()
+    assert request is not None
+    said: list[str] = []
+    buttons = {one.title: one for one in steering_actions(request, world_size, note=said.append, say=said.append)}
+    pauses = buttons["Pause"].do()
+    assert isinstance(pauses, threading.Thread)
+    launch.stop()
+    pauses.join(20.0)
+    assert said[0] == "no loop over a prepared loader runs yet: the command waits for one"
+    assert "training ended" in said[1]
 
 
 def test_training_that_can_be_steered_is_not_kept_in_memory() -> None:
