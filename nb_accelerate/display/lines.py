@@ -90,7 +90,7 @@ class Lines(Drawing):
 
 def bundle(view: View) -> dict[str, Any]:
     """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
-    at = time.strftime("%H:%M:%S") if view.state in ("starting", "running") else ""
+    at = time.strftime("%H:%M:%S on %d %B") if view.state in ("starting", "running") else ""
     return {
         "data": {
             "text/html": html.style() + html.render(view, at=at) + html.render_charts(view),

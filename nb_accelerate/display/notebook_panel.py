@@ -50,8 +50,8 @@ _CHARTS_EVERY = 4
 
 
 _TO_KEEP = (
-    '<div class="nba"><p class="nba-dim">This page was loaded while it ran. To keep the panel in the notebook: '
-    "nb_accelerate.attach() in a cell.</p></div>"
+    '<div class="nba"><p class="nba-dim">This page was loaded while it ran, so the saved notebook lacks this '
+    "panel. To keep it: nb_accelerate.attach() in a cell, before the kernel ends.</p></div>"
 )
 
 
@@ -133,7 +133,7 @@ class NotebookPanel(Drawing):
         if self._pause is not None:
             self._pause.description = RESUME if view.is_paused else PAUSE
         if self._again.is_asked_for:
-            at = time.strftime("%H:%M:%S")
+            at = time.strftime("%H:%M:%S on %d %B")
             self._again.value = html.style() + html.render(view, at=at) + html.render_charts(view)
         if self._shown is not None:
             if self._shown == self._stacks and time.monotonic() >= self._ask_at:
