@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,15 +19,19 @@ class Stream(IterableDataset[tuple[torch.Tensor]]):
         return iter([(torch.ones(1),)] * 4)
 
 
-def train(kind: str) -> list[str]:
-    import logging
-
-    from nb_accelerate import Accelerator
-
+def collect_what_is_said() -> list[str]:
+    """Return a list to which what the package logs from now on is added."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("nb_accelerate").addHandler(handler)
+    return said
+
+
+def train(kind: str) -> list[str]:
+    from nb_accelerate import Accelerator
+
+    said = collect_what_is_said()
     accelerator = Accelerator()
     data = TensorDataset(torch.ones(8, 1))
     model = nn.Linear(1, 1)
@@ -70,16 +75,11 @@ def test_other_loaders_are_not(run_ranks: RunRanks, kind: str):
 
 
 def train_by_hand(kind: str) -> list[str]:
-    import logging
-
     from torch.nn.parallel import DistributedDataParallel
 
     from nb_accelerate import Accelerator
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nb_accelerate").addHandler(handler)
+    said = collect_what_is_said()
     accelerator = Accelerator()
     model: nn.Module = nn.Linear(1, 1)
     if kind == "averaged":
