@@ -69,7 +69,7 @@ _PANEL_TIMEOUT = 1.0
 """Seconds that a launch in the background is waited for, at most, until it has its panel. It takes some milliseconds,
 or for ever where other machines have to come first."""
 
-_STAYS = (ConfigError, MissingDependencyError, NotPreparedError, ShippingError, UnknownArgumentError)
+_NOT_RESTARTED = (ConfigError, MissingDependencyError, NotPreparedError, ShippingError, UnknownArgumentError)
 """Errors of what is written in the program. They come back in every attempt, so `max_restarts` is not for them."""
 
 
@@ -289,7 +289,7 @@ class Launch(Steerable):
                 except BaseException as error:
                     if attempt >= options.max_restarts or self._stopping:
                         raise
-                    if isinstance(error, _STAYS):
+                    if isinstance(error, _NOT_RESTARTED):
                         self._tell(f"The ranks are not started again: the same {type(error).__name__} would come back.")
                         raise
                     attempt += 1
