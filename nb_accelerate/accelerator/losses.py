@@ -42,6 +42,7 @@ class LossReport:
         self._page = page
         self._held = held
         self._kind = kind
+        self._reads_later = kind.reads_later
         self._due = 0.0
         self._arrived: Tensor | None = None
         self._computed: Tensor | None = None
@@ -51,14 +52,14 @@ class LossReport:
     def report(self, loss: Tensor) -> None:
         """Report the loss of a step, a tensor with one element; does nothing within `_REPORT_SECONDS` of the last."""
         now = time.monotonic()
-        before, self._computed = self._computed, loss.detach() if self._kind.reads_later else None
-        if now < self._due:
-            return
-        if self._kind.reads_later:
-            if before is None:
+        if self._reads_later:
+            before, self._computed = self._computed, loss.detach()
+            if now < self._due or before is None:
                 return
             # It was computed with its step. On the host, what is done to it is no program that has to be compiled.
             loss = before.cpu()
+        elif now < self._due:
+            return
         self._due = now + _REPORT_SECONDS
         if loss.numel() == 1:
             if self._arrived is None:

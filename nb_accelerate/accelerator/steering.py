@@ -89,9 +89,8 @@ class Steering:
             CheckpointError: a save in the background has failed; on all ranks after the same step.
         """
         saves.end_step()
-        commands = self._commands
-        commands.count_step()
-        if self._tracker.active is None and (number := commands.pending):
+        number = self._commands.count_step()
+        if number and self._tracker.active is None:
             self._look(number)
 
     def between_batches(self, loader: TrackedLoader) -> None:

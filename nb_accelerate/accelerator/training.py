@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nb_accelerate.accelerator.core import Core
     from nb_accelerate.config.kwargs import AutocastKwargs
 
+_BACKWARD, _RUNNING = Phase.BACKWARD, Phase.RUNNING  # Python 3.11 looks members of an enum up slowly
+
 
 class AccumulateBlock:
     """The block of one batch in an accumulation window. Made by `TrainingSlice.accumulate`."""
@@ -176,19 +178,19 @@ class TrainingSlice(Slice):
             NotPreparedError: there are several processes, and nothing was prepared; or the `Accelerator` was made in
                 another process than this one.
         """
-        core = self.core
+        core, page = self.core, self.core.page
         if not core.process.is_here:
             raise foreign_accelerator("accelerator.backward")
-        if core.collectives.world_size > 1 and not core.shared.models and not core.shared.optimizers:
+        is_distributed = core.collectives.world_size > 1
+        if is_distributed and not core.shared.models and not core.shared.optimizers:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)
         steps = core.accumulation.num_steps
-        enter = core.page.enter
-        enter(Phase.BACKWARD)
-        core.page.trains()
-        if core.process.kind.is_host and core.collectives.world_size > 1 and core.accumulation.sync_gradients:
-            time_exchange(loss, core.page)
+        page.enter(_BACKWARD)
+        page.trains()
+        if is_distributed and core.process.kind.is_host and core.accumulation.sync_gradients:
+            time_exchange(loss, page)
         core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
-        enter(Phase.RUNNING)
+        page.enter(_RUNNING)
         core.losses.report(loss)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Iterable[AcceleratedOptimizer] | None = None) -> None:

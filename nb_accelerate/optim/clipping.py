@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ClipsGradients(Protocol):
     """The part of `nb_accelerate.strategies.Strategy` that clipping needs; the arguments are described there."""
 
-    def current_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that are trained in place of those given."""
         ...
 
@@ -62,7 +62,7 @@ def clip_grad_norm(
     Returns:
         The norm before clipping: a tensor of shape ``()``.
     """
-    items = strategy.current_parameters(_as_list(parameters))
+    items = strategy.current_parameters(_as_iterable(parameters))
     if not accumulation.sync_gradients:
         return precision.without_scale(strategy.grad_norm(items, norm_type), items)
     _complete(items, optimizers, precision)
@@ -92,19 +92,21 @@ def clip_grad_value(
     """
     if not accumulation.sync_gradients:
         return
-    items = strategy.current_parameters(_as_list(parameters))
+    items = strategy.current_parameters(_as_iterable(parameters))
     _complete(items, optimizers, precision)
     strategy.clip_grad_value(items, clip_value)
 
 
 def _complete(parameters: Sequence[Tensor], optimizers: Sequence[AcceleratedOptimizer], precision: Precision) -> None:
     """Average gradients over all ranks, and divide them by the loss scale."""
-    wanted = {id(parameter) for parameter in parameters}
-    for optimizer in optimizers:
-        if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
-            optimizer.complete_gradients()
+    incomplete = [optimizer for optimizer in optimizers if optimizer.completes_gradients]
+    if incomplete:
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in incomplete:
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.complete_gradients()
     precision.unscale(parameters)  # of optimizers that another Accelerator prepared
 
 
-def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+def _as_iterable(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else parameters

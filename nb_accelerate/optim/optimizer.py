@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from nb_accelerate.optim.accumulation import AccumulationState
 
+_STEP, _RUNNING = Phase.STEP, Phase.RUNNING  # Python 3.11 looks members of an enum up slowly
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerTraining:
@@ -113,25 +115,29 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
             CheckpointError: a checkpoint could not be saved in the background. The step is done.
         """
-        if self._accumulation.sync_gradients:
+        if self._accumulation.window.closes:
             if self._before_first_step is not None:
                 self._before_first_step(self.optimizer)
                 self._before_first_step = None
             page = here()
             page.trains()
-            enter = page.enter
-            enter(Phase.STEP)
+            page.enter(_STEP)
             if self._complete_gradients is not None:
                 if closure is None:
                     self._complete_gradients()
                 else:
                     closure = _completed(closure, self._complete_gradients)
             taken = self.accelerated_step(closure)
-            enter(Phase.RUNNING)
+            page.enter(_RUNNING)
             if self._after_step is not None:
                 self._after_step()
             return taken
         return None
+
+    @property
+    def completes_gradients(self) -> bool:
+        """Whether `complete_gradients` has anything to do."""
+        return self._complete_gradients is not None or self.accelerated_step.unscales
 
     def complete_gradients(self) -> None:
         """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped."""
@@ -148,7 +154,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: the optimizer inside has no such argument.
         """
-        if self._accumulation.sync_gradients:
+        if self._accumulation.window.closes:
             if self._owns_gradients:
                 pass  # an engine keeps them in buffers that its optimizer must not take away
             elif self._takes_set_to_none:

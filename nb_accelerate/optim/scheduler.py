@@ -74,7 +74,7 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
-        if not self._accumulation.sync_gradients:
+        if not self._accumulation.window.closes:
             if self._accumulation.adjust_scheduler and hasattr(scheduler, "_step_count"):  # not of ReduceLROnPlateau
                 scheduler._step_count += 1  # noqa: SLF001 - torch keeps the count of calls nowhere else
             return

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 class ScaledStep(OptimizerStep):
     """Take the steps of one optimizer on scaled gradients. Made by `LossScaler.bind`."""
 
+    unscales = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> None:
         super().__init__(optimizer)
         self.unscaled = False

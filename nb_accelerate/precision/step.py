@@ -19,9 +19,11 @@ class OptimizerStep:
 
     Attributes:
         skipped: whether the last step was not taken because gradients were infinite.
+        unscales: whether `unscale` has anything to do.
     """
 
     skipped = False
+    unscales = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -44,6 +46,8 @@ class GivenScalerStep(OptimizerStep):
         optimizer: the user's.
         scaler: scales the losses of this optimizer only; the user calls ``scaler.scale(loss)``.
     """
+
+    unscales = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         super().__init__(optimizer)

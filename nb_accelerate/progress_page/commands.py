@@ -107,9 +107,12 @@ class CommandReader:
         """Optimizer steps of this call or cell."""
         return self._words[_STEPS]
 
-    def count_step(self) -> None:
-        """Count an optimizer step."""
-        self._words[_STEPS] += 1
+    def count_step(self) -> int:
+        """Count an optimizer step. Returns what `pending` is then: it is called for each step, so it is one call."""
+        words = self._words
+        words[_STEPS] += 1
+        number = words[_COMMAND]
+        return number if number != self._done else 0
 
     def is_due(self, number: int) -> bool:
         """Return whether a command is to be obeyed now, if it holds: see `holds`. Agrees to it if that is to come."""

@@ -92,7 +92,7 @@ class DTensorStrategy(Strategy):
     # -- gradients
 
     @override
-    def current_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         return [getattr(parameter, SHARDED_AS, parameter) for parameter in parameters]
 
     @override

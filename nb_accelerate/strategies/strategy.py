@@ -241,7 +241,7 @@ class Strategy:
         del optimizer, models
         return None
 
-    def current_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that are trained now in place of those that a model had before it was prepared."""
         return list(parameters)
 
