@@ -194,6 +194,10 @@ class Notebook:
         self._chromium.wait_for(self._page.reload(wait_until="domcontentloaded"), _OPEN)
         self.wait_until("() => document.querySelector('.jp-Notebook .jp-CodeCell') !== null", timeout=_OPEN)
 
+    def restart(self) -> None:
+        """Restart the kernel, as the menu does once it was confirmed."""
+        self.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+
     def violations(self, *selectors: str) -> list[str]:
         """What axe-core finds serious or critical in elements of these kinds, one line each."""
         there = [one for one in selectors if self.evaluate("one => document.querySelector(one) !== null", one)]

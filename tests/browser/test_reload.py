@@ -1,0 +1,67 @@
+"""A page that is loaded anew while a cell runs: what ranks print, without a saved panel, and without a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from browser.notebook import IDLE
+from browser.test_panel import SETUP, launch, start, wait_for_percent
+
+if TYPE_CHECKING:
+    from browser.conftest import OpenNotebook
+    from browser.notebook import Notebook
+    from browser.server import Where
+
+pytestmark = [pytest.mark.browser, pytest.mark.limit(240)]
+
+TALK = """
+def talk():
+    print("said by rank", Accelerator().process_index)
+    return train(steps=3000)
+"""
+CELLS = [
+    SETUP + TALK,
+    launch(2).replace("train", "talk").replace("{}", "None"),
+    "import nb_accelerate; nb_accelerate.attach()",
+]
+HAS_BUTTONS = "() => document.querySelector('.jp-OutputArea button') !== null"
+MOVES = "() => document.querySelector('.nba-again .nba') !== null"
+
+
+def run_and_reload(notebook: Notebook, *, saved: bool) -> None:
+    notebook.run(0)
+    notebook.wait_until_done()
+    start(notebook, 1)
+    notebook.wait_until(HAS_BUTTONS)
+    if saved:
+        notebook.save()
+    notebook.reload()
+
+
+SAYS_IT_ENDED = """selector => [...document.querySelectorAll(selector)].some(one =>
+    one.checkVisibility({visibilityProperty: true}) && one.offsetHeight > 0
+    && getComputedStyle(one, '::after').content.includes('The kernel has ended'))"""
+
+
+@pytest.mark.parametrize("is_reloaded", [True, False])
+def test_when_the_kernel_is_restarted_the_panel_says_that_it_has_ended(
+    open_notebook: OpenNotebook, is_reloaded: bool
+) -> None:
+    notebook = open_notebook(CELLS)
+    if is_reloaded:
+        run_and_reload(notebook, saved=True)
+        notebook.wait_until(MOVES, timeout=60)
+    else:
+        notebook.run(0)
+        notebook.wait_until_done()
+        start(notebook, 1)
+        notebook.wait_until(HAS_BUTTONS)
+    shown = ".nba-again .nba-gone" if is_reloaded else ".jp-RenderedHTML .nba-gone"
+    assert not notebook.evaluate(SAYS_IT_ENDED, shown)
+    notebook.restart()
+    notebook.wait_until(SAYS_IT_ENDED, shown)
+    assert "If the kernel runs" not in notebook.output(1)
+    notebook.wait_until("() => [...document.querySelectorAll('.jp-OutputArea button')].every(one => !one.offsetHeight)")
+    notebook.screenshot(f"reload-restarted-{is_reloaded}", cell=1)
