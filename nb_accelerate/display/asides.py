@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _LAST_LINES = 40
 """Lines of a log that are shown."""
 
+_KEPT_LINES = 200
+"""Last lines of each rank that are kept of a run that is over."""
+
 # Selecting what is shown says what was copied, and it is the way that needs no page of https.
 _COPY = (
     "const shown=this.closest('.nba-asides').querySelector('pre');getSelection().selectAllChildren(shown);"
@@ -60,6 +63,21 @@ def log(text: str, rank: int) -> str:
     """Return the last lines that a rank has printed."""
     lines = "".join(text.splitlines(keepends=True)[-_LAST_LINES:])
     return _pre(escape(lines or "nothing yet"), f"log of rank {rank}", "nba-newest-last")
+
+
+def logs(texts: Mapping[int, str]) -> str:
+    """Return what ranks have printed, folded, for a panel that stays; nothing of ranks that printed nothing."""
+    return "".join(
+        f'<div class="nba"><details><summary>log of rank {rank}</summary>'
+        f'<pre class="nba-aside">{escape(text)}</pre></details></div>'
+        for rank, text in texts.items()
+        if text
+    )
+
+
+def last_lines(text: str) -> str:
+    """Return as much of a log as is kept of a run that is over."""
+    return "".join(text.splitlines(keepends=True)[-_KEPT_LINES:])
 
 
 def _pre(markup: str, label: str, kind: str = "") -> str:

@@ -54,6 +54,11 @@ _TO_KEEP = (
     "panel. To keep it: nb_accelerate.attach() in a cell, before the kernel ends.</p></div>"
 )
 
+_LINES_MISSING = (
+    '<div class="nba"><p class="nba-dim">This page was loaded while it ran: what ranks print is in their logs, below, '
+    "and no longer in this cell.</p></div>"
+)
+
 
 class NotebookPanel(Drawing):
     """A panel in a cell.
@@ -101,6 +106,7 @@ class NotebookPanel(Drawing):
         self._shown: Callable[[], str] | None = None
         self._ask_at = 0.0
         self._log_of = min(ranks)
+        self._has_opened_log = False
         self._last: dict[str, Any] = {}
         self._is_shown = self.is_announced = bool(place)
         self._draws = 0
@@ -134,7 +140,11 @@ class NotebookPanel(Drawing):
             self._pause.description = RESUME if view.is_paused else PAUSE
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
-            self._again.value = html.style() + html.render(view, at=at) + html.render_charts(view)
+            missing = _LINES_MISSING if self._has_log else ""
+            self._again.value = html.style() + html.render(view, at=at) + html.render_charts(view) + missing
+            if missing and not self._has_opened_log:  # once: who closes it wants it closed
+                self._has_opened_log = True
+                self._open_log()
         if self._shown is not None:
             if self._shown == self._stacks and time.monotonic() >= self._ask_at:
                 self._ask()
@@ -164,13 +174,24 @@ class NotebookPanel(Drawing):
         if self._box is None:
             return
         if self._again.is_asked_for:  # the page knows no display that could be left in the place of widgets
-            self._again.value = html.style() + html.render(view) + html.render_charts(view) + _TO_KEEP
+            logs = asides.logs({rank: asides.last_lines(self._watched.log(rank)) for rank in self._ranks})
+            self._again.value = html.style() + html.render(view) + html.render_charts(view) + logs + _TO_KEEP
             self._box.children = (self._again,)
             _close(self._controls)
             _close(self._title)
             _close(self._aside)
         else:
             _close(self._box)
+
+    @property
+    def _has_log(self) -> bool:
+        return any(self._watched.log(rank) for rank in self._ranks)
+
+    def _open_log(self) -> None:
+        """Show what ranks print, unless the user looks at something else."""
+        if self._shown is None:
+            self._log_of = next(rank for rank in self._ranks if self._watched.log(rank))
+            self._open(self._log)
 
     def _keep_place_for_buttons(self) -> None:
         """Display nothing, below the table, where the buttons come to stand whatever is printed until they are made."""

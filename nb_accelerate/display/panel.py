@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
+from nb_accelerate.display.asides import last_lines
 from nb_accelerate.display.logged_values import earlier_runs, remember
 from nb_accelerate.display.runs import charts_of
 from nb_accelerate.display.seen import Seen
@@ -42,9 +43,6 @@ _DRAW_MANY_EVERY = 0.6
 _INSPECT_EVERY = 1.0
 _ANSWER = 0.3
 """Seconds until stacks have arrived."""
-
-_KEPT_LINES = 200
-"""Last lines of each rank that are kept of a run that is over."""
 
 _LINES_EVERY = 0.4
 """Seconds between two looks at the user's lines: each takes a rank some tens of microseconds."""
@@ -263,7 +261,7 @@ class Panel:
         self._observe(watched, now, inspects=self._was_drawn)
         self._state.end(now, state, failure)
         self._runs = watched.runs()
-        self.logs = {rank: "".join(watched.log(rank).splitlines(keepends=True)[-_KEPT_LINES:]) for rank in self.ranks}
+        self.logs = {rank: last_lines(watched.log(rank)) for rank in self.ranks}
         (own, *others), self._drawings = self._drawings, []  # which hold what the ranks have returned
         if not (self._was_drawn or others or own.is_announced or self._runs or self._state.has_content):
             return  # nobody sees its view, which takes a while to make, unless `ended` is asked for

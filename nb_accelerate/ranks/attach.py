@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.checks import suggest
+from nb_accelerate.display import asides
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.errors import ConfigError
@@ -69,10 +69,6 @@ def _find(name: str | None) -> Panel:
 def _show_end(view: View, logs: Mapping[int, str], sink: Sink) -> None:
     content = bundle(view)
     printed = {rank: text for rank, text in logs.items() if text}
-    content["data"]["text/html"] += "".join(
-        f'<div class="nba"><details><summary>log of rank {rank}</summary>'
-        f'<pre class="nba-aside">{escape(text)}</pre></details></div>'
-        for rank, text in printed.items()
-    )
+    content["data"]["text/html"] += asides.logs(printed)
     content["data"]["text/plain"] += "".join(f"\nlog of rank {rank}:\n{text}" for rank, text in printed.items())
     sink.display("display_data", content)

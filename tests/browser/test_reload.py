@@ -40,6 +40,27 @@ def run_and_reload(notebook: Notebook, *, saved: bool) -> None:
     notebook.reload()
 
 
+@pytest.mark.parametrize("where", ["lab", "nb7"])
+def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at_its_end(
+    open_notebook: OpenNotebook, where: Where
+) -> None:
+    notebook = open_notebook(CELLS, where)
+    run_and_reload(notebook, saved=True)
+    notebook.wait_until(MOVES, timeout=60)
+    notebook.wait_until("() => document.querySelector('.nba-asides pre')?.textContent === 'said by rank 0\\n'")
+    assert "what ranks print is in their logs" in notebook.output(1)
+    notebook.screenshot(f"reload-log-{where}", cell=1)
+    notebook.press_button(1, "Log")
+    notebook.wait_until("() => document.querySelector('.nba-asides pre') === null")
+    wait_for_percent(notebook, 0, ranks=2)  # some drawings later it is still closed
+    assert notebook.count(1, ".nba-asides pre") == 0
+    notebook.press_button(1, "Interrupt")
+    notebook.wait_for_output(1, "■")
+    logs = notebook.evaluate("() => [...document.querySelectorAll('.nba-again pre.nba-aside')].map(o => o.textContent)")
+    assert logs == ["said by rank 0\n", "said by rank 1\n"]
+    notebook.screenshot(f"reload-end-{where}", cell=1)
+
+
 SAYS_IT_ENDED = """selector => [...document.querySelectorAll(selector)].some(one =>
     one.checkVisibility({visibilityProperty: true}) && one.offsetHeight > 0
     && getComputedStyle(one, '::after').content.includes('The kernel has ended'))"""
