@@ -61,6 +61,41 @@ def test_what_ranks_print_is_in_their_logs_below_the_panel_while_it_moves_and_at
     notebook.screenshot(f"reload-end-{where}", cell=1)
 
 
+@pytest.mark.parametrize("where", ["lab", "nb7"])
+def test_without_a_saved_panel_attach_shows_one_at_once_though_the_cell_goes_on(
+    open_notebook: OpenNotebook, where: Where
+) -> None:
+    notebook = open_notebook(CELLS, where)
+    run_and_reload(notebook, saved=False)
+    notebook.wait_until(IDLE, timeout=60)
+    assert notebook.count(1, ".jp-OutputArea-child") == 0, "nothing of it was saved"
+    notebook.run(2)
+    notebook.wait_until_done()
+    wait_for_percent(notebook, 0, ranks=2)
+    notebook.wait_until(HAS_BUTTONS)
+    notebook.screenshot(f"reload-attached-{where}", cell=2)
+    notebook.press_button(2, "Interrupt")
+    notebook.wait_for_output(2, "■")
+    assert "■" in str(notebook.save().cells[2].outputs)
+
+
+SILENT = """
+import ipywidgets
+ipywidgets.Widget._handle_control_comm_msg = classmethod(lambda cls, message: None)
+"""
+
+
+def test_a_page_that_gets_no_answer_about_all_widgets_asks_for_each_and_finds_the_panel(
+    open_notebook: OpenNotebook,
+) -> None:
+    notebook = open_notebook([SILENT + CELLS[0], *CELLS[1:]])
+    run_and_reload(notebook, saved=True)
+    notebook.wait_until(MOVES, timeout=60)
+    wait_for_percent(notebook, 0, ranks=2)
+    notebook.press_button(1, "Interrupt")
+    notebook.wait_for_output(1, "■")
+
+
 SAYS_IT_ENDED = """selector => [...document.querySelectorAll(selector)].some(one =>
     one.checkVisibility({visibilityProperty: true}) && one.offsetHeight > 0
     && getComputedStyle(one, '::after').content.includes('The kernel has ended'))"""

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from fixtures.kernels import Kernel
+from fixtures.kernels import Kernel, start_in_lab
 
 SETUP = """
 import contextlib, functools, io, os, sys, threading, time, torch
@@ -119,15 +119,6 @@ def everything(kernel: Kernel, code: str, *, until: str = "", timeout: float = 5
         if content.get("execution_state") == "idle" and message["parent_header"].get("msg_id") == cell:
             done, sent.seconds = True, time.monotonic() - began
     return sent
-
-
-def start_in_lab(kernel: Kernel, code: str) -> str:
-    session = kernel.client.session
-    content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False, "user_expressions": {}}
-    request = session.msg("execute_request", content, metadata={"cellId": "a-cell"})
-    kernel.client.shell_channel.send(request)
-    identity: str = request["header"]["msg_id"]
-    return identity
 
 
 def test_bars_of_ranks_are_rows_of_a_table_that_stays(notebook: Kernel) -> None:
@@ -282,47 +273,6 @@ def test_a_redirected_output_breaks_nothing(notebook: Kernel) -> None:
         "print(values)"
     )
     assert "[None, None]\n" in everything(notebook, code).text
-
-
-def message_until(kernel: Kernel, is_wanted: Any, timeout: float = 30.0) -> dict[str, Any]:
-    """The next message on the IOPub channel that is wanted."""
-    deadline = time.monotonic() + timeout
-    while True:
-        message: dict[str, Any] = kernel.client.get_iopub_msg(timeout=max(0.0, deadline - time.monotonic()))
-        if is_wanted(message):
-            return message
-
-
-def test_a_page_that_is_loaded_anew_while_a_cell_runs_is_told_of_the_kernel_and_its_widgets(notebook: Kernel) -> None:
-    client, session = notebook.client, notebook.client.session
-    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
-    view = "application/vnd.jupyter.widget-view+json"
-    shown = message_until(notebook, lambda one: view in one["content"].get("data", {}))
-    box = shown["content"]["data"][view]["model_id"]
-
-    asked = client.kernel_info()
-    reply = client.get_shell_msg(timeout=10)
-    while reply["parent_header"]["msg_id"] != asked:
-        assert reply["parent_header"]["msg_id"] != cell, "it waited for the end of the cell"
-        reply = client.get_shell_msg(timeout=10)
-    assert reply["content"]["status"] == "ok"
-
-    control = {"comm_id": "control-of-a-page", "data": {}}
-    opening = session.msg("comm_open", {**control, "target_name": "jupyter.widget.control"})
-    opening["metadata"] = {"version": "1.0.0"}
-    client.shell_channel.send(opening)
-    client.shell_channel.send(session.msg("comm_msg", {**control, "data": {"method": "request_states"}}))
-    told = message_until(
-        notebook, lambda one: one["content"].get("data", {}).get("method") == "update_states" and one["content"]
-    )
-    states = told["content"]["data"]["states"]
-    assert states[box]["model_name"] == "VBoxModel"
-    again = states[box]["state"]["children"][0].removeprefix("IPY_MODEL_")
-    drawn = message_until(notebook, lambda one: one["content"].get("comm_id") == again)
-    assert "nba" in drawn["content"]["data"]["state"]["value"], "the widget draws the panel from then on"
-    client.shell_channel.send(session.msg("comm_close", control))
-    notebook.interrupt()
-    assert notebook.finish(cell).error == "KeyboardInterrupt"
 
 
 def test_what_a_rank_does_is_said_with_the_line_of_the_users_code(notebook: Kernel) -> None:

@@ -1,0 +1,131 @@
+"""A page that is loaded anew while a cell runs: what the kernel answers it before that cell ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fixtures.kernels import Kernel, message_until, start_in_lab
+
+SETUP = """
+import signal
+from nb_accelerate import notebook_launcher
+
+def train(seconds):
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.run(SETUP).ok()
+    return shared_kernel
+
+
+def test_a_page_that_is_loaded_anew_while_a_cell_runs_is_told_of_the_kernel_and_its_widgets(notebook: Kernel) -> None:
+    client, session = notebook.client, notebook.client.session
+    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
+    view = "application/vnd.jupyter.widget-view+json"
+    shown = message_until(notebook, lambda one: view in one["content"].get("data", {}))
+    box = shown["content"]["data"][view]["model_id"]
+
+    asked = client.kernel_info()
+    reply = client.get_shell_msg(timeout=10)
+    while reply["parent_header"]["msg_id"] != asked:
+        assert reply["parent_header"]["msg_id"] != cell, "it waited for the end of the cell"
+        reply = client.get_shell_msg(timeout=10)
+    assert reply["content"]["status"] == "ok"
+
+    control = {"comm_id": "control-of-a-page", "data": {}}
+    opening = session.msg("comm_open", {**control, "target_name": "jupyter.widget.control"})
+    opening["metadata"] = {"version": "1.0.0"}
+    client.shell_channel.send(opening)
+    client.shell_channel.send(session.msg("comm_msg", {**control, "data": {"method": "request_states"}}))
+    told = message_until(
+        notebook, lambda one: one["content"].get("data", {}).get("method") == "update_states" and one["content"]
+    )
+    states = told["content"]["data"]["states"]
+    assert states[box]["model_name"] == "VBoxModel"
+    again = states[box]["state"]["children"][0].removeprefix("IPY_MODEL_")
+    drawn = message_until(notebook, lambda one: one["content"].get("comm_id") == again)
+    assert "nba" in drawn["content"]["data"]["state"]["value"], "the widget draws the panel from then on"
+    client.shell_channel.send(session.msg("comm_close", control))
+    notebook.interrupt()
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+
+
+def reply_before_the_end(kernel: Kernel, asked: str, running: str) -> dict[str, Any]:
+    """The answer to a question on the channel of cells, while one of them runs."""
+    while True:
+        reply: dict[str, Any] = kernel.client.get_shell_msg(timeout=10)
+        assert reply["parent_header"]["msg_id"] != running, "it waited for the end of the cell"
+        if reply["parent_header"]["msg_id"] == asked:
+            return reply
+
+
+def test_a_page_that_was_not_told_of_all_widgets_in_time_is_told_of_each_while_a_cell_runs(notebook: Kernel) -> None:
+    client, session = notebook.client, notebook.client.session
+    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
+    view = "application/vnd.jupyter.widget-view+json"
+    shown = message_until(notebook, lambda one: view in one["content"].get("data", {}))
+    box = shown["content"]["data"][view]["model_id"]
+
+    comms = reply_before_the_end(notebook, client.comm_info("jupyter.widget"), cell)["content"]["comms"]
+    assert comms[box] == {"target_name": "jupyter.widget"}
+    assert reply_before_the_end(notebook, client.comm_info("of-no-comm"), cell)["content"]["comms"] == {}
+    asking = session.msg("comm_msg", {"comm_id": box, "data": {"method": "request_state"}})
+    client.shell_channel.send(asking)
+    told = message_until(
+        notebook, lambda one: one["parent_header"].get("msg_id") == asking["header"]["msg_id"] and one["content"]
+    )
+    while told["msg_type"] == "status":
+        told = message_until(notebook, lambda one: one["parent_header"].get("msg_id") == asking["header"]["msg_id"])
+    assert told["content"]["comm_id"] == box
+    assert told["content"]["data"]["state"]["_model_name"] == "VBoxModel"
+    notebook.interrupt()
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+
+
+def test_attach_shows_the_panel_in_another_cell_while_one_waits_for_the_run(notebook: Kernel) -> None:
+    client = notebook.client
+    notebook.run("attach = nb_accelerate = None").ok()
+    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
+    view = "application/vnd.jupyter.widget-view+json"
+    message_until(notebook, lambda one: view in one["content"].get("data", {}))
+
+    waits = client.execute("nb_accelerate.attach()  # the name is the user's, and not the package")
+    attached = start_in_lab(notebook, "import nb_accelerate\n\nnb_accelerate.attach()")
+    assert reply_before_the_end(notebook, attached, cell)["content"]["status"] == "ok"
+    drawn = message_until(
+        notebook,
+        lambda one: one["parent_header"].get("msg_id") == attached and "nba" in str(one["content"].get("data")),
+    )
+    assert drawn["msg_type"] == "display_data"
+    wrong = start_in_lab(notebook, "nb_accelerate.attach(name='trian')")
+    assert "There are: " in reply_before_the_end(notebook, wrong, cell)["content"]["evalue"]
+
+    notebook.interrupt()
+    last = message_until(
+        notebook,
+        lambda one: one["parent_header"].get("msg_id") == attached and "■" in str(one["content"].get("data")),
+    )
+    assert last["msg_type"] == "update_display_data"
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+    notebook.finish(waits)
+    assert notebook.run("nb_accelerate.__name__").ok().value == "'nb_accelerate'", "the import is one"
+
+
+def test_attach_is_a_cell_like_any_other_while_none_runs(notebook: Kernel) -> None:
+    start_in_lab(notebook, "launch = notebook_launcher(train, (600,), 2, progress='widget', block=False)")
+    view = "application/vnd.jupyter.widget-view+json"
+    message_until(notebook, lambda one: view in one["content"].get("data", {}))
+    counts = []
+    for _ in range(2):
+        asked = start_in_lab(notebook, "import nb_accelerate; nb_accelerate.attach()")
+        reply = notebook.client.get_shell_msg(timeout=10)
+        while reply["parent_header"]["msg_id"] != asked:
+            reply = notebook.client.get_shell_msg(timeout=10)
+        counts.append(reply["content"]["execution_count"])
+    assert counts[1] == counts[0] + 1, "only a cell that runs keeps another from being counted"
+    notebook.run("launch.stop()").ok()
