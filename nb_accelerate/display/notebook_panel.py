@@ -17,6 +17,7 @@ interrupt always works.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 import time
 import uuid
@@ -137,7 +138,7 @@ class NotebookPanel(Drawing):
             return
         self._show_in_title(percent_of(view))
         if self._pause is not None:
-            self._pause.description = RESUME if view.is_paused else PAUSE
+            self._say_on_button(self._pause, RESUME if view.is_paused else PAUSE)
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
             missing = _LINES_MISSING if self._has_log else ""
@@ -207,6 +208,18 @@ class NotebookPanel(Drawing):
         if percent != self._percent or (percent is not None and now >= self._title_at):
             self._percent, self._title_at = percent, now + REPEAT_EVERY
             self._title.value = title_script(self._buttons_id, percent, self._draws)
+
+    def _say_on_button(self, button: Any, title: str) -> None:
+        """Change what stands on a button, in an empty context.
+
+        ipykernel 7.4 sends clicks of a widget to the shell whose request has changed it last, and that of the cell that
+        runs answers none.
+        """
+        context = contextvars.copy_context()
+        parent = getattr(self._kernel, "_shell_parent", None)
+        if parent is not None:
+            context.run(parent.set, {})
+        context.run(setattr, button, "description", title)
 
     def _tell_end(self, view: View) -> None:
         last = title_script(self._buttons_id, None, self._draws)

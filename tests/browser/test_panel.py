@@ -300,3 +300,15 @@ def test_after_a_reload_of_the_page_the_panel_of_the_cell_that_runs_moves_and_ca
     notebook.wait_until(IDLE)
     notebook.run(2)
     notebook.wait_for_output(2, "■")
+
+
+def test_training_is_paused_and_goes_on_by_the_same_button_while_the_cell_runs(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([SETUP, launch(2, steps=3000)])
+    notebook.run(0)
+    notebook.wait_until_done()
+    start(notebook, 1)
+    for title, then in (("Pause", "Resume"), ("Resume", "Pause"), ("Pause", "Resume")):
+        notebook.press_button(1, title, timeout=30)
+        notebook.wait_for_output(1, then)
+    notebook.interrupt()
+    notebook.wait_until_done()
