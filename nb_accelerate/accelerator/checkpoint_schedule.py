@@ -79,13 +79,12 @@ class CheckpointSchedule:
         self._received = signal.Signals(number)
 
     def count_step(self) -> None:
-        """Count a batch."""
+        """Count a batch that is handed out."""
         self._core.registry.progress.global_step = self._step + 1
         self._steps_since += 1
 
     def end_step(self) -> None:
-        """Count a batch that is not the last of its epoch, and decide whether a checkpoint is due."""
-        self.count_step()
+        """Decide whether a checkpoint is due after a batch that is not the last of its epoch."""
         interval = self._interval
         if interval is not None and interval.unit == "steps":
             self.is_due |= self._step - self._saved_at_step >= interval.amount

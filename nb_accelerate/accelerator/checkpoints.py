@@ -69,6 +69,10 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         The checkpoint is published as a whole, when all processes have written their part: a run that is killed while
         it saves, or fails to, leaves the one that was there before. What else is in the folder stays.
 
+        In the loops of `resumable` it notes the step: all batches so far, with the one of the loop's body. A run that
+        goes on from there begins with the batch after it. No other loop is counted: its checkpoints have no step, which
+        a list of checkpoints shows as a dash.
+
         Every process calls it, since each has random numbers of its own. Who comes late is waited for as long as it
         lives, and named. Where only the main process calls it, as in some scripts, it goes on alone when the others
         wait in a collective that comes later, or have come to their end, and says so. Numbered folders need all
@@ -306,7 +310,8 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             core.accumulation.step = states.step
         core.registry.loaded, core.registry.loaded_from = checkpoint.manifest, checkpoint.folder
         if checkpoint.manifest is not None:
-            core.registry.progress.global_step = checkpoint.manifest.global_step
+            # Only `resumable` counts batches, and not the user's own loop, which may go on from here.
+            core.registry.progress.global_step = None
             core.registry.progress.metrics = dict(checkpoint.manifest.metrics)
         project.iteration = next_number
 

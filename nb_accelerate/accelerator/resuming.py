@@ -189,8 +189,7 @@ class ResumingSlice(CheckpointSlice):
         epoch = manifest.epochs[number]
         if position and not dataloader.use_stateful_dataloader:
             dataloader.load_state_dict({"epoch": epoch, "position": position})
-        if core.registry.progress.global_step is None:
-            core.registry.progress.global_step = 0
+        core.registry.progress.global_step = manifest.global_step or 0
         return epoch
 
     def _begin_anew(self) -> int:
@@ -225,7 +224,6 @@ class ResumingSlice(CheckpointSlice):
                 batches = self._batches(dataloader, schedule)
                 yield epoch, batches
                 if inspect.getgeneratorstate(batches) == inspect.GEN_SUSPENDED:  # left by a break
-                    schedule.count_step()
                     batches.close()
                     dataloader.leave_epoch()
                 schedule.end_epoch(epoch, is_last=steering.stops or epoch == epochs - 1)
@@ -244,12 +242,12 @@ class ResumingSlice(CheckpointSlice):
     def _batches(self, dataloader: DataLoaderShard, schedule: CheckpointSchedule) -> Generator[Any, None, None]:
         for batch in dataloader:
             is_last = dataloader.end_of_dataloader
+            # Before its lines, like the position of the loader: who saves in them goes on with the batch after it.
+            schedule.count_step()
             yield batch
             if not is_last:  # after the last one, lines of the user's are still to come that belong to the epoch
                 schedule.end_step()
                 self._save_if_due(schedule)
-            else:
-                schedule.count_step()
 
     def _save_if_due(self, schedule: CheckpointSchedule) -> None:
         if schedule.is_due and self.core.accumulation.sync_gradients:

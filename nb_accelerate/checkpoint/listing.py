@@ -26,7 +26,8 @@ class CheckpointInfo:
 
     Attributes:
         folder: where it is.
-        step: batches that each rank has trained with since the beginning; None if nobody has counted.
+        step: batches that each rank has trained with since the beginning, with the one in whose lines it
+            was saved; None if nobody has counted, as outside of `Accelerator.resumable`.
         epoch: that of the first loader, from 0, and how many batches of it were read; None if there was no loader.
         saved_at: when; None if that is not known.
         num_bytes: of its files.
@@ -48,12 +49,12 @@ class CheckpointInfo:
         return not self.damage
 
     def cells(self) -> tuple[str, ...]:
-        """Return what a table shows of it, in the order of its columns."""
+        """Return what a table shows of it, in the order of its columns; a dash for a step that is not known."""
         epoch = "" if self.epoch is None else f"{self.epoch[0]}" + (f" + {self.epoch[1]}" if self.epoch[1] else "")
         loss = self.metrics.get("loss", next((one for name, one in self.metrics.items() if "loss" in name), None))
         return (
             self.folder.name,
-            "" if self.step is None else f"{self.step:,}",
+            "-" if self.step is None else f"{self.step:,}",
             epoch,
             "" if self.saved_at is None else f"{self.saved_at.astimezone():%Y-%m-%d %H:%M:%S}",
             f"{self.num_bytes / 1e6:,.1f} MB",

@@ -27,7 +27,8 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        global_step: batches that each rank has trained with in `Accelerator.resumable`; None outside of it.
+        global_step: batches that each rank was given to train with by `Accelerator.resumable`; None if it has not run
+            since the beginning, or since a checkpoint was loaded elsewhere.
         metrics: numbers that were logged last, by name; as tensors where they are on a device.
     """
 

@@ -289,6 +289,48 @@ def test_a_run_that_leaves_its_epochs_early_goes_on_with_the_next_one(tmp_path: 
     assert run("run", 3) == [6]
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_save_by_hand_and_one_that_was_due_note_the_same_step(tmp_path: Path, stateful: bool):
+    def run(where: str, saves_at: int | None = None) -> list[float]:
+        configuration = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=stateful)
+        project = ProjectConfiguration(tmp_path / where, save_every="2 steps")
+        accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=configuration)
+        accelerator.free_memory()
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4.0)))
+        seen: list[float] = []
+        for _, batches in accelerator.resumable(loader, 2):
+            for rows in batches:
+                seen += rows.tolist()
+                if len(seen) == saves_at:
+                    folder = tmp_path / where / "checkpoints" / f"by hand {saves_at}"
+                    accelerator.save_state(folder)
+                    return seen
+        return seen
+
+    for step, place in ((2, (0, 2)), (4, (1, 0)), (5, (1, 1))):
+        run(f"{step}", saves_at=step)
+        *due, by_hand = nb_accelerate.checkpoints(tmp_path / f"{step}")
+        assert [one.step for one in due] == [2, 4][: (step - 1) // 2]
+        assert (by_hand.step, by_hand.epoch) == (step, place)
+        by_hand.folder.rename(by_hand.folder.with_name("checkpoint_9"))
+        assert len(run(f"{step}")) == 8 - step
+
+
+def test_a_loop_that_nobody_counts_saves_checkpoints_without_a_step(tmp_path: Path):
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path / "counted")
+    accelerator.free_memory()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4.0)))
+    accelerator.save_state(tmp_path / "before")
+    for _, batches in accelerator.resumable(loader, 1):
+        list(batches)
+    accelerator.save_state(tmp_path / "after")
+    accelerator.load_state(tmp_path / "after")
+    list(loader)
+    accelerator.save_state(tmp_path / "uncounted")
+    found = {one.folder.name: one.cells()[1] for one in nb_accelerate.checkpoints(tmp_path)}
+    assert found == {"before": "-", "after": "4", "uncounted": "-"}
+
+
 @pytest.mark.parametrize(
     ("shuffle", "now", "left"), [(True, 28, None), (False, 20, None), (False, 28, 6), (True, 24, 5)]
 )
