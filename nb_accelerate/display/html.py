@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -141,10 +142,15 @@ def _body(view: View) -> str:
         table = _table(view.bars) + folded if view.bars else folded
     else:
         table = _dots(view) + _table((*view.bars, *view.rows), view.columns, failed=failed) + of_times
-    advice = f'<p class="nba-advice">{escape(view.advice)}</p>' if view.advice else ""
-    warnings = "".join(f'<p class="nba-warn">{escape(sentence)}</p>' for sentence in view.warnings)
-    held = f'<p class="nba-dim">{escape(view.held)}</p>' if view.held else ""
+    advice = f'<p class="nba-advice">{_prose(view.advice)}</p>' if view.advice else ""
+    warnings = "".join(f'<p class="nba-warn">{_prose(sentence)}</p>' for sentence in view.warnings)
+    held = f'<p class="nba-dim">{_prose(view.held)}</p>' if view.held else ""
     return table + held + warnings + advice + _failure(view)
+
+
+def _prose(text: str) -> str:
+    """Return text that may have several lines. No line begins with the sign of a percentage."""
+    return escape(re.sub(r"(?<=\d) %", "\u00a0%", text))
 
 
 def _remarks(view: View) -> str:
@@ -213,9 +219,9 @@ def _step(row: Row) -> str:
 def _now(row: Row) -> str:
     """Return what a row says last. The line of the code is an element: narrow cells leave it out."""
     if not row.place:
-        return escape(row.said)
+        return _prose(row.said)
     place = f", {row.place}"
-    return f'{escape(row.said.removesuffix(place))}<span class="nba-place">{escape(place)}</span>'
+    return f'{_prose(row.said.removesuffix(place))}<span class="nba-place">{escape(place)}</span>'
 
 
 def _bar(row: Row) -> str:

@@ -57,7 +57,7 @@ def legend(times: Sequence[TimePart], kept: Collection[str] = ()) -> str:
         f'<span class="nba-percent">{percent} %</span></span>'
         for kind, percent in _percents(times, kept).items()
     )
-    return f'<p class="nba-legend"><span>time of all ranks:</span> {inside}</p>'
+    return f'<p class="nba-legend"><span>time<span class="nba-wide"> of all ranks</span>:</span> {inside}</p>'
 
 
 def kinds_named(times: Sequence[TimePart], kept: Collection[str] = ()) -> set[str]:
