@@ -25,7 +25,7 @@ from nb_accelerate.display.standstill import Standstill
 from nb_accelerate.display.stragglers import slow_sentences, stragglers
 from nb_accelerate.display.track import METHODS, LossHistory, Track, loss_of
 from nb_accelerate.display.usage import of_cpu, of_gpu
-from nb_accelerate.display.view import FIGURES, Dot, Row, View
+from nb_accelerate.display.view import ENDED_BY_USER, FIGURES, Dot, Row, View
 from nb_accelerate.progress_page import Phase
 from nb_accelerate.topology.rank_lists import ranges
 
@@ -218,14 +218,14 @@ class PanelState:
         loss = loss_of(self._tracks[rank].sample)
         if self._failure is not None and self._failure.ranks:
             return "bad" if rank in self._failure.ranks else ""
-        if state == "failed" and self._state != "interrupted":
+        if state == "failed" and self._state not in ENDED_BY_USER:
             return "bad"
         if loss is not None and not math.isfinite(loss):
             return "bad"
         if self._ended is None and is_waited_for:
             return "late"
         if self._ended is not None or state == "returned":
-            return "done" if self._state not in ("failed", "interrupted") else ""
+            return "done" if self._state not in ("failed", *ENDED_BY_USER) else ""
         if state == "stopped" or slow is not None:
             return "late"
         return "late" if stalled and not self._standstill.waits(rank) else ""
@@ -289,8 +289,8 @@ class PanelState:
         return whole.seconds if whole is not None else {}
 
     def _advice(self) -> str:
-        """Return what to try in a run that has ended well, or was interrupted."""
-        if self._state not in ("done", "interrupted"):
+        """Return what to try in a run that has ended well, or that the user has ended."""
+        if self._state != "done" and self._state not in ENDED_BY_USER:
             return ""
         times = {rank: whole for rank, one in self._times.items() if (whole := one.whole()) is not None}
         if len(times) < len(self._times):
@@ -326,13 +326,13 @@ class PanelState:
             return f"returned at step {words.count(track.sample.steps)}" if early else "done"
         if self._ended is not None and self._state == "done":
             return "done"
-        if self._state == "interrupted" and self._failure is None:
-            return "interrupted"
+        if self._state in ENDED_BY_USER and self._failure is None:
+            return self._state
         if standing.kind == "bad" and (seen.state in ("failed", "ended") or self._ended is not None):
             return self._failure.what or "failed" if self._failure is not None else "failed"
         if self._ended is not None:
             waited = f" in {METHODS[track.sample.waits_in]}" if track.sample.waits_in is not None else ""
-            return "interrupted" if self._state == "interrupted" else f"stopped{waited}"
+            return self._state if self._state in ENDED_BY_USER else f"stopped{waited}"
         doing = compiling([track], now) or track.doing
         if track.sample.paused:
             return "paused"

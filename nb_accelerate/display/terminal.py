@@ -23,7 +23,7 @@ _BAR, _SHORT_BAR = 12, 6
 _FEWEST_SAID = 14
 """Characters that the last column has at least before another one is left out."""
 
-_STATES = {"starting": "36", "running": "36", "done": "32", "failed": "31", "interrupted": "33"}
+_STATES = {"starting": "36", "running": "36", "done": "32", "failed": "31", "interrupted": "33", "stopped": "33"}
 _KINDS = {"bad": "31", "late": "33", "done": "32"}
 _FAINT, _WRONG = "2", "33"
 """Colours, as the numbers of the sequence of escapes that selects them (ECMA-48, SGR)."""

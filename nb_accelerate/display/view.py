@@ -9,10 +9,20 @@ if TYPE_CHECKING:
     from nb_accelerate.display.phase_times import TimePart
     from nb_accelerate.records import Curve
 
-PanelStatus = Literal["starting", "running", "done", "failed", "interrupted"]
+PanelStatus = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 Kind = Literal["", "late", "bad", "done"]
 
-_MARKS: dict[PanelStatus, str] = {"starting": "○", "running": "●", "done": "✓", "failed": "✗", "interrupted": "■"}
+ENDED_BY_USER: tuple[PanelStatus, ...] = ("interrupted", "stopped")
+"""By Ctrl-C, the kernel's interrupt or a button of that name; and by ``Launch.stop`` or the button of that name."""
+
+_MARKS: dict[PanelStatus, str] = {
+    "starting": "○",
+    "running": "●",
+    "done": "✓",
+    "failed": "✗",
+    "interrupted": "■",
+    "stopped": "■",
+}
 
 FIGURES = (
     ("step", "step"),

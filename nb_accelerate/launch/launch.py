@@ -34,7 +34,7 @@ from nb_accelerate.launch.values import keep_values, note_of_dropped, note_of_ex
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.ended import ended_as
-from nb_accelerate.ranks.failures import Wording, add_note, error_of, summary
+from nb_accelerate.ranks.failures import STOPPED, Wording, add_note, error_of, summary
 from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.panel import RequestView, make_panel
@@ -195,7 +195,7 @@ class Launch(Steerable):
         """Send SIGTERM to every rank, and wait until all have ended."""
         with self._lock:
             self._stopping = True
-            self._interrupt_requests(StepKind.TERMINATE, "stopped")
+            self._interrupt_requests(StepKind.TERMINATE, STOPPED)
         self._done.wait()
 
     @override
@@ -362,7 +362,7 @@ class Launch(Steerable):
                 with interrupts_call(self._interrupt_requests):
                     loop.begin(calling, hangs=timeouts)
                     if was_stopped:
-                        self._interrupt_requests(StepKind.TERMINATE, "stopped")
+                        self._interrupt_requests(StepKind.TERMINATE, STOPPED)
                     with loop.output.guard:  # after the request, so that the ranks start meanwhile
                         calling.panel = self._panel(calling, backend.machines, is_first=not attempt)
                     self._has_panel.set()
@@ -408,7 +408,7 @@ class Launch(Steerable):
         facts = facts_of(self._name, self._plan)
         actions = (
             Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
-            Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, "stopped")),
+            Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, STOPPED)),
             *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
         )
         view = RequestView(request, actions) if machines is None else MachinesView(request, actions, machines)

@@ -8,7 +8,7 @@ from nb_accelerate.diagnostics.render import render_report
 from nb_accelerate.display.view import FailureSummary
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
-from nb_accelerate.ranks.failures import IncidentKind, first_cause, signal_name
+from nb_accelerate.ranks.failures import STOPPED, IncidentKind, first_cause, signal_name
 from nb_accelerate.ranks.same_failure import failed_alike, whose
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def ended_as(
         return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), None
     cause = first_cause(incidents)
     if cause.kind is IncidentKind.INTERRUPTED:
-        return "interrupted", None
+        return ("stopped" if cause.how == STOPPED else "interrupted"), None
     if isinstance(cause.error, DeadlockError):
         waiting = cause.error.stacks
         early = tuple(one.rank for one in request.ranks if one.rank not in waiting)

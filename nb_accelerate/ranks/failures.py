@@ -51,6 +51,10 @@ _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 
+STOPPED = "stopped"
+"""See ``how`` of `Incident`: all ranks were to end at once."""
+
+
 class IncidentKind(enum.Enum):
     """What can go wrong in a request."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 from fixtures.panels import ALL_REDUCE, MOSTLY_WAITS, SLEEPS, WORKS, Run
@@ -87,15 +88,16 @@ def test_a_rank_that_was_killed_has_failed_although_its_page_says_forward():
     assert (view.rows[1].kind, view.rows[1].now) == ("bad", "was ended by SIGKILL (killed)")
 
 
-def test_an_interrupted_run_says_so():
+@pytest.mark.parametrize("how", ["interrupted", "stopped"])
+def test_a_run_that_the_user_has_ended_says_how(how: Literal["interrupted", "stopped"]):
     run = Run(2)
     run.begin_loop()
     run.train(1.0, shares={Phase.DATA: 1.0})
     run.put([1], state="failed")  # by a KeyboardInterrupt
     run.look()
-    view = run.end("interrupted")
-    assert view.state == "interrupted"
-    assert [(row.kind, row.now) for row in view.rows] == [("", "interrupted")] * 2
+    view = run.end(how)
+    assert view.state == how
+    assert [(row.kind, row.now) for row in view.rows] == [("", how)] * 2
 
 
 def test_a_run_with_a_bad_loss_that_is_interrupted_has_not_failed():

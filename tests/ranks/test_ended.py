@@ -6,7 +6,7 @@ from fixtures.actor_ranks import SOON, ActorRank
 
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.ranks.ended import ended_as
-from nb_accelerate.ranks.failures import Wording
+from nb_accelerate.ranks.failures import STOPPED, Incident, IncidentKind, Wording, error_of
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.proxy import RankProxy
 from nb_accelerate.ranks.request import Request
@@ -29,3 +29,18 @@ def test_in_a_deadlock_the_rank_that_left_is_marked_and_not_the_one_that_waits(l
 
     assert end(0) == ("failed", (1,), "returned early")
     assert end(0, 1) == ("failed", (0, 1), "deadlocked")
+
+
+def test_a_panel_says_whether_the_user_has_interrupted_or_stopped(loop: RankLoop) -> None:
+    rank = RankProxy(ActorRank(0, None), loop)
+    loop.add(rank)
+
+    def end(how: str) -> tuple[str, str]:
+        request = Request(
+            ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1, on_host=True
+        )
+        request.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=0.0, how=how))
+        return ended_as(request)[0], str(error_of(request)).rpartition(" ")[2]
+
+    assert end("interrupted") == ("interrupted", "interrupted")
+    assert end(STOPPED) == ("stopped", "stopped")
