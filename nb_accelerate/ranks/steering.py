@@ -167,6 +167,12 @@ class Steerable(ABC):
                 raise LaunchError("The launch has ended before its ranks were started.")
         request, world_size = steered
         assert request is not None
+        if request.done.is_set():
+            raise LaunchError(
+                f"{_named(command)}: {request.wording.what} has ended already, so there is no training to steer. Call "
+                ".result() for its values, or for the error if it has failed; to steer, start it again and call this "
+                "while it runs."
+            )
         if len(request.ranks) != world_size:
             raise ConfigError(
                 f"{len(request.ranks)} of {world_size} ranks are here, and only all together can be steered: ranks on "
@@ -256,6 +262,10 @@ def steering_actions(
     )
 
 
+def _named(command: Command) -> str:
+    return command.kind.name.lower().replace("_", " ")
+
+
 class _Attempts:
     """Gives one command, again if ranks do not agree.
 
@@ -305,11 +315,14 @@ class _Attempts:
                 return said
         except ValueError:  # the pages were closed: all has ended
             pass
-        raise LaunchError(f"{self._name}: training ended before it came to this command.")
+        raise LaunchError(
+            f"{self._name}: training ended before its next batch, so the command had no effect. Call .result() for the "
+            "values, or for the error if it has failed."
+        )
 
     @property
     def _name(self) -> str:
-        return self._command.kind.name.lower().replace("_", " ")
+        return _named(self._command)
 
     def _agreed(self, number: int, ahead: int, hold: float) -> bool:
         """Give the command, and return whether all ranks obey it; else it is withdrawn from all."""
