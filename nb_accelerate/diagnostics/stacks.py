@@ -12,7 +12,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from nb_accelerate.diagnostics.render import place
-from nb_accelerate.errors.traceback_lines import is_users
+from nb_accelerate.errors.traceback_lines import is_ours, is_users
 from nb_accelerate.protocol.messages import Frame
 
 if TYPE_CHECKING:
@@ -123,5 +123,7 @@ def listed(dump: str) -> tuple[list[str], list[str]]:
         return [dump], []
     frames = [frame for frame in main_thread(dump) if not _WORKER.search(frame.filename)]
     users = [place(frame) for frame in frames if is_users(frame.filename)]
-    others = [place(frame) for frame in frames if not is_users(frame.filename)]
-    return users if users or others else ["no answer"], others
+    others = [place(frame) for frame in frames if not (is_users(frame.filename) or is_ours(frame.filename))]
+    if not users and not others:
+        return ["outside your code" if frames else "no answer"], []
+    return users, others

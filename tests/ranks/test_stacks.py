@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from fixtures.actor_ranks import SOON, ActorRank
 from fixtures.deadlines import observing
 from fixtures.ranks import RunRanks
 
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED, where
+import nb_accelerate
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED, listed, where
 from nb_accelerate.errors import DeadlockError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.progress_page import ProgressPage, layout
@@ -33,6 +35,18 @@ from nb_accelerate.ranks.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def test_a_list_of_frames_has_those_of_users_and_of_libraries_and_none_of_our_own() -> None:
+    package = os.path.dirname(nb_accelerate.__file__)
+    ours = f'  File "{package}/accelerator/steering.py", line 156 in _wait\n'
+    torchs = f'  File "{torch.__file__}", line 3 in forward\n'
+    users = '  File "/home/me/train.py", line 7 in train\n'
+    head = "Current thread 0x0000000000000001 (most recent call first):\n"
+    assert listed(f"{head}{ours}{users}") == (["train, /home/me/train.py:7"], [])
+    assert listed(f"{head}{torchs}{ours}{users}") == (["train, /home/me/train.py:7"], [f"forward, {torch.__file__}:3"])
+    assert listed(f"{head}{ours}") == (["outside your code"], [])
+    assert listed("") == (["no answer"], [])
 
 
 def test_stacks_that_are_asked_for_before_a_rank_is_ready_are_asked_for_when_it_is(loop: RankLoop) -> None:
