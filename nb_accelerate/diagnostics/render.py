@@ -14,11 +14,11 @@ from nb_accelerate.errors.traceback_lines import (
     FULL_TRACEBACK,
     PLAIN,
     FrameLine,
-    cell_name,
     frame_lines,
     highlight_type,
     is_ours,
     is_users,
+    line_in_cell,
     wants_full,
 )
 
@@ -112,7 +112,6 @@ def _library(filename: str) -> str:
 
 
 def place(frame: Frame | FrameLine) -> str:
-    """Return where a frame is, in a few words: ``train, Cell In[7] line 12``."""
-    cell = cell_name(frame.filename)
-    where = f"{cell} line {frame.lineno}" if cell else f"{frame.filename}:{frame.lineno}"
+    """Return where a frame is, in a few words: ``train, cell 7 line 12``."""
+    where = line_in_cell(frame.filename, frame.lineno) or f"{frame.filename}:{frame.lineno}"
     return f"{frame.name}, {where}" if frame.name != "<module>" else where

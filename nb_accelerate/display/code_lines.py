@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors.traceback_lines import cell_name
+from nb_accelerate.errors.traceback_lines import line_in_cell
 
 if TYPE_CHECKING:
     from nb_accelerate.progress_page import CodeLine, Phase
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
 _LOOKS = 10
 """Looks back. The line that is shown is the most frequent one: what changes with each look is no news, but flicker."""
-
-_CELL = re.compile(r"Cell In\[(\d+)\]")
 
 
 class CodeLines:
@@ -44,8 +41,4 @@ class CodeLines:
 
 def short_place(line: CodeLine | Frame) -> str:
     """Return where a line is, short enough for a column: ``cell 4 line 6``, ``train.py:12``."""
-    cell = cell_name(line.filename)
-    numbered = _CELL.fullmatch(cell) if cell else None
-    if numbered:
-        return f"cell {numbered[1]} line {line.lineno}"
-    return f"{cell} line {line.lineno}" if cell else f"{PurePath(line.filename).name}:{line.lineno}"
+    return line_in_cell(line.filename, line.lineno) or f"{PurePath(line.filename).name}:{line.lineno}"

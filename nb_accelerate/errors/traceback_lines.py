@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -131,6 +132,9 @@ def user_frames(trace: TracebackType | None) -> list[FrameLine]:
     return [frame for frame in frames if is_users(frame.filename)]
 
 
+_CELL = re.compile(r"Cell In\[(\d+)\]")
+
+
 def is_ours(filename: str) -> bool:
     """Return whether a file belongs to this package."""
     return filename.startswith(_OUR_FOLDER)
@@ -153,6 +157,18 @@ def cell_name(filename: str) -> str | None:
         return None
     known = shell.compile.format_code_name(filename)
     return " ".join(known) if known else None
+
+
+def line_in_cell(filename: str, lineno: int) -> str | None:
+    """Return ``cell 7 line 12`` if the file is a cell of the notebook that runs here, else None.
+
+    Panels, advice and sentences of errors say it so. Headers of a traceback are IPython's: ``Cell In[7], line 12``.
+    """
+    cell = cell_name(filename)
+    if cell is None:
+        return None
+    numbered = _CELL.fullmatch(cell)
+    return f"cell {numbered[1]} line {lineno}" if numbered else f"{cell} line {lineno}"
 
 
 def frame_lines(frame: FrameLine, style: Style = PLAIN, *, context: int = 0) -> Iterator[str]:

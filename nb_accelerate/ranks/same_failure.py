@@ -51,7 +51,7 @@ def one_line(report: ErrorReport) -> str:
 
 
 def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause: int | None) -> str:
-    """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, Cell In[7] line 12``.
+    """Return where the other ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``.
 
     Equal places are said once.
 
@@ -68,7 +68,7 @@ def meanwhile(answers: Mapping[int, Answer], stacks: Mapping[int, str], *, cause
 
 
 def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:
-    """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, Cell In[7] line 12``.
+    """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, cell 7 line 12``.
 
     Args:
         answers: what ranks have answered since, by rank.

@@ -151,7 +151,7 @@ def test_a_slow_rank_a_stuck_rank_and_a_failed_rank_are_named(
     start(notebook, 2)
     notebook.wait_for_output(2, "Rank 1 has not moved", timeout=40)
     notebook.wait_for_output(2, "for it", timeout=10)
-    shown = notebook.wait_for_output(2, "Cell In[1] line", timeout=10)
+    shown = notebook.wait_for_output(2, "cell 1 line", timeout=10)
     assert "slower" not in shown, "one thing is said of a rank"
     notebook.screenshot(f"{name}-stalled", cell=2)
     notebook.wait_until_done(90)
@@ -252,7 +252,7 @@ def test_stacks_and_logs_are_shown_while_the_cell_runs_and_need_no_mouse(
             break
         notebook.press("Tab")
     notebook.press("Enter")
-    assert "train, Cell In[1] line" in notebook.wait_for_output(2, "talk, Cell In[2] line")
+    assert "train, cell 1 line" in notebook.wait_for_output(2, "talk, cell 2 line")
     notebook.screenshot(f"panel-stacks-{where}", cell=2)
     notebook.press("Tab")
     notebook.press("Enter")

@@ -425,9 +425,9 @@ def test_counts_rates_sizes_and_spans():
 
 
 def test_stacks_have_users_frames_first_and_those_of_libraries_in_one_line_or_all():
-    frames = {1: (["train, Cell In[1] line 4"], ["send<, /x/a.py:1", "write, /x/b.py:2"]), 0: (["no answer"], [])}
+    frames = {1: (["train, cell 1 line 4"], ["send<, /x/a.py:1", "write, /x/b.py:2"]), 0: (["no answer"], [])}
     folded = asides.stacks(frames, whole=False)
-    order = ["rank 0", "no answer", "rank 1", "train, Cell In[1] line 4", "send&lt;, /x/a.py:1 ← write"]
+    order = ["rank 0", "no answer", "rank 1", "train, cell 1 line 4", "send&lt;, /x/a.py:1 ← write"]
     assert [folded.index(one) for one in order] == sorted(folded.index(one) for one in order)
     whole = asides.stacks(frames, whole=True)
     assert whole.count("in send&lt;, /x/a.py:1</div>") == whole.count("in write, /x/b.py:2</div>") == 1

@@ -207,7 +207,7 @@ def test_a_module_that_does_not_compile_is_told_with_its_line_and_that_of_the_im
     for lines in (shown, in_a_cell):
         assert lines.count("mistaken.py") == 1
         assert lines.count("SyntaxError: invalid syntax") == 1
-    assert re.search(r"Raised by rank 0 of 1, in use, Cell In\[\d+\] line 3\.$", shown.strip())
+    assert re.search(r"Raised by rank 0 of 1, in use, cell \d+ line 3\.$", shown.strip())
     assert re.search(r"Cell In\[\d+\], line 2\n", in_a_cell)
 
 
@@ -230,7 +230,7 @@ def test_a_mistake_in_a_cell_is_told_in_a_few_lines_and_an_interrupt_tells_where
         notebook.wait_for_output(cell, "there")
         notebook.interrupt()
         shown = _COLOURS.sub("", notebook.finish(cell).traceback)
-        assert re.fullmatch(r"KeyboardInterrupt: .*\nRanks 0 and 1 were in Cell In\[\d+\] line 4", shown), shown
+        assert re.fullmatch(r"KeyboardInterrupt: .*\nRanks 0 and 1 were in cell \d+ line 4", shown), shown
     finally:
         notebook.run("%distributed stop").ok()
 
