@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 REWRITING = (
-    Option(("--launch",), "launch", "Also put the loop in a function, and launch it on all devices."),
+    Option(
+        ("--launch",),
+        "launch",
+        "Also put the loop in a function, and launch it on all devices, or on num_processes.",
+    ),
     Option(("--accept",), "accept", "Replace the cell without asking."),
 )
 """Options of ``%%distribute``."""
@@ -48,7 +52,8 @@ class Distribute:
             new = rewrite(f"\n{cell}", launch=bool(parsed.get("launch")))
             text = new.text.removeprefix("\n").rstrip("\n")
         changes = difflib.unified_diff(cell.splitlines(), text.splitlines(), "this cell", "distributed", lineterm="")
-        _say("\n".join([*changes, *new.notes]))
+        hint = ("notebook_launcher(train) takes all devices; write num_processes=2 in it for two processes",)
+        _say("\n".join([*changes, *new.notes, *(hint if parsed.get("launch") else ())]))
         if not parsed.get("accept") and not _is_accepted():
             _say("nothing was changed. To replace the cell without a question: %%distribute --accept")
             return

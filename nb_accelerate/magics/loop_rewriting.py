@@ -37,7 +37,8 @@ class Rewritten:
 
     Attributes:
         text: of the new cell.
-        notes: what stays as it was and may have to be changed by hand, one line each.
+        notes: what stays as it was and may have to be changed by hand, one line each. Lines are those of the cell that
+            was given.
     """
 
     text: str
@@ -292,12 +293,14 @@ def _notes(loop: TrainingLoop) -> list[str]:
             continue
         own = scope is loop.scope and ast.unparse(call.func) == f"{loop.own_loss}.item"
         if (own or call in ast.walk(loop.loop)) and not (own and _runs_on_all_ranks(call, loop)):
-            notes.append(f"line {call.lineno}: {ast.unparse(call)} is of this rank's rows only")
+            notes.append(f"line {call.lineno} of this cell: {ast.unparse(call)} is of this rank's rows only")
     for scope, one in _nodes(loop):
         if isinstance(one, ast.Attribute) and one.attr == "dataset":
             name = ast.unparse(one.value)
             if loop.names[scope].get(name) == loop.loader:
-                notes.append(f"line {one.lineno}: {name}.dataset has the rows of all ranks, each batch those of one")
+                notes.append(
+                    f"line {one.lineno} of this cell: {name}.dataset has the rows of all ranks, each batch those of one"
+                )
     others = [
         ast.unparse(made.targets[0])
         for _, made in _nodes(loop)
@@ -307,7 +310,10 @@ def _notes(loop: TrainingLoop) -> list[str]:
         and ast.unparse(made.targets[0]) != loop.loader
     ]
     notes += [f"{name} is not shared out: every rank reads all of it" for name in others]
-    notes += [f"line {call.lineno}: {ast.unparse(call.func)} is outside autocast" for call in loop.precision.outside]
+    notes += [
+        f"line {call.lineno} of this cell: {ast.unparse(call.func)} is outside autocast"
+        for call in loop.precision.outside
+    ]
     if loop.epoch_schedulers:
         notes.append(f"{', '.join(loop.epoch_schedulers)} steps once for each epoch, so it is not prepared")
     return notes

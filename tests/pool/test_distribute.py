@@ -300,3 +300,12 @@ def test_nobody_is_asked_where_the_line_accepts(monkeypatch: pytest.MonkeyPatch)
 def test_lines_are_counted_from_the_magic_as_the_notebook_does(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="line 17: the loop goes over"):
         distribute("", "y", monkeypatch, UNSURE["all rows at once"][0])
+
+
+def test_a_launch_says_how_to_choose_the_processes_and_notes_say_whose_lines_they_name(monkeypatch: pytest.MonkeyPatch):
+    hint = "notebook_launcher(train) takes all devices; write num_processes=2 in it for two processes"
+    assert hint in distribute("--launch", "y", monkeypatch)[0].splitlines()
+    assert hint not in distribute("", "y", monkeypatch)[0]
+    lines = PLAIN.replace("        loss.backward()\n", "        loss.backward()\n        print(other.item())\n")
+    (number,) = [number for number, one in enumerate(lines.splitlines(), start=1) if "other.item()" in one]
+    assert f"line {number} of this cell: other.item() is of this rank's rows only" in rewrite(lines).notes
