@@ -106,7 +106,7 @@ def _insert(file: Path, before: str, line: str) -> None:
 def _new_and_changed(copy: Path) -> list[str]:
     """What differs from the package, as the table writes it."""
     differing = []
-    for file in copy.glob("nb_accelerate/**/*.py"):
+    for file in (*copy.glob("nb_accelerate/**/*.py"), *copy.glob("nb_accelerate/**/*.pyi")):
         path = file.relative_to(copy / "nb_accelerate")
         if not (PACKAGE / path).exists():
             differing.append(str(path.with_stem(NEW)))
@@ -170,16 +170,13 @@ def test_a_panel_column_is_added_by_the_files_of_its_row(copy: Path):
     assert '<td class="nba-retries">3</td>' in shown
 
 
-MIRROR_OPTIONS = """\
+MIRROR = """\
 from dataclasses import dataclass
+from nb_accelerate.strategies.strategy import Strategy
 
 @dataclass(frozen=True)
 class MirrorPlugin:
     angle: float
-"""
-
-MIRROR = """\
-from nb_accelerate.strategies.strategy import Strategy
 
 class MirrorStrategy(Strategy):
     def __init__(self, process, collectives, options):
@@ -196,7 +193,11 @@ class MirrorStrategy(Strategy):
 def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
     strategies = copy / "nb_accelerate" / "strategies"
     (strategies / "mirror.py").write_text(MIRROR)
-    (copy / "nb_accelerate" / "config" / "mirror.py").write_text(MIRROR_OPTIONS)
+    _insert(
+        copy / "nb_accelerate" / "__init__.pyi",
+        "from nb_accelerate.state import",
+        "from nb_accelerate.strategies.mirror import MirrorPlugin as MirrorPlugin\n",
+    )
     select = strategies / "select.py"
     _insert(
         select, "from nb_accelerate.strategies.single", "from nb_accelerate.strategies.mirror import MirrorStrategy\n"
@@ -225,8 +226,7 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
         "from nb_accelerate import notebook_launcher\n"
         "def angles():\n"
         "    from torch import nn\n"
-        "    from nb_accelerate import Accelerator\n"
-        "    from nb_accelerate.config.mirror import MirrorPlugin\n"
+        "    from nb_accelerate import Accelerator, MirrorPlugin\n"
         "    first = Accelerator(mirror_plugin=MirrorPlugin(45.0)).prepare(nn.Linear(2, 1))\n"
         "    return first.angle, Accelerator().prepare(nn.Linear(2, 1)).angle\n"
         "print(notebook_launcher(angles, num_processes=2, devices='cpu', start_method='fork'))",
