@@ -136,13 +136,18 @@ class Launch(Steerable):
         ]
 
     def status(self) -> str:
-        """Return ``"starting"``, ``"running"``, ``"paused"``, ``"done"``, ``"failed"`` or ``"interrupted"``."""
+        """Return what the panel says: ``"starting"``, ``"running"``, ``"paused"`` or how the launch ended.
+
+        That is ``"done"``, ``"failed"``, ``"interrupted"``, or ``"stopped"`` by `stop` or the button of that name.
+        """
         if not self._done.is_set():
             if self.is_paused:
                 return "paused"
             return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"
         if self._error is None:
             return "done"
+        if self._requests:
+            return ended_as(*self._requests, error=self._error)[0]
         return "interrupted" if isinstance(self._error, KeyboardInterrupt) else "failed"
 
     def output(self, rank: int) -> str:

@@ -51,7 +51,10 @@ class Distribute:
             # An empty line in the place of the magic's: lines are counted as the notebook shows them.
             new = rewrite(f"\n{cell}", launch=bool(parsed.get("launch")))
             text = new.text.removeprefix("\n").rstrip("\n")
-        changes = difflib.unified_diff(cell.splitlines(), text.splitlines(), "this cell", "distributed", lineterm="")
+        magic = f"%%distribute {line}".strip()
+        changes = difflib.unified_diff(
+            [magic, *cell.splitlines()], text.splitlines(), "this cell", "distributed", lineterm=""
+        )
         hint = ("notebook_launcher(train) takes all devices; write num_processes=2 in it for two processes",)
         _say("\n".join([*changes, *new.notes, *(hint if parsed.get("launch") else ())]))
         if not parsed.get("accept") and not _is_accepted():
