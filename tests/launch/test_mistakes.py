@@ -115,12 +115,12 @@ WITH_RANKS = {
     ),
     "too little time": Mistake(
         "def wait():\n    time.sleep(60)\nnotebook_launcher(wait, num_processes=2, timeout=1)  # here",
-        ("DeadlineError:", "timeout=1 s", "in wait, Cell In["),
+        ("DeadlineError:", "timeout=1 s", "in wait, cell "),
     ),
     "a rank that is killed": Mistake(
         "def die():\n    if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    time.sleep(60)\n"
         "notebook_launcher(die, num_processes=2)  # here",
-        ("RankDiedError: rank 1 was ended by SIGKILL", "rank 0 was in die, Cell In["),
+        ("RankDiedError: rank 1 was ended by SIGKILL", "rank 0 was in die, cell "),
     ),
     "an error on every rank": Mistake(
         "def fail():\n    raise ValueError('no')  # here\nnotebook_launcher(fail, num_processes=2)",
