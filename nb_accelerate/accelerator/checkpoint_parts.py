@@ -12,6 +12,7 @@ from nb_accelerate.checkpoint import state
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, MODEL_NAME
 from nb_accelerate.checkpoint.sharing import ThisRank
 from nb_accelerate.errors import ConfigError
+from nb_accelerate.progress_page.commands import NO_FOLDER
 from nb_accelerate.strategies.parts import OptimizerPart
 from nb_accelerate.strategies.unwrapping import innermost
 
@@ -154,7 +155,7 @@ class CheckpointPartsSlice(Slice):
     def _numbered_folders(self) -> Path:
         project_dir = self.core.recording.project.project_dir
         if project_dir is None:
-            raise ConfigError("Numbered checkpoints need a folder: Accelerator(project_dir=...).")
+            raise ConfigError(NO_FOLDER)
         return Path(project_dir).expanduser() / "checkpoints"
 
 

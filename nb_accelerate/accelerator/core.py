@@ -267,7 +267,7 @@ def build_core(
         recording=recording,
         page=here(),
         losses=LossReport(here(), process.kind, memory),
-        steering=Steering(here().commands, shared, prepared),
+        steering=Steering(here().commands, shared, prepared, recording.project),
         memory=memory,
         prepared=prepared,
         dynamo=dynamo,

@@ -22,13 +22,14 @@ import torch
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.progress_page import Phase, here
-from nb_accelerate.progress_page.commands import CommandKind
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, CommandKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from nb_accelerate.accelerator.core import Prepared
+    from nb_accelerate.config.project import ProjectConfiguration
     from nb_accelerate.data.tracker import TrackedLoader
     from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.progress_page.commands import Command, CommandReader
@@ -55,15 +56,19 @@ class Steering:
         shared: has the optimizers, and the tracker of loaders, of this process.
         prepared: has the schedulers of the `Accelerator`. It is not kept alive: loaders know this object as long as
             the process lives.
+        project: says whether numbered checkpoints have a folder.
 
     Attributes:
         stops: training is to end after this epoch.
     """
 
-    def __init__(self, commands: CommandReader, shared: SharedTraining, prepared: Prepared) -> None:
+    def __init__(
+        self, commands: CommandReader, shared: SharedTraining, prepared: Prepared, project: ProjectConfiguration
+    ) -> None:
         self._commands = commands
         self._shared = shared
         self._prepared = weakref.ref(prepared)
+        self._project = project
         self._tracker = shared.tracker
         self._save: Callable[[], Callable[[str], Path] | None] = lambda: None
         self._num_epoch_loops = 0
@@ -81,6 +86,7 @@ class Steering:
     def begin(self) -> None:
         """Obey in loops over loaders from now on: an `Accelerator` that prepares a model is the one that trains."""
         self._tracker.between_batches = self.between_batches
+        self._tracker.when_a_loop_begins = self._note_what_it_could_obey
 
     def after_step(self) -> None:
         """Count an optimizer's step. Outside of loops over prepared loaders, obey.
@@ -101,15 +107,25 @@ class Steering:
 
     def epochs(self, epochs: Iterable[int]) -> Iterator[int]:
         """Yield numbers of epochs until training is to stop."""
-        self._num_epoch_loops += 1
+        self._count_epoch_loop(1)
         try:
             for epoch in epochs:
                 yield epoch
                 if self.stops:
                     break
         finally:
-            self._num_epoch_loops -= 1
+            self._count_epoch_loop(-1)
             self.stops = False
+
+    def _count_epoch_loop(self, change: int) -> None:
+        self._num_epoch_loops += change
+        if self._tracker.when_a_loop_begins == self._note_what_it_could_obey:  # no other `Accelerator` obeys
+            self._note_what_it_could_obey()
+
+    def _note_what_it_could_obey(self) -> None:
+        """Say it on the page, which each call or cell clears: when a loop over a loader or over epochs begins."""
+        self._commands.note_folder(self._project.project_dir is not None)
+        self._commands.note_epoch_loop(self._num_epoch_loops > 0)
 
     def _look(self, number: int) -> None:
         commands = self._commands
@@ -162,10 +178,7 @@ class Steering:
             return change_learning_rate(command.value, self._shared.optimizers, schedulers)
         if command.kind is CommandKind.STOP:
             if not self._num_epoch_loops:
-                raise ConfigError(
-                    "This loop over epochs cannot be ended from outside. Write it as "
-                    "`for epoch in accelerator.epochs(3)`, or with accelerator.resumable(loader, epochs=3)."
-                )
+                raise ConfigError(NO_EPOCH_LOOP)
             self.stops = True
         return ""
 

@@ -52,26 +52,29 @@ class LoaderTracker:
     Attributes:
         active: the innermost, or None.
         between_batches: called with a loader before the first batch of a loop that computes gradients, and between two.
+        when_a_loop_begins: called before a loader is added.
     """
 
-    __slots__ = ("_loaders", "active", "between_batches")
+    __slots__ = ("_loaders", "active", "between_batches", "when_a_loop_begins")
 
     def __init__(self) -> None:
         self.between_batches: Callable[[TrackedLoader], None] = _nothing
+        self.when_a_loop_begins: Callable[[], None] = _nothing_to_note
         self._loaders: list[TrackedLoader] = []
         self.active: TrackedLoader | None = None
 
     def __getstate__(self) -> tuple[list[TrackedLoader], TrackedLoader | None]:
-        """Return what a copy of it has: `between_batches` acts on this process and stays with it."""
+        """Return what a copy of it has: the functions that it calls act on this process and stay with it."""
         return self._loaders, self.active
 
     def __setstate__(self, state: tuple[list[TrackedLoader], TrackedLoader | None]) -> None:
         """Begin as a copy."""
-        self.between_batches = _nothing
+        self.between_batches, self.when_a_loop_begins = _nothing, _nothing_to_note
         self._loaders, self.active = state
 
     def begin(self, loader: TrackedLoader) -> None:
         """Add a loader that begins an epoch."""
+        self.when_a_loop_begins()
         self._loaders.append(loader)
         self.active = loader
 
@@ -108,6 +111,10 @@ class LoaderTracker:
 
 def _nothing(_: TrackedLoader) -> None:
     """Do nothing between batches, where nobody trains."""
+
+
+def _nothing_to_note() -> None:
+    """Do nothing when a loop begins, where nobody trains."""
 
 
 class HasTracker(Protocol):

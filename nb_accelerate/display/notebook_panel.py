@@ -34,11 +34,14 @@ from nb_accelerate.display.panel import PAUSE, RESUME, Drawing
 from nb_accelerate.display.strips import kinds_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nb_accelerate.display.lines import Paper
-    from nb_accelerate.display.panel import Watched
+    from nb_accelerate.display.panel import Action, Watched
     from nb_accelerate.display.view import View
+
+_ACTIONS_EVERY = 2.0
+"""Seconds between two looks whether buttons can be pressed: each reads the pages of all ranks."""
 
 _WAIT = 10.0
 """Seconds for the thread that makes the buttons to end."""
@@ -97,6 +100,8 @@ class NotebookPanel(Drawing):
         self._aside: Any = None
         self._all_frames: Any = None
         self._copy: Any = None
+        self._actions: list[tuple[Action, Any]] = []
+        self._look_at_actions = 0.0
         self._controls: Any = None
         self._memory_table = ""
         self._again: Any = None
@@ -138,7 +143,12 @@ class NotebookPanel(Drawing):
             return
         self._show_in_title(percent_of(view))
         if self._pause is not None:
-            self._say_on_button(self._pause, RESUME if view.is_paused else PAUSE)
+            self._change(self._pause, description=RESUME if view.is_paused else PAUSE)
+        if time.monotonic() >= self._look_at_actions:
+            self._look_at_actions = time.monotonic() + _ACTIONS_EVERY
+            for action, button in self._actions:
+                why_not = action.why_not()
+                self._change(button, disabled=bool(why_not), tooltip=why_not or action.hint)
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
             missing = _LINES_MISSING if self._has_log else ""
@@ -209,17 +219,19 @@ class NotebookPanel(Drawing):
             self._percent, self._title_at = percent, now + REPEAT_EVERY
             self._title.value = title_script(self._buttons_id, percent, self._draws)
 
-    def _say_on_button(self, button: Any, title: str) -> None:
-        """Change what stands on a button, in an empty context.
+    def _change(self, button: Any, **values: object) -> None:
+        """Change a button that is not so already, in an empty context.
 
         ipykernel 7.4 sends clicks of a widget to the shell whose request has changed it last, and that of the cell that
         runs answers none.
         """
+        if all(getattr(button, name) == value for name, value in values.items()):
+            return
         context = contextvars.copy_context()
         parent = getattr(self._kernel, "_shell_parent", None)
         if parent is not None:
             context.run(parent.set, {})
-        context.run(setattr, button, "description", title)
+        context.run(_set, button, values)
 
     def _tell_end(self, view: View) -> None:
         last = title_script(self._buttons_id, None, self._draws)
@@ -244,10 +256,11 @@ class NotebookPanel(Drawing):
         self._aside = ipywidgets.HTML()
         self._again = _html_of_new_pages()
         self._title = ipywidgets.HTML(layout={"display": "none"})
-        actions = [self._button(action.title, action.hint, action.do) for action in self._watched.actions()]
-        self._pause = next((button for button in actions if button.description == PAUSE), None)
+        actions = self._watched.actions()
+        self._actions = [(action, self._button(action.title, action.hint, action.do)) for action in actions]
+        self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
         buttons = [
-            *actions,
+            *(button for _, button in self._actions),
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
             self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
         ]
@@ -343,6 +356,12 @@ def _html_of_new_pages() -> Any:
     widget = HTMLOfNewPages()
     widget.add_class("nba-again")
     return widget
+
+
+def _set(widget: Any, values: Mapping[str, object]) -> None:
+    with widget.hold_sync():  # one message
+        for name, value in values.items():
+            setattr(widget, name, value)
 
 
 def _close(widget: Any) -> None:

@@ -58,6 +58,10 @@ PAUSE, RESUME = "Pause", "Resume"
 """Titles of the button that pauses training, and of the same one while it is paused."""
 
 
+def _is_usable() -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Action:
     """A button.
@@ -66,11 +70,14 @@ class Action:
         title: what stands on it.
         hint: what it does.
         do: does it. Called in any thread.
+        why_not: returns why it cannot be done now, and what to write; "" if it can be, or that is not known. It is
+            called for each drawing.
     """
 
     title: str
     hint: str
     do: Callable[[], object]
+    why_not: Callable[[], str] = _is_usable
 
 
 class Watched(Protocol):

@@ -9,7 +9,8 @@
     waits for what came of it                          <- answers
 
 So all ranks obey after the same step, or none does, and no collective is needed for it. A word that depends on the
-command has its number in it: what is left of an earlier one means nothing.
+command has its number in it: what is left of an earlier one means nothing. Two more words say what the training loop
+could obey, so that nothing else is offered.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _STEPS = 5  # optimizer steps of this call or cell
 _AGREED = 6  # number of the command that the rank agrees to obey
 _ANSWERED = 7  # the number of the command that was obeyed, and whether it could not be
 _PAUSED = 8  # training waits until it is told to go on
-_NUM_WORDS = 9
+_FOLDER = 9  # numbered checkpoints have a folder: 0 not known, 1 no, 2 yes
+_EPOCH_LOOP = 10  # a loop over epochs is on that can be ended after an epoch: as above
+_NUM_WORDS = 11
 
 _TEXT_AT, _ANSWER_AT = _AT + 128, _AT + 576
 _TEXT_SIZE = 448
@@ -45,6 +48,15 @@ _TEXT_SIZE = 448
 
 _STEP_BITS = 40
 """Bits of a word that hold the number of an optimizer step; that of the command is above them."""
+
+NO_FOLDER = "Numbered checkpoints need a folder: Accelerator(project_dir=...)."
+"""Why no checkpoint can be saved."""
+
+NO_EPOCH_LOOP = (
+    "This loop over epochs cannot be ended from outside. Write it as `for epoch in accelerator.epochs(3)`, or with "
+    "accelerator.resumable(loader, epochs=3)."
+)
+"""Why training cannot be ended after an epoch."""
 
 _WORD = struct.Struct("q")  # native: eight bytes in one piece
 _REAL = struct.Struct("d")
@@ -156,6 +168,14 @@ class CommandReader:
         """Say that training waits, or goes on."""
         self._words[_PAUSED] = paused
 
+    def note_folder(self, there: bool) -> None:
+        """Say whether numbered checkpoints have a folder."""
+        self._words[_FOLDER] = 1 + there
+
+    def note_epoch_loop(self, is_on: bool) -> None:
+        """Say whether a loop over epochs is on that can be ended after an epoch."""
+        self._words[_EPOCH_LOOP] = 1 + is_on
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandState:
@@ -235,6 +255,16 @@ def is_paused(memory: Buffer) -> bool:
     return bool(_WORD.unpack_from(memory, _AT + 8 * _PAUSED)[0])
 
 
+def has_folder(memory: Buffer) -> bool | None:
+    """Return whether numbered checkpoints of a page's process have a folder; None if that is not known."""
+    return _known(memory, _FOLDER)
+
+
+def has_epoch_loop(memory: Buffer) -> bool | None:
+    """Return whether a loop over epochs is on that can be ended after an epoch; None if that is not known."""
+    return _known(memory, _EPOCH_LOOP)
+
+
 def check_text(text: str) -> None:
     """Check that a text fits into a command.
 
@@ -243,6 +273,11 @@ def check_text(text: str) -> None:
     """
     if len(text.encode()) >= _TEXT_SIZE or "\0" in text:
         raise ValueError(f"it has {len(text.encode())} bytes; {_TEXT_SIZE - 1} fit")
+
+
+def _known(memory: Buffer, index: int) -> bool | None:
+    word = _WORD.unpack_from(memory, _AT + 8 * index)[0]
+    return word == 2 if word in (1, 2) else None
 
 
 def _decided(number: int, decision: _Decision) -> int:

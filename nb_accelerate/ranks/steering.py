@@ -26,7 +26,8 @@ from typing_extensions import override
 from nb_accelerate.display.panel import PAUSE, Action
 from nb_accelerate.display.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
-from nb_accelerate.progress_page.commands import Command, CommandKind, check_text
+from nb_accelerate.progress_page import Phase
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, Command, CommandKind, check_text
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.topology.rank_lists import named
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
+    from nb_accelerate.progress_page import Sample
     from nb_accelerate.progress_page.commands import CommandState, CommandWriter
     from nb_accelerate.ranks.request import Request
 
@@ -214,7 +216,7 @@ def steering_actions(
 ) -> tuple[Action, ...]:
     """Return buttons that steer the ranks of a request; none where they could not.
 
-    A button returns at once, with the thread that gives its command.
+    A button returns at once, with the thread that gives its command. One that any rank could not obey says why.
 
     Args:
         request: what they do.
@@ -233,11 +235,14 @@ def steering_actions(
         note(f"saved {steered.save_checkpoint()}")
 
     def has_begun() -> bool:
-        try:
-            samples = [rank.handle.page.read() for rank in request.ranks]
-        except ValueError:  # they were closed: the ranks have just ended
-            return True
-        return any(one.loop or one.steps for one in samples)
+        samples = _samples(request)
+        return not samples or any(one.loop or one.steps for one in samples)
+
+    def no_save() -> str:
+        return NO_FOLDER if any(one.has_folder is False for one in _busy(request)) else ""
+
+    def no_stop() -> str:  # before the first step, the loop over epochs may be still to come
+        return NO_EPOCH_LOOP if any(one.has_epoch_loop is False and one.steps for one in _busy(request)) else ""
 
     def in_thread(give: Callable[[], None]) -> Callable[[], object]:
         def run() -> None:
@@ -257,9 +262,21 @@ def steering_actions(
 
     return (
         Action(PAUSE, "pause training before its next batch, or go on", in_thread(pause_or_resume)),
-        Action("Save", "save a checkpoint now", in_thread(save)),
-        Action("Stop after epoch", "end training when this epoch does", in_thread(steered.stop_after_epoch)),
+        Action("Save", "save a checkpoint now", in_thread(save), no_save),
+        Action("Stop after epoch", "end training when this epoch does", in_thread(steered.stop_after_epoch), no_stop),
     )
+
+
+def _samples(request: Request) -> list[Sample]:
+    try:
+        return [rank.handle.page.read() for rank in request.ranks]
+    except ValueError:  # they were closed: the ranks have just ended
+        return []
+
+
+def _busy(request: Request) -> list[Sample]:
+    """Return the samples of ranks whose page does not show a call or cell that is over, maybe the one before."""
+    return [one for one in _samples(request) if one.phase is not Phase.ENDED]
 
 
 def _named(command: Command) -> str:

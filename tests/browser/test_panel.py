@@ -13,6 +13,7 @@ import pytest
 from fixtures.leaks import name_of
 
 from browser.notebook import IDLE
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER
 
 if TYPE_CHECKING:
     import psutil
@@ -312,3 +313,35 @@ def test_training_is_paused_and_goes_on_by_the_same_button_while_the_cell_runs(o
         notebook.wait_for_output(1, then)
     notebook.interrupt()
     notebook.wait_until_done()
+
+
+# Of a button: whether it can be pressed, and its tooltip.
+BUTTON = """title => {
+    const found = [...document.querySelectorAll('.jp-OutputArea button')].find(one => one.innerText === title);
+    return found ? [!found.disabled, found.title] : null;
+}"""
+
+
+def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(open_notebook: OpenNotebook) -> None:
+    steered = SETUP.replace("Accelerator()", "Accelerator(project_dir='runs')")
+    steered = steered.replace("range(epochs)", "accelerator.epochs(epochs)")
+    notebook = open_notebook([SETUP, launch(2, steps=3000), steered, launch(2, steps=50, epochs=1000)])
+    notebook.run(0)
+    notebook.wait_until_done()
+    start(notebook, 1)
+    for title, text in (("Save", NO_FOLDER), ("Stop after epoch", NO_EPOCH_LOOP)):
+        notebook.wait_until(f"([title, text]) => String(({BUTTON})(title)) === `false,${{text}}`", [title, text])
+    assert notebook.evaluate(BUTTON, "Pause")[0]
+    notebook.screenshot("panel-grey-buttons", cell=1)
+    notebook.press_button(1, "Interrupt")
+    notebook.wait_until_done()
+
+    notebook.run(2)
+    notebook.wait_until_done()
+    notebook.run(3)
+    notebook.wait_for_output(3, "2 / 1000", timeout=60)  # epochs
+    assert notebook.evaluate(BUTTON, "Save") == [True, "save a checkpoint now"]
+    assert notebook.evaluate(BUTTON, "Stop after epoch") == [True, "end training when this epoch does"]
+    notebook.press_button(3, "Stop after epoch")
+    notebook.wait_until_done()
+    assert "✓" in notebook.output(3)

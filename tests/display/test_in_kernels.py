@@ -9,11 +9,14 @@ import re
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 from fixtures.kernels import Kernel, start_in_lab
+
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER
 
 SETUP = """
 import contextlib, functools, io, os, sys, threading, time, torch
@@ -164,6 +167,41 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     assert ["No news since" in html for html in sent.html] == [True] * (len(frames) - 1) + [False]
     assert sum(map(len, sent.html)) + sent.num_bytes <= 40_000 + 40_000 * sent.seconds, "bytes"
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
+
+
+def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(notebook: Kernel) -> None:
+    sent = everything(notebook, "notebook_launcher(train, (2.5,), 2, progress='widget')")
+    told = [one for one in sent.messages if one["msg_type"] == "comm_msg"]
+    greyed = [one for one in told if "disabled" in one["content"]["data"].get("state", {})]
+    assert [one["content"]["data"]["state"] for one in greyed] == [
+        {"disabled": True, "tooltip": NO_FOLDER},
+        {"disabled": True, "tooltip": NO_EPOCH_LOOP},
+    ], "each is told once"
+    assert [one["parent_header"] for one in greyed] == [{}, {}], "clicks would go to the cell that runs"
+
+
+def test_in_a_loop_over_epochs_with_a_folder_no_button_is_grey(notebook: Kernel, tmp_path: Path) -> None:
+    cell = f"""\
+def train_in_epochs(seconds):
+    accelerator = Accelerator(cpu=True, project_dir={str(tmp_path)!r})
+    model = torch.nn.Linear(4, 1)
+    data = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+    until = time.monotonic() + seconds
+    for _ in accelerator.epochs(1_000_000):
+        for (rows,) in data:
+            accelerator.backward(model(rows).square().mean())
+            optimizer.step()
+            time.sleep(0.01)
+        if accelerator.reduce(torch.tensor(float(time.monotonic() > until))):
+            break
+notebook_launcher(train_in_epochs, (2.5,), 2, progress='widget')"""
+    sent = everything(notebook, cell)
+    opened = [content["data"]["state"] for content in sent.of("comm_open")]
+    assert [state["disabled"] for state in opened if state.get("description") in ("Save", "Stop after epoch")] == [
+        False
+    ] * 2
+    assert not [content for content in sent.of("comm_msg") if "disabled" in content["data"].get("state", {})]
 
 
 def test_what_ranks_print_at_once_stands_below_the_table_and_its_buttons(notebook: Kernel) -> None:

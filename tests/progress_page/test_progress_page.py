@@ -307,6 +307,20 @@ def mapped(fd: int) -> object:
         os.close(fd)
 
 
+def test_what_training_could_obey_is_known_once_it_is_noted(page: ProgressPage, memory: bytearray) -> None:
+    def said() -> tuple[bool | None, bool | None]:
+        sample = read(memory)
+        return sample.has_folder, sample.has_epoch_loop
+
+    assert said() == (None, None)
+    for there, is_on in ((False, False), (True, False), (False, True), (True, True)):
+        page.commands.note_folder(there)
+        page.commands.note_epoch_loop(is_on)
+        assert said() == (there, is_on)
+    page.begin_request()
+    assert said() == (None, None)
+
+
 @pytest.mark.parametrize("collective", Collective)
 def test_a_collective_is_named_while_it_lasts(page: ProgressPage, memory: bytearray, collective: Collective) -> None:
     page.enter(Phase.EVALUATING)

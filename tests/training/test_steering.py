@@ -10,18 +10,23 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.accelerator.steering import change_learning_rate
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.process import context
-from nb_accelerate.progress_page.commands import CommandWriter
+from nb_accelerate.progress_page import Phase, Sample, here
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, CommandWriter
+from nb_accelerate.progress_page.sample import read
 from nb_accelerate.ranks.steering import steering_actions
 
 
@@ -142,6 +147,11 @@ def test_an_interrupt_while_ranks_are_told_the_decision_leaves_none_without_it(
 
 def test_a_loop_that_cannot_be_ended_says_how_to_write_it(begin: Any) -> None:
     launch = begin(uses_epochs=False)
+    launch.pause()
+    request, world_size = launch._steered()
+    (_, _, stop) = steering_actions(request, world_size, note=print, say=print)
+    assert stop.why_not() == NO_EPOCH_LOOP
+    launch.resume()
     with pytest.raises(ConfigError, match=r"accelerator\.epochs\(3\)"):
         launch.stop_after_epoch()
     launch.pause()  # it goes on, and is obeyed again
@@ -154,6 +164,11 @@ def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Pa
     request, world_size = launch._steered()
     said: list[str] = []
     buttons = {one.title: one for one in steering_actions(request, world_size, note=said.append, say=said.append)}
+    assert {title: button.why_not() for title, button in buttons.items()} == {
+        "Pause": "",
+        "Save": NO_FOLDER,
+        "Stop after epoch": "",
+    }
     for title in ("Save", "Pause", "Pause", "Stop after epoch", "Pause"):
         thread: Any = buttons[title].do()
         thread.join()
@@ -162,6 +177,59 @@ def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Pa
     assert said[1:3] == ["training goes on", "training is paused"]
     assert said[3:] == ["training ends after this epoch", "training goes on"]
     assert not steering_actions(request, world_size + 1, note=said.append, say=said.append)  # on another machine
+
+
+def why_not(*samples: Sample) -> tuple[str, str]:
+    """Why ranks that are so far can neither save nor stop; "" where they can."""
+    request: Any = SimpleNamespace(
+        ranks=[
+            SimpleNamespace(handle=SimpleNamespace(page=SimpleNamespace(read=lambda one=one: one))) for one in samples
+        ]
+    )
+    _, save, stop = steering_actions(request, len(samples), note=print, say=print)
+    return save.why_not(), stop.why_not()
+
+
+def test_of_several_ranks_the_one_that_cannot_obey_decides() -> None:
+    can = Sample(request=1, phase=Phase.RUNNING, steps_before=3, has_folder=True, has_epoch_loop=True)
+    assert why_not(can, can) == ("", "")
+    assert why_not(can, replace(can, has_folder=False)) == (NO_FOLDER, "")
+    assert why_not(replace(can, has_epoch_loop=False), can) == ("", NO_EPOCH_LOOP)
+    assert why_not(can, replace(can, has_folder=None, has_epoch_loop=None)) == ("", ""), "not known"
+
+
+def test_before_the_first_step_and_after_a_cell_no_rank_keeps_a_button_from_being_pressed() -> None:
+    cannot = Sample(request=1, phase=Phase.RUNNING, steps_before=3, has_folder=False, has_epoch_loop=False)
+    assert why_not(cannot) == (NO_FOLDER, NO_EPOCH_LOOP)
+    assert why_not(replace(cannot, steps_before=0)) == (NO_FOLDER, "")
+    assert why_not(replace(cannot, phase=Phase.ENDED)) == ("", "")
+
+
+def test_what_training_could_obey_is_noted_when_a_loop_begins_and_ends(tmp_path: Path) -> None:
+    def said() -> tuple[bool | None, bool | None]:
+        sample = read(here()._memory)
+        return sample.has_folder, sample.has_epoch_loop
+
+    context.reset()
+    here().begin_request()
+    accelerator = Accelerator(cpu=True)
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    _, loader = accelerator.prepare(torch.nn.Linear(2, 1), data)
+    assert said() == (None, None)
+    assert [said() for _ in loader] == [(False, False)] * 2
+    accelerator.project_configuration.set_directories(tmp_path)
+    assert [said() for _ in accelerator.epochs(2) for _ in loader] == [(True, True)] * 4
+    assert said() == (True, False)
+    assert [said() for _, batches in accelerator.resumable(loader, epochs=1) for _ in batches] == [(True, True)] * 2
+    for _ in accelerator.epochs(1):
+        here().begin_request()  # of a new cell
+        assert said() == (None, None)
+        assert [said() for _ in loader] == [(True, True)] * 2
+    assert [said() for _ in Accelerator(cpu=True).epochs(1) for _ in loader] == [(True, False)] * 2, (
+        "another one's loop"
+    )
+    here().begin_request()
+    context.reset()
 
 
 def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path) -> None:
@@ -218,8 +286,6 @@ def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path
     ids=["lambda", "steps", "one cycle", "cosine", "cyclic", "sequence"],
 )
 def test_schedules_go_on_by_the_same_factor(make: Any) -> None:
-    from types import SimpleNamespace
-
     def rates(factor_at: int | None) -> list[list[float]]:
         groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.2, 0.3)]
         optimizer = torch.optim.SGD(groups, momentum=0.9)
