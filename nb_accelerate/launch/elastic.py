@@ -31,6 +31,9 @@ _LAST_CALL = 30.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 """For an answer of the store, as torchrun's."""
 
+_LEAVING_LIMIT = 5.0
+"""Seconds to tell the store that this machine leaves. Its machine may have lost the network a moment ago."""
+
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable. Without it, a machine that joins in a later round waits for an address that only the first round
 has (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`)."""
@@ -216,14 +219,17 @@ class ElasticRendezvous:
         first = self.machines.all[:1]
         goes_on = self._fewest < self._most and self.machines.ends_as == INTERRUPTED
         self.machines.close()
-        # There is no public way to end the handler's thread without closing the rendezvous.
         handler: Any = self._handler
-        leave = handler._stop_heartbeats if goes_on or self._is_over else handler.shutdown  # noqa: SLF001 - as above
         self._handler = self._store = None
-        if first and first[0].lost:  # and its store with it: who asks it for something may wait for minutes
-            threading.Thread(target=handler._stop_heartbeats, daemon=True).start()  # noqa: SLF001 - as above
-        else:
-            leave()
+        is_out_of_reach = bool(first and first[0].lost)  # and its store with it
+        # There is no public way to end the handler's thread without closing the rendezvous.
+        only_stop = goes_on or self._is_over or is_out_of_reach
+        leave = handler._stop_heartbeats if only_stop else handler.shutdown  # noqa: SLF001 - as above
+        # In a thread: who asks a machine without network waits for the store's timeout, and heartbeats ask too.
+        leaving = threading.Thread(target=leave, daemon=True)
+        leaving.start()
+        if not is_out_of_reach:  # as far as this machine knows
+            leaving.join(_LEAVING_LIMIT)
 
 
 def _store(place: tuple[str, int], listener: socket.socket | None = None) -> Any:

@@ -121,12 +121,14 @@ import os, sys, time
 import torch
 from nb_accelerate import Accelerator
 
-accelerator = Accelerator()
-print("begins", accelerator.process_index, "of", accelerator.num_processes, flush=True)
+accelerator, is_told = Accelerator(), False
 model, optimizer = torch.nn.Linear(4, 1), None
 model, loader = accelerator.prepare(model, torch.utils.data.DataLoader(torch.ones(10**6, 4), batch_size=1))
 for x in loader:
     accelerator.backward(model(x).mean())
+    if not is_told:
+        print("begins", accelerator.process_index, "of", accelerator.num_processes, flush=True)
+        is_told = True
     if accelerator.gather(torch.tensor([float(os.path.exists(sys.argv[1]))])).min():
         break
     time.sleep(0.02)
@@ -219,6 +221,32 @@ def test_a_machine_that_is_killed_or_cut_off_is_named_on_the_other(
         assert said in error
         assert job.returncode == 1
     assert time.monotonic() - began < limit
+
+
+FAIL = """
+import os, sys, time
+from nb_accelerate import Accelerator
+
+accelerator = Accelerator()
+print("begins", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+raise ValueError("no rows")
+"""
+
+
+def test_a_machine_whose_rank_fails_just_after_the_network_ends_at_once(tmp_path: Path, two_hosts: list[str]) -> None:
+    script, end = tmp_path / "fail.py", tmp_path / "end"
+    script.write_text(FAIL)
+    flags = ["--num_machines=2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
+    jobs = [launch(host, [*flags, f"--machine_rank={host}"], script, str(end)) for host in range(2)]
+    for job in jobs:
+        wait_for(job.stdout, "begins")
+    subprocess.run(["ip", "-n", "nbtest1", "link", "set", "nbveth1", "down"], check=True)
+    end.touch()  # long before the machines can know of each other's silence
+    for job in jobs:
+        _, error = job.communicate(timeout=30)  # the store's own timeout is 60 s
+        assert "ValueError: no rows" in error
 
 
 def test_one_function_of_a_notebook_runs_on_two_machines(tmp_path: Path, two_hosts: list[str]) -> None:
