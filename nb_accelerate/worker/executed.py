@@ -25,7 +25,7 @@ from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.interpreter import command
 from nb_accelerate.worker.limits import enough_room
 from nb_accelerate.worker.process_tree import die_with_parent, ending_with, join_group_of, set_name
-from nb_accelerate.worker.rank import prepare_process, run_rank
+from nb_accelerate.worker.rank import patch_libraries, prepare_process, run_rank
 from nb_accelerate.worker.scratch import Scratch, remove_abandoned
 from nb_accelerate.worker.server import Server, Serves, refuse_rank
 
@@ -232,6 +232,10 @@ def _import_all(modules: tuple[str, ...]) -> BaseException | None:
     try:
         for module in modules:
             importlib.import_module(module)
+        patch_libraries()
+        # Packages may be installed from now on; a rank lists the folders when it imports something. In each idle
+        # process this would take longer than all else.
+        importlib.invalidate_caches()
     except Exception as error:
         return error
     finally:

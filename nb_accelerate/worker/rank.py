@@ -161,6 +161,16 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
         packed.close()
 
 
+def patch_libraries() -> None:
+    """Change what libraries do on ranks: spawned workers, progress bars, trainers.
+
+    A server of warm ranks calls it once; what is forked from that has the changes.
+    """
+    spawn_by_value()
+    bars_as_rows()
+    trainers_as_loops()
+
+
 def prepare_process(*, is_fork: bool) -> Exception | None:
     """Do what every rank needs, before it is known what for: a process that waits to become a rank has the time.
 
@@ -171,13 +181,8 @@ def prepare_process(*, is_fork: bool) -> Exception | None:
         What has failed, for `run_rank` to tell the kernel, or None.
     """
     try:
-        spawn_by_value()
-        bars_as_rows()
-        trainers_as_loops()
+        patch_libraries()
         if not is_fork:
-            # Packages may be installed after this process' parent has listed the folders. Nothing is imported until
-            # the rank has its task.
-            importlib.invalidate_caches()
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]
             sys.modules["__main__"] = main
