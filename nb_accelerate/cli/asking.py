@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Asker(Protocol):
-    """Ask the user questions. An empty answer takes the default."""
+    """Ask the user questions."""
 
     def choose(self, question: str, options: Sequence[tuple[str, str]], default: str) -> str:
         """Return the value of one of ``options``, which are pairs of a value and a label."""
         ...
 
     def line(self, question: str, default: str) -> str:
-        """Return a line of text."""
+        """Return the line that was typed, without surrounding spaces; "" if it is empty. The default is only shown."""
         ...
 
     def say(self, text: str) -> None:
@@ -48,7 +48,7 @@ def read_value(asker: Asker, question: str, default: T, convert: Callable[[str],
     Args:
         asker: who is asked.
         question: what to ask.
-        default: the value of an empty answer; with "" there has to be an answer.
+        default: the value of an empty answer; "" if there is none, and then ``convert`` gets the empty answer.
         convert: makes a value of text; raises ValueError where it cannot.
     """
     while True:
@@ -74,7 +74,10 @@ class ArrowKeys(Asker):
     def line(self, question: str, default: str) -> str:
         from prompt_toolkit import prompt
 
-        return prompt(_with_default(question, default)).strip()
+        try:
+            return prompt(_with_default(question, default)).strip()
+        except EOFError:  # Ctrl-D
+            raise KeyboardInterrupt from None
 
     @override
     def say(self, text: str) -> None:

@@ -29,12 +29,12 @@ SPLIT = "TENSOR_PARALLEL"
 
 
 def ask_engine(asker: Asker, *, is_alone: bool, has_deepspeed: bool) -> str:
-    """Ask who keeps the model.
+    """Ask how the model is distributed over the processes.
 
     Args:
-        asker: who is asked.
-        is_alone: there is one process, which has nobody to share a model with.
-        has_deepspeed: DeepSpeed is installed.
+        asker: asks the question.
+        is_alone: whether there is only one process; then FSDP and tensor parallelism are not offered.
+        has_deepspeed: whether DeepSpeed is installed.
 
     Returns:
         ``FSDP``, ``DEEPSPEED``, `SPLIT`, or "" for none of them.
@@ -98,14 +98,14 @@ def ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[st
     def convert(text: str, what: str, of: int) -> int:
         size = int(text) if text.isdecimal() else 0
         if not size or of % size:
-            raise ValueError(f"{of} processes cannot be shared out equally to {text!r} {what}.")
+            raise ValueError(f"{text!r} does not divide {of}, the number of {what}.")
         return size
 
     split = read_value(
         asker,
         "Processes that compute each layer together (tensor parallel)",
         1 if is_sharded else num_processes,
-        lambda text: convert(text, "a group", num_processes),
+        lambda text: convert(text, "processes", num_processes),
     )
     copies = groups = num_processes // split
     if is_sharded:
@@ -113,7 +113,7 @@ def ask_layout(asker: Asker, num_processes: int, *, is_sharded: bool) -> dict[st
             asker,
             "Copies of the model, each in shards on its share of the processes",
             1,
-            lambda text: convert(text, "copies", groups),
+            lambda text: convert(text, "processes" if split == 1 else "groups of processes", groups),
         )
     if copies == split == 1:
         return {}
@@ -133,7 +133,7 @@ def ask_deepspeed(asker: Asker, *, num_machines: int) -> dict[str, Any]:
     found: dict[str, Any] = {"deepspeed_multinode_launcher": "standard"} if num_machines > 1 else {}
     stage = 3
     if confirm(asker, "Is there a JSON file with a configuration of DeepSpeed?", default=False):
-        found["deepspeed_config_file"] = read_value(asker, "Path of that file", "", _path)
+        found["deepspeed_config_file"] = read_value(asker, "Path of that file", "", _not_empty)
     else:
         stage = int(asker.choose("Stage of ZeRO?", _STAGES, "2"))
         found["zero_stage"] = stage
@@ -148,7 +148,7 @@ def ask_deepspeed(asker: Asker, *, num_machines: int) -> dict[str, Any]:
     )
     if confirm(asker, "Does the model have blocks with a mixture of experts?", default=False):
         found["deepspeed_moe_layer_cls_names"] = read_value(
-            asker, "Classes of these blocks, such as MixtralSparseMoeBlock", "", str
+            asker, "Classes of these blocks, such as MixtralSparseMoeBlock", "", _not_empty
         )
     return found
 
@@ -160,16 +160,17 @@ def _ask_offload(asker: Asker, stage: int) -> dict[str, Any]:
     if stage < 2:
         return found
     for what, name, least in (("the state of the optimizer", "optimizer", 2), ("parameters", "param", 3)):
-        device = asker.choose(f"Where is {what}?", _DEVICES, "none") if stage >= least else "none"
+        devices = _DEVICES if stage == 3 else _DEVICES[:2]  # DeepSpeed uses a disk in stage 3 only
+        device = asker.choose(f"Where is {what}?", devices, "none") if stage >= least else "none"
         found[f"offload_{name}_device"] = device
         if device == "nvme":
             found[f"offload_{name}_nvme_path"] = read_value(asker, f"Folder on that disk for {what}", "/nvme", str)
     return found
 
 
-def _path(text: str) -> str:
+def _not_empty(text: str) -> str:
     if not text:
-        raise ValueError("there has to be a path.")
+        raise ValueError("an answer is needed here.")
     return text
 
 

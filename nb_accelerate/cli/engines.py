@@ -66,13 +66,14 @@ def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, eng
     high: dict[str, str] = {}
     if engine == "FSDP":
         low = {**FSDP_DEFAULTS, **low}
-        high = {"ACCELERATE_USE_FSDP": "true", **fsdp_variables(given)}
+        high = {**({"ACCELERATE_USE_FSDP": "true"} if arguments.use_fsdp else {}), **fsdp_variables(given)}
     elif engine == "DEEPSPEED":
         path = arguments.deepspeed_config_file
         if path is not None and not path.is_file():
             raise ConfigError(f"--deepspeed_config_file {str(path)!r}: there is no such file.")
         low = {**deepspeed_fields((), has_precision=False), **low}
-        high = {"ACCELERATE_USE_DEEPSPEED": "true", **deepspeed_variables(given)}
+        switch = {"ACCELERATE_USE_DEEPSPEED": "true"} if arguments.use_deepspeed else {}
+        high = {**switch, **deepspeed_variables(given)}
         if arguments.mixed_precision is not None and file is not None:  # then the file does not decide it
             high |= deepspeed_fields(file.section("deepspeed_config"), has_precision=False)
     elif engine == "XLA":
@@ -80,11 +81,16 @@ def engine_variables(arguments: argparse.Namespace, file: ConfigFile | None, eng
         downcast = arguments.downcast_bf16 or bool(file is not None and file.get("downcast_bf16"))
         low = xla_variables(downcast=downcast) if precision == "bf16" else {}
     asked = {name for name in USES.values() if arguments.multi_gpu or os.environ.get(name, "").strip()}
-    if file is not None:  # which ranks read too, where a variable is not set
+    if file is not None:  # ranks also read the configuration file, for variables that are not set
         asked.add(USES.get(file.get("distributed_type", ""), ""))
-    is_said = arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
-    off = {name: "false" for word, name in USES.items() if is_said and word != engine and name in asked}
+    is_chosen = _is_chosen_by_flag(arguments)
+    off = {name: "false" for word, name in USES.items() if is_chosen and word != engine and name in asked}
     return off | {name: value for name, value in low.items() if not os.environ.get(name, "").strip()} | high
+
+
+def _is_chosen_by_flag(arguments: argparse.Namespace) -> bool:
+    """Return whether a flag says how the model is distributed, which then overrides the configuration file."""
+    return arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
 
 
 def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str) -> dict[str, str]:
@@ -106,8 +112,7 @@ def mesh_of(arguments: argparse.Namespace, file: ConfigFile | None, engine: str)
             f"--{min(sizes)} is for --use_parallelism_config, which was not given. Add --use_parallelism_config, or "
             f"leave it out."
         )
-    is_said = arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES)
-    if is_said and engine != "FSDP" and file is not None and file.section("parallelism_config"):
+    if _is_chosen_by_flag(arguments) and engine != "FSDP" and file is not None and file.section("parallelism_config"):
         return {USE_MESH: "false"}
     return {}
 

@@ -50,7 +50,7 @@ class DeepSpeedPlugin(KwargsHandler):
         is_train_batch_min: of loaders that are prepared with a model, the smallest batch size counts; else the
             greatest.
         offload_optimizer_device: where optimizer state is kept: ``"none"`` (the default) is the device of the model,
-            ``"cpu"`` host memory, ``"nvme"`` a disk. Stages 1 to 3.
+            ``"cpu"`` host memory (stages 1 to 3), ``"nvme"`` a disk (stage 3).
         offload_param_device: where parameters are kept; stage 3 only.
         offload_optimizer_nvme_path: folder for optimizer state on a disk.
         offload_param_nvme_path: folder for parameters on a disk.

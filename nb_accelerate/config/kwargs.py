@@ -59,7 +59,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`, and how it sends gradients.
 
     Attributes:
-        dim: the dimension of a batch that counts rows.
+        dim: the batch dimension of inputs.
         broadcast_buffers: send rank 0's buffers (batch norm statistics, say) to all ranks before each forward.
         bucket_cap_mb: size of the buckets in which gradients are sent, in MiB.
         find_unused_parameters: look, after each forward, for parameters that will get no gradient.

@@ -15,7 +15,7 @@ from nb_accelerate.errors import ConfigError
 
 @dataclasses.dataclass
 class Use:
-    """A use of options after which changing them has no effect on what was made.
+    """Record that an object was made from options, and does not follow later changes of them.
 
     Attributes:
         made: the object that was made: ``"the model that was prepared"``.
@@ -54,7 +54,7 @@ class Options:
         if uses is None:  # being built
             object.__setattr__(self, name, value)
             return
-        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # as above
+        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # as in `note_use`
         if name not in known:
             raise AttributeError(
                 f"{type(self).__name__} has no field {name!r}, so setting it would do nothing.{suggest(name, known)} "

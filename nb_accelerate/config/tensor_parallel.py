@@ -43,7 +43,7 @@ class TorchTensorParallelConfig(Options):
     @override
     def _check(self) -> None:
         if check_flag("enable_async_tp", self.enable_async_tp):
-            raise ConfigError("enable_async_tp=True was given, and layers exchange in step here. Leave it out.")
+            raise ConfigError("enable_async_tp=True (asynchronous tensor parallelism) is not supported. Leave it out.")
         if self.plan is None:
             return
         if not isinstance(self.plan, Mapping) or not all(isinstance(name, str) for name in self.plan):
@@ -60,7 +60,8 @@ class TorchTensorParallelPlugin(Options):
     ``ParallelismConfig(tp_size=2)`` asks for the same, and takes a plan.
 
     Attributes:
-        tp_size: ranks that compute each layer together; all ranks.
+        tp_size: number of ranks that compute each layer together. Must be the number of all ranks, unless a
+            `ParallelismConfig` or its variables give other sizes too.
         torch_device_mesh: not supported: the `Accelerator` makes it.
 
     Raises:

@@ -115,7 +115,8 @@ def split_last_group(
         by: as for `split_batch`.
 
     Returns:
-        The parts, None for ranks that get none; and the numbers of rows, None if the real rows divide evenly.
+        For each rank its part, or None if it gets no row; and the `LastGroup`, or None if every rank gets equally many
+        real rows.
     """
     real = sum(one.rows or 0 for one in group)
     bounds = part_bounds(real, ranks, even=even)

@@ -40,7 +40,7 @@ from nb_accelerate.data.plan import part_bounds
 from nb_accelerate.data.reader import CollectiveReader, ReadState
 from nb_accelerate.data.rows import count_rows
 from nb_accelerate.data.samplers import innermost_sampler
-from nb_accelerate.errors import DispatchError
+from nb_accelerate.errors import ConfigError, DispatchError
 from nb_accelerate.process import rng
 from nb_accelerate.process.devices import device_kind
 
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 SliceFunction = Callable[..., Any]
 
-_SAME, _OTHER, _END, _FAILED = range(4)  # codes for what comes after a message
-_CODE_BYTES = ALIGNMENT_BYTES  # in front of the tensors; the first of them is the code
+_SAME, _OTHER, _END, _FAILED = range(4)  # what follows a batch: one with the same layouts, with others, none, an error
+_CODE_BYTES = ALIGNMENT_BYTES  # bytes in front of those of the tensors; the first byte is the code, the rest is unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class _Message:
 
     Attributes:
         parts: a batch for each rank; None for a rank that gets nothing.
-        end: set if some rows of the group are copies or missing.
-        layouts: what the bytes for each rank are.
-        tensors: those of each part, in the order of its layout.
+        end: the numbers of rows if some rows of the group are copies or missing; else None.
+        layouts: for each rank, how its part is rebuilt from bytes.
+        tensors: for each rank, the tensors of its part in the order of its layout.
         read_state: the state of reading after this group was read.
     """
 
@@ -86,13 +86,14 @@ class _Message:
         return _CODE_BYTES + max(layout.size for layout in self.layouts)
 
 
-class OwnNumbers:
-    """A block with random numbers of its own: those of its first beginning, carried on from one time to the next.
+class OwnRandomState:
+    """Restore a separate random state at the beginning of a ``with`` block, and the former one at its end.
 
-    What one rank draws in it, because it reads for all, leaves its numbers those of the ranks that do not.
+    The separate state begins as the state at the first block, and each block goes on where the last one ended. Rank 0
+    reads data inside such blocks, so that outside of them its random state stays equal to that of the other ranks.
 
     Args:
-        kind: of its device.
+        kind: the device type of this process, whose random state is included.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -179,27 +180,27 @@ class DispatchingReader(CollectiveReader):
         if self._drops_last or not self.even_batches:
             return 0
         if self._batch_rows is None:
-            return self.per_batch - 1 or 1
-        return -(-(self._ranks - 1) // self._batch_rows)  # as few copies as there can be
+            return max(self.per_batch - 1, 1)  # batches that a last group lacks at most; one is split
+        return -(-(self._ranks - 1) // self._batch_rows)  # at most ranks - 1 rows are copied, see `part_bounds`
 
     @override
     def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         self._yielded_state = ReadState()
         shares = self.collectives.num_sharing > 1
-        numbers = OwnNumbers(device_kind(self.collectives.device.type)) if shares else contextlib.nullcontext()
+        random_state = OwnRandomState(device_kind(self.collectives.device.type)) if shares else contextlib.nullcontext()
         batches: Iterator[Any] | None = None
         if self.collectives.is_first:
             try:
-                with numbers:
+                with random_state:
                     batches = self._opened(epoch, resumed=resumed)
             except Exception as error:
                 batches = raise_on_next(error)  # the others have to be told
         loader = self.source.loader
-        reads_elsewhere = batches is None or (shares and loader.generator is None)
-        if reads_elsewhere and not (loader.persistent_workers and epoch):
-            # Rank 0 draws a number when reading begins. With it here, ranks that began with the same numbers keep them.
+        draws_seed = batches is None or (shares and loader.generator is None)
+        if draws_seed and not (loader.persistent_workers and epoch):
+            # iter(loader) draws a base seed for workers, on rank 0 only. Drawing one here keeps random states equal.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return self._receive() if batches is None else self._send(batches, numbers)
+        return self._receive() if batches is None else self._send(batches, random_state)
 
     def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         """Begin to read, and drop the batches that are left out at the beginning of the epoch."""
@@ -282,7 +283,7 @@ class DispatchingReader(CollectiveReader):
             self._buffer = torch.empty((self._ranks, size), dtype=torch.uint8, device=device)
         buffer = self._buffer
         buffer[:, 0] = code
-        for rank in range(self._ranks):  # our own part, which does not travel, has no tensors
+        for rank in range(self._ranks):  # the part of rank 0 has no tensors if no other process needs it
             write(message.layouts[rank], message.tensors[rank], buffer[rank, _CODE_BYTES:])
         return buffer, torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -292,6 +293,11 @@ class DispatchingReader(CollectiveReader):
         group: list[CountedBatch] = []
         size = self._batch_rows
         for batch in map(count_batch, source):
+            if batch.rows is None and (self.split_batches or self._slice is not None):
+                raise ConfigError(
+                    "A batch has no tensor or list whose rows can be counted, so it cannot be split among the ranks. "
+                    "Leave split_batches and slice_fn_for_dispatch out, or return tensors from the dataset."
+                )
             group.append(batch)
             if len(group) < self.per_batch:
                 continue

@@ -50,8 +50,9 @@ def _no_variables(_devices: Sequence[str], _local_rank: int) -> Mapping[str, str
 class DeviceKind:
     """One row: a type of device.
 
-    The first group of fields describes it. The second is used in the notebook, before ranks are started, and never
-    starts the driver of a device. The third is used in the ranks.
+    The fields are in four groups. The first describes the device type. The second is for types whose runtime takes the
+    place of torch.distributed, and is used in the ranks. The third is used in the notebook before ranks are started,
+    and never starts the driver of a device. The fourth is used in the ranks.
 
     Attributes:
         name: torch's name for the device type.
@@ -59,7 +60,7 @@ class DeviceKind:
         backend: the torch.distributed backend that carries its tensors between ranks; None if there is none.
         is_host: this is the processor: any number of ranks share it, and it needs no driver.
         passes_device_ids: DistributedDataParallel and barriers are told the number of the device.
-        pins_memory: copies from it to pinned memory of the host need not be waited for.
+        pins_memory: host memory can be pinned for it, so that ``copy_(..., non_blocking=True)`` returns at once.
         mixed_precision: names of the precisions that autocast, the loss scaler of fp16 and torchao offer on it.
         compile_backends: those of torch.compile that work on it, by torch's names; empty where all may.
         label: what one of them is called in messages.
@@ -75,8 +76,8 @@ class DeviceKind:
 
         visibility: environment variable that selects among the devices; "" if there is none.
         hidden: value of that variable that hides all devices; None if no value does.
-        find: takes the value of that variable, or None, and whether ranks get another one than this process has;
-            returns the devices that ranks will see, as the variable writes them.
+        find: takes the value that the variable will have in the ranks (None if unset), and whether it differs from the
+            value in this process; returns the devices that ranks will see, as the variable writes them.
         forbids_fork: says why its runtime does not survive a fork even if nothing has used it; "" if it does.
         in_use: says what shows that its runtime was started in this process, whose forks cannot use it; "" if nothing.
         held: says why no other process at all can use the devices before this one ends; "" if others can.
@@ -95,8 +96,8 @@ class DeviceKind:
         set_rng_state: set a random state; takes the state and, optionally, the number of the device.
         empty_cache: release cached memory of the device.
         memory_allocated: bytes that tensors use on it now.
-        memory_used: bytes that count against its limit: of the host, all that this process holds; else what tensors
-            use.
+        memory_used: bytes that count against its limit: for the host, the resident memory of this process; else what
+            tensors use; 0 if that is not known.
         memory_left: takes the number of ranks of this machine; returns bytes that this process could have in addition
             to what it uses; 0 if that is not known.
         memory_peak: the most bytes that this process used of it at a time; 0 if that is not known.

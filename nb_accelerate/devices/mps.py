@@ -24,5 +24,6 @@ MPS = DeviceKind(
     set_rng_state=by_name("torch.mps:set_rng_state"),
     empty_cache=by_name("torch.mps:empty_cache"),
     memory_allocated=by_name("torch.mps:current_allocated_memory"),
+    memory_used=by_name("torch.mps:current_allocated_memory"),
     memory_reserved=by_name("torch.mps:driver_allocated_memory"),
 )

@@ -330,7 +330,7 @@ class NotebookPanel(Drawing):
             description="of rank",
             tooltip="rank whose log is shown",
             style={"description_width": "initial"},
-            layout={"width": "108px"},
+            layout={"width": "92px"},
         )
         field.observe(lambda change: self._show_log(change["new"]), "value")
         # One box, so that a narrow cell does not part them.

@@ -60,7 +60,7 @@ def stragglers(tracks: Mapping[int, Track]) -> dict[int, Straggler]:
     middle = median(own.values())
     for rank, share in own.items():
         factor = 1.0
-        if share > middle and share - middle > _NOISE / math.sqrt(tracks[rank].looks):
+        if share > middle and share - middle > _NOISE / math.sqrt(tracks[rank].samples_in_loop):
             factor = _factor(share, [value for other, value in own.items() if other != rank])
         rate = rates.get(rank)  # differs for those that do not wait for each other
         if rate and middle_rate / (tracks[rank].rate_at_most or rate) > _FACTOR:

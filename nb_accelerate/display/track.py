@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _WINDOW = 4.0
-"""Seconds over which a rate is taken."""
+"""Seconds of samples from which the rate is computed."""
 
 _SHORT = 0.4
-"""Seconds that say nothing about a rate."""
+"""Seconds of samples that are too few to compute a rate."""
 
 _LONG = 10.0
-"""Seconds over which it is seen what a rank spends its time on."""
+"""Seconds for which samples are kept, and from which the shares of phases are computed."""
 
 _RECENT = 1.5
-"""Seconds over which the phase that is shown was the most frequent: what changes faster is no news, but flicker."""
+"""Seconds of samples whose most frequent phase is shown; the newest phase alone would flicker."""
 
 WORDS = {
     Phase.NOTHING: "starting",
@@ -128,7 +128,7 @@ class Track:
         """Return `rate` with one step more: of two equally fast ranks, one may have taken one just after the sample."""
         return (self._pace[0] + 1) / self._pace[1] if self._pace is not None else None
 
-    @cached_property  # until the next look
+    @cached_property  # until `_news` removes it, at the next sample
     def _pace(self) -> tuple[int, float] | None:
         """Return the number of recent steps and the seconds that they took; None if it is too early to say.
 
@@ -152,7 +152,7 @@ class Track:
         if first is not None and last is not None:
             steps, seconds = last.step - first.step, last.time - first.time
             if steps > 0 and seconds > _SHORT:
-                # Who has taken longer than that for the next one has become slower.
+                # If the step that has not ended has already taken longer than the mean, the rate falls.
                 return steps, max(seconds, (newest.time - first.time) * steps / (steps + 1))
         seconds = newest.time - oldest.time
         return (newest.step - oldest.step, seconds) if seconds > _SHORT else None
@@ -191,7 +191,7 @@ class Track:
         return short_place(line) if line is not None else ""
 
     @property
-    def looks(self) -> int:
+    def samples_in_loop(self) -> int:
         """Return the number of recent samples that were taken in the current loop."""
         loop = self.sample.loop
         return sum([moment.loop == loop for moment in self._moments])

@@ -75,8 +75,9 @@ class Request:
         wording: phrases for its errors.
         awaits: what it waits for, from each rank.
         world_size: number of ranks in all, of which `ranks` may be some.
-        start: seconds in which all ranks must become ready.
-        timeout: seconds in which all ranks must answer, from when all are ready; None for no limit.
+        start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
+        timeout: seconds in which all ranks must answer, from when all are ready, or with `Awaits.READY` from its
+            beginning; None for no limit.
         say: shows the user a line.
         panel: shows how far the ranks are; None if nothing does.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
@@ -85,14 +86,14 @@ class Request:
         exit_returns: whether a rank whose process ends with exit code 0 has answered None. A script may do that, by
             ``os._exit(0)``, where a function would lose its value.
         attended: whether somebody waits for it and can be asked for input.
-        is_raised: whether its error is raised in the cell that has its output and panel, so that nothing else tells it.
+        is_raised: whether its error is raised in the cell that shows its panel; if not, the panel shows the traceback.
         answers: the answers that have come, with their descriptors, by rank.
         ends: what else cells reported at their end, by rank.
         incidents: what went wrong, in the order in which it was noticed.
         failure: the error of the loop, if that has ended before the ranks have answered.
         step: the current step; None as long as nothing went wrong.
         taken: kinds of the steps that have acted on a rank.
-        callbacks: called just before it is done. Errors in them are told and logged, and end nothing.
+        callbacks: called just before it is done. An error in one is shown to the user or logged, and otherwise ignored.
         take_note: called just before it is done, after `callbacks`. An error in it fails the request.
         is_unwanted: whether it was interrupted before it has begun.
         oom_kills_before: what `oom_kills` returned when it began.
@@ -135,10 +136,13 @@ class Request:
     _ending_since: float = NEVER
     _told_of_save: bool = False
     _asks_where: bool = True
+    """Whether ranks that do not react to the user's interrupt have yet to be asked for their stacks."""
     _given_away: set[int] = field(default_factory=set)
+    """Ranks whose answer `take` has returned: the caller closes its descriptors."""
     _unasked: set[int] = field(default_factory=set)
+    """Ranks to which the message could not be sent."""
     _unaided: set[int] = field(default_factory=set)
-    """Ranks that have answered before they were signalled. Their stacks explain nothing."""
+    """Ranks that answered by themselves, not because of a signal or a lost rank. Their stacks are not shown."""
 
     # Its state.
 
@@ -189,7 +193,7 @@ class Request:
     def begin(self) -> None:
         """Send the message to every rank."""
         for rank in self.ranks:
-            if self.awaits is not Awaits.END:  # whose error shows the stacks of the request before
+            if self.awaits is not Awaits.END:  # errors of a request that ends ranks show older stacks
                 rank.stacks.clear()
                 rank.is_stopped = False
             try:
@@ -390,7 +394,10 @@ class Request:
         )
 
     def _is_saving(self, now: float) -> bool:
-        """Return whether ranks still have time to write a checkpoint, which the user has not asked to give up."""
+        """Return whether to wait for ranks that write a checkpoint, and tell the user of it once.
+
+        Not after a timeout, not if the user interrupted again, and for at most ``Step.save`` seconds.
+        """
         assert self.step is not None
         if now >= self._ending_since + self.step.save:
             return False
@@ -433,4 +440,4 @@ def _try(act: Callable[[RankProxy], object], rank: RankProxy) -> None:
     try:
         act(rank)
     except Exception:  # the step goes on with the other ranks
-        logger.warning("Rank %s could not be told to end.", rank.rank, exc_info=True)
+        logger.warning("A step that ends a request early failed for rank %s.", rank.rank, exc_info=True)

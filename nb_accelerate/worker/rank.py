@@ -69,7 +69,8 @@ def run_rank(
             the rank was killed and could not.
         inherited: function, positional and keyword arguments that are in memory since the kernel was forked.
         broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
-        own_path: what this package imports comes from here; None is `sys.path`, as it is before the kernel's is set.
+        own_path: `sys.path` for imports of this package. Default: the current `sys.path`, before `_set_up` replaces it
+            by that of the kernel.
     """
     replace_streams(ends.stdout, ends.stderr, mark)
     install(ends.page, functools.partial(send_record, mark))
@@ -105,7 +106,7 @@ def run_rank(
             if isinstance(message, InputReply):  # to a debugger that an interrupt has ended meanwhile
                 continue
             if isinstance(message, Call):
-                if not is_usable:  # which has been answered; this was on its way
+                if not is_usable:  # the kernel sent it before it read the Failure
                     continue
                 load = functools.partial(_load, message.parcel, fds, inherited)
                 shows = setup.shows_displays and persistent is None
@@ -172,7 +173,9 @@ def patch_libraries() -> None:
 
 
 def prepare_process(*, is_fork: bool) -> Exception | None:
-    """Do what every rank needs, before it is known what for: a process that waits to become a rank has the time.
+    """Patch libraries; unless this is a fork of the kernel, make a new ``__main__`` and reseed NumPy too.
+
+    It does not depend on the rank, so a process that waits to become one does it beforehand.
 
     Args:
         is_fork: this process is a fork of the kernel.
@@ -256,8 +259,10 @@ def _end_if_forked(rank: int, answer: object) -> None:
         report, code = outcome.report, 1
         if report.type_name != "SystemExit":
             print(f"in a process forked from a rank: {report.type_name}: {report.message}", file=sys.stderr)  # noqa: T201
-        elif report.message.isascii() and report.message.isdigit():
+        elif report.message.isascii() and report.message.removeprefix("-").isdigit():
             code = int(report.message) & 0xFF
+        else:
+            print(report.message, file=sys.stderr)  # noqa: T201 - as Python does
     _flush()
     os._exit(code)
 

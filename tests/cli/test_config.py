@@ -332,6 +332,34 @@ def test_answers_about_an_engine_make_a_file_that_accelerate_reads(
     assert (theirs.distributed_type.value, theirs.num_processes) == (engine, 4)
 
 
+def test_sizes_that_do_not_divide_and_names_that_are_missing_are_asked_again():
+    asker = Scripted(
+        ("How do you want", "MULTI_GPU"),
+        ("How is the model kept", "DEEPSPEED"),
+        ("Stage", "2"),
+        ("mixture of experts", "yes"),
+        ("Classes of these blocks", ""),
+        ("Classes of these blocks", "Experts"),
+    )
+    found = ask_config(asker, Machine(num_gpus=4))
+    assert found["deepspeed_config"]["deepspeed_moe_layer_cls_names"] == "Experts"
+    layers = (
+        ("How do you want", "MULTI_GPU"),
+        ("How is the model kept", "FSDP"),
+        ("layer together", "3"),
+        ("layer together", "2"),
+        ("Copies", "4"),
+        ("Copies", "2"),
+    )
+    also = Scripted(*layers)
+    ask_config(also, Machine(num_gpus=4))
+    assert [line.strip() for line in (*asker.said, *also.said)] == [
+        "an answer is needed here.",
+        "'3' does not divide 4, the number of processes.",
+        "'4' does not divide 2, the number of groups of processes.",
+    ]
+
+
 @pytest.mark.parametrize(("answers", "sizes"), [([], ("4", "1")), ([("layer together", "2")], ("2", "2"))])
 def test_layers_are_split_over_processes(answers: list[tuple[str, str]], sizes: tuple[str, str], tmp_path: Path):
     asker = Scripted(("How do you want", "MULTI_GPU"), ("How is the model kept", "TENSOR_PARALLEL"), *answers)
@@ -381,6 +409,30 @@ def test_input_that_ends_too_early_writes_nothing(
     assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 2
     assert "nothing was written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_end_of_input_in_a_terminal_writes_nothing(tmp_path: Path):
+    import pty
+
+    path = tmp_path / "a.yaml"
+    main_end, program_end = pty.openpty()
+    command = [sys.executable, "-m", "nb_accelerate", "config", "--config_file", str(path)]
+    with subprocess.Popen(
+        command, stdin=program_end, stdout=program_end, stderr=program_end, env={**os.environ, "TERM": "xterm"}
+    ) as program:
+        os.close(program_end)
+        seen = b""
+        for question, keys in ((b"How do you want", b"\x1b[B\r"), (b"Number of machines", b"\x04")):
+            while question not in seen:
+                seen += _read_some(main_end)
+            os.write(main_end, keys)
+        while more := _read_some(main_end):
+            seen += more
+        assert program.wait(30) == 130, seen.decode()
+    os.close(main_end)
+    assert b"Traceback" not in seen
+    assert not path.exists()
 
 
 @pytest.mark.slow

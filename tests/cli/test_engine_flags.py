@@ -97,6 +97,16 @@ def test_a_flag_comes_before_the_environment_and_that_before_defaults(
     assert found["FSDP_SYNC_MODULE_STATES"] == "true"
 
 
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_the_environment_turns_the_engine_of_the_file_off(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "false")
+    file = file_for(kind, tmp_path)
+    found = variables_of(["--cpu", "--config_file", str(file)], tmp_path, capsys)
+    assert f"ACCELERATE_USE_{kind}" not in found  # a dry run prints what is changed
+
+
 def test_another_kind_of_flag_turns_the_engine_of_the_file_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,8 @@ def test_a_process_that_a_function_forks_ends_with_it_and_answers_nothing(run_ra
             raise ValueError("in the child")
         if child == 0 and end == "exits":
             sys.exit(7)
+        if child == 0 and end == "exits below zero":
+            sys.exit(-1)
         if child == 0:
             return 0, 0
         _, status = os.waitpid(child, 0)
@@ -98,3 +100,4 @@ def test_a_process_that_a_function_forks_ends_with_it_and_answers_nothing(run_ra
     assert run_ranks(fork, "returns") == [(0, 0)] * 2
     assert run_ranks(fork, "raises") == [(0, 1)] * 2
     assert run_ranks(fork, "exits") == [(0, 7)] * 2
+    assert run_ranks(fork, "exits below zero") == [(0, 255)] * 2

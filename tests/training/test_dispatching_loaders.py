@@ -15,7 +15,7 @@ from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.packing import pack, unpack, write
 from nb_accelerate.data.plan import part_bounds
-from nb_accelerate.errors import DispatchError
+from nb_accelerate.errors import ConfigError, DispatchError
 
 Pair = namedtuple("Pair", ["inputs", "numbers"])
 
@@ -156,6 +156,20 @@ def test_a_slice_function_of_the_users_cuts_the_batches(run_ranks):
         return [batch.tolist() for batch in loader]
 
     assert run_ranks(receive) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+def test_batches_without_rows_that_can_be_counted_are_not_split_into_nothing(run_ranks):
+    def read(split_batches):
+        accelerator = dispatching(split_batches=split_batches)
+        loader = DataLoader([{"text": f"row {row}"} for row in range(4)], batch_size=None)
+        try:
+            return [batch["text"] for batch in accelerator.prepare(loader)]
+        except (ConfigError, DispatchError) as error:
+            return str(error)
+
+    assert run_ranks(read, False) == [["row 0", "row 2"], ["row 1", "row 3"]]
+    for said in run_ranks(read, True):
+        assert "A batch has no tensor or list whose rows can be counted" in said
 
 
 def test_a_failure_to_read_reaches_every_rank(run_ranks):

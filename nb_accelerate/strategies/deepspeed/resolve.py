@@ -1,4 +1,4 @@
-"""Which configuration an engine gets: the user's, with ``"auto"`` filled in from what is prepared. Pure functions."""
+"""Compute the configuration of a DeepSpeed engine: the user's, with every ``"auto"`` replaced. Pure functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Run:
         world_size: number of ranks.
         accumulation_steps: batches for one optimizer step.
         batch_sizes: rows of a batch on one rank, of each loader that is prepared with the model.
-        scheduler_steps: how often a scheduler of one process would advance for one optimizer step.
+        scheduler_steps: how often a prepared scheduler advances for one optimizer step: once for each process that
+            reads rows of its own, or once. ``total_num_steps`` of a `DummyScheduler` is divided by it, as accelerate
+            does; ``warmup_num_steps`` is not.
         hidden_size: of the model; None where its configuration does not say.
     """
 
@@ -50,7 +52,7 @@ def engine_config(
     optimizer: torch.optim.Optimizer | None,
     schedulers: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the configuration for one engine. What it says about itself is checked, nothing is changed.
+    """Return the configuration for one engine: a copy of the user's, checked and completed.
 
     Args:
         plugin: what the user says.
