@@ -256,11 +256,12 @@ class NotebookPanel(Drawing):
         self._aside = ipywidgets.HTML()
         self._again = _html_of_new_pages()
         self._title = ipywidgets.HTML(layout={"display": "none"})
-        actions = self._watched.actions()
-        self._actions = [(action, self._button(action.title, action.hint, action.do)) for action in actions]
+        self._actions = [
+            (action, self._button(action.title, action.hint, action.do)) for action in self._watched.actions()
+        ]
         self._pause = next((button for action, button in self._actions if action.title == PAUSE), None)
-        buttons = [
-            *(button for _, button in self._actions),
+        actions = [button for _, button in self._actions]
+        views = [
             self._button("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
             self._button("Memory", "show what every rank holds", lambda: self._toggle(self._memory)),
         ]
@@ -272,7 +273,9 @@ class NotebookPanel(Drawing):
         self._copy = ipywidgets.HTML(asides.COPY_BUTTON, layout={"flex": "0 0 auto", "display": "none"})
         notify = ipywidgets.HTML(notification.notify_button(self._buttons_id), layout={"flex": "0 0 auto"})
         margin = {"margin": "0 0 0 5px", "flex_flow": "row wrap"}
-        self._controls = ipywidgets.HBox([*buttons, *self._logs(), notify, self._all_frames, self._copy], layout=margin)
+        self._controls = ipywidgets.HBox(
+            [*actions, notify, *views, *self._logs(), self._all_frames, self._copy], layout=margin
+        )
         self._box = ipywidgets.VBox([self._again, self._controls, self._aside, self._title])
         self._box.add_class("nba-asides")
 
