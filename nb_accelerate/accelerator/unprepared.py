@@ -34,7 +34,7 @@ _LIBRARIES = ("nb_accelerate", "torch")
 
 
 def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraining) -> None:
-    """Warn at the first step of an optimizer if nothing was prepared, or what was is not used.
+    """Warn at the first step of an optimizer if it or everything was not prepared, or what was is not used.
 
     Called by each `Accelerator`.
 
@@ -61,6 +61,13 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
                     "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
                     collectives.world_size,
                 )
+            elif not shared.window.closes and optimizer not in shared.given_optimizers and _trains(optimizer, shared):
+                logger.warning(
+                    "The optimizer was not prepared, so it does not wait for the last of the batches whose gradients "
+                    "are accumulated, and the models of the %d processes drift apart. Prepare it too: model, "
+                    "optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+                    collectives.world_size,
+                )
             elif not (shared.models or shared.optimizers or _is_averaged(optimizer)):
                 logger.warning(
                     "Nothing was prepared, so each of the %d processes trains a model of its own, unless your code "
@@ -70,6 +77,12 @@ def watch_for_unprepared_training(collectives: Collectives, shared: SharedTraini
                 )
 
     register_optimizer_step_pre_hook(look)
+
+
+def _trains(optimizer: Optimizer, shared: SharedTraining) -> bool:
+    """Return whether an optimizer has a parameter of a prepared model."""
+    prepared = {id(parameter) for model in shared.models for parameter in model.parameters()}
+    return any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_averaged(optimizer: Optimizer) -> bool:

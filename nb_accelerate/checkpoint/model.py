@@ -246,12 +246,17 @@ def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict:
 def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: bool) -> None:
     now = model.state_dict(keep_vars=True)  # of sharded weights, tied ones are known by their identity
     here = {id_tensor_storage(now[name]) for name in found if name in now and isinstance(now[name], torch.Tensor)}
-    missing = [
+    missing = {
         name
         for name in now.keys() - found
         if not isinstance(now[name], torch.Tensor) or id_tensor_storage(now[name]) not in here
-    ]
-    extra = found - now.keys()
+    }
+    extra = set(found - now.keys())
+    wrapped = getattr(model, "module", None)
+    if isinstance(wrapped, torch.nn.Module) and all(name.startswith("module.") for name in now):
+        # Users know their model and its names, and not those of DistributedDataParallel.
+        model = wrapped
+        missing, extra = ({name.removeprefix("module.") for name in names} for names in (missing, extra))
     kind = type(model).__name__
     if strict and (missing or extra):
         raise CheckpointError(

@@ -94,13 +94,6 @@ def _check_training(accelerator: Accelerator) -> str:
         model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
-    alone, optimizer = make()
-    for step in range(steps):  # one process sees in each step what all of them see together
-        of_step = slice(step * batch * number, (step + 1) * batch * number)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(alone(inputs[of_step]), targets[of_step]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
     model, optimizer, loader = accelerator.prepare(
         *make(), DataLoader(TensorDataset(inputs, targets), batch_size=batch)
     )
@@ -108,6 +101,14 @@ def _check_training(accelerator: Accelerator) -> str:
         optimizer.zero_grad()
         accelerator.backward(torch.nn.functional.mse_loss(model(some_inputs), some_targets))
         optimizer.step()
+
+    alone, optimizer = make()
+    for step in range(steps):  # one process sees in each step what all of them see together
+        of_step = slice(step * batch * number, (step + 1) * batch * number)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(alone(inputs[of_step]), targets[of_step]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
     trained = accelerator.unwrap_model(model).state_dict()
     difference = max(float((trained[name].cpu() - value).abs().max()) for name, value in alone.state_dict().items())
     allowed = _TOLERANCE[accelerator.mixed_precision]

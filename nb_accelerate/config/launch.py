@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import string
 from collections.abc import Mapping, Sequence
@@ -140,8 +141,21 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+_NOT_CALLED_AT_ONCE = {
+    "an async function": inspect.iscoroutinefunction,
+    "a generator function": inspect.isgeneratorfunction,
+    "an async generator function": inspect.isasyncgenfunction,
+}
+
+
 def _check_function(function: object) -> None:
     if callable(function):
+        for kind, has_kind in _NOT_CALLED_AT_ONCE.items():
+            if has_kind(function):
+                raise ConfigError(
+                    f"{shown(function)} is {kind}: calling it runs nothing yet, and what it returns cannot be sent "
+                    f"back. Pass a plain function: def train(...): ..."
+                )
         return
     raise ConfigError(
         f"function={shown(function)} is of type {type(function).__name__} and cannot be called. Pass the function "

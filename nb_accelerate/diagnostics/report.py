@@ -70,6 +70,8 @@ def _report(error: BaseException, depth: int, seen: set[int]) -> ErrorReport:
     explicit: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
     context: BaseException | None = vars(BaseException)["__context__"].__get__(error)
     suppressed: bool = vars(BaseException)["__suppress_context__"].__get__(error)
+    # argparse, say, exits while it handles an error that it has explained.
+    suppressed = suppressed or issubclass(type(error), SystemExit)
     cause = explicit if explicit is not None else None if suppressed else context
     tells_cause = cause is not None and depth > 1 and id(cause) not in seen
     message = text_of(error)

@@ -124,16 +124,20 @@ def not_all_came(
     return StartError(f"{len(here)} of {expected} machines came to {place} within {seconds:g} s; {who}. {advice}")
 
 
+class NotALaunchError(ConnectionError):
+    """What listens at an address does not answer as a launch of this package does."""
+
+
 def no_first_machine(place: str, seconds: float, error: BaseException) -> StartError:
     """Build the error about the machine that all others come to.
 
     Args:
         place: its address and port.
-        seconds: how long it was tried.
+        seconds: how long it is tried, at most.
         error: of the last attempt.
     """
+    advice = "Start the same launch there, and see that nothing blocks that port"
+    if isinstance(error, NotALaunchError):
+        return StartError(f"what listens at {place}, the address of the first machine, {error}. {advice}")
     why = getattr(error, "strerror", None) or str(error).split("\n", maxsplit=1)[0]
-    return StartError(
-        f"the first machine, {place}, did not answer within {seconds:g} s ({why}). Start the same launch there, and "
-        f"see that nothing blocks that port"
-    )
+    return StartError(f"the first machine, {place}, did not answer within {seconds:g} s ({why}). {advice}")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError, MachineError
 from nb_accelerate.launch.links import Link, connect_until
-from nb_accelerate.launch.machine_state import DONE, FAILED, Machine, refusal, silence_limit
+from nb_accelerate.launch.machine_state import DONE, FAILED, Machine, NotALaunchError, refusal, silence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ class Machines:
             if machines._why_refused:
                 raise ConfigError(machines._why_refused)
             if not machines._table:
-                raise ConnectionError("what listens there is no launch of this package, or has ended")
+                raise NotALaunchError("is no launch of this package, or one that has ended")
         except BaseException:
             machines.close()
             raise

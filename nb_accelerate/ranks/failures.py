@@ -47,6 +47,8 @@ _OUT_OF_MEMORY = (
     "Use smaller batches, fewer loader workers or fewer ranks."
 )
 
+_KILLED = " If nobody ended it, memory was short: use smaller batches, fewer loader workers or fewer ranks."
+
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
@@ -245,7 +247,9 @@ def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: b
     if exitcode is None:
         return wording.unseen(f"rank {number} is lost: {rank.handle.lost}{after}.{said}")
     how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
-    hint = _OUT_OF_MEMORY if exitcode == -signal.SIGKILL and out_of_memory else ""
+    hint = ""
+    if exitcode == -signal.SIGKILL:
+        hint = _OUT_OF_MEMORY if out_of_memory else _KILLED
     return RankDiedError(f"rank {number} {how}{after}.{hint}{said}", rank=number, exitcode=exitcode, output=tail)
 
 

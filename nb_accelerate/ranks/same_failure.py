@@ -13,7 +13,7 @@ from nb_accelerate.topology.rank_lists import label, named
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nb_accelerate.protocol.messages import ErrorReport
+    from nb_accelerate.protocol.messages import ErrorReport, Frame
     from nb_accelerate.ranks.failures import Incident
     from nb_accelerate.ranks.request import Answer
 
@@ -22,11 +22,11 @@ _MAX_OTHERS = 3
 
 
 def failed_alike(cause: Incident, incidents: Iterable[Incident]) -> list[int]:
-    """Return the ranks that raised what `cause` is: the same type and text, from the same lines."""
+    """Return the ranks that raised what `cause` is: the same type and text, from the same lines of the user's code."""
     if cause.failure is None:
         return [] if cause.rank is None else [cause.rank.rank]
     report = cause.failure[0].report
-    return sorted({rank for rank, other in _reports(incidents) if other == report})
+    return sorted({rank for rank, other in _reports(incidents) if _is_same(other, report)})
 
 
 def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
@@ -34,8 +34,20 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
     if cause.failure is None:
         return []
     report = cause.failure[0].report
-    others = [(rank, other) for rank, other in _reports(incidents) if other != report]
+    others = [(rank, other) for rank, other in _reports(incidents) if not _is_same(other, report)]
     return [f"Rank {rank} failed as well: {one_line(other)}" for rank, other in sorted(others, key=_rank)[:_MAX_OTHERS]]
+
+
+def _is_same(one: ErrorReport, other: ErrorReport) -> bool:
+    """Return whether two reports tell a user the same. Frames of libraries and causes may differ from rank to rank."""
+    if one == other:
+        return True
+    lines = _users_frames(one)
+    return bool(lines) and (one.type_name, one.message, lines) == (other.type_name, other.message, _users_frames(other))
+
+
+def _users_frames(report: ErrorReport) -> list[Frame]:
+    return [frame for frame in report.frames if is_users(frame.filename)]
 
 
 def whose(ranks: list[int], world_size: int) -> str:
@@ -76,10 +88,10 @@ def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> 
     """
     places = {rank: where(dump) for rank, dump in stacks.items() if rank not in answers}
     for rank, (answer, _) in answers.items():
-        if isinstance(answer, Failure) and answer.report.type_name == "KeyboardInterrupt":
-            frames = [frame for frame in answer.report.frames if is_users(frame.filename)]
-            if frames:
-                places[rank] = f"in {place(frames[-1])}"
+        if not isinstance(answer, Failure) or answer.report.type_name != "KeyboardInterrupt":
+            continue
+        if frames := _users_frames(answer.report):
+            places[rank] = f"in {place(frames[-1])}"
     return _lines(places)
 
 

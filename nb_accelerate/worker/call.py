@@ -6,15 +6,18 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.diagnostics.report import has_plain_text, readable, report_exception, text_of
+from nb_accelerate.errors.no_cuda import ADVICE, says_no_cuda
 from nb_accelerate.errors.out_of_memory import says_out_of_memory
 from nb_accelerate.progress_page import here
 from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import RETURNABLE, pack, unpack
 from nb_accelerate.worker.dropped import WatchedModels
+from nb_accelerate.worker.plain_training import warn_of_plain_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +45,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             function, args, kwargs = load()
             gate.check()
             models = WatchedModels(function, args, kwargs)
+            warn_of_plain_training()
             try:
                 value = function(*args, **kwargs)
             except SystemExit as error:
@@ -102,6 +106,8 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
     if says_out_of_memory(report.type_name, report.message):
         with contextlib.suppress(Exception):  # what was measured before has to do then
             here().measure()
+    if says_no_cuda(report.type_name, report.message):
+        report = replace(report, notes=(*report.notes, ADVICE), last_lines=(*report.last_lines, f"{ADVICE}\n"))
     packed = _pack_exception(error)
     failure = Failure(
         report=report,

@@ -13,11 +13,14 @@ import psutil
 
 from nb_accelerate.devices import DEVICE_KINDS
 
-_HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__")
+_HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__|open")
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is one that IPython or Python keep in a namespace for themselves."""
+    """Return whether a name is one that IPython or Python keep in a namespace for themselves.
+
+    ``open`` is one: IPython has its own.
+    """
     return _HIDDEN.fullmatch(name) is not None
 
 

@@ -231,3 +231,18 @@ class TestLaunches:
         assert cell.message.endswith("xxxend")
         assert "99,980,108 characters are left out here" in cell.message
         assert len(cell.traceback) < 200_000
+
+
+def test_an_exit_while_an_error_is_handled_is_told_without_that_error() -> None:
+    try:
+        try:
+            int("x")
+        except ValueError:
+            sys.exit(2)  # as argparse does when it has explained what is wrong
+    except SystemExit as error:
+        failure, packed = fail(error)
+    assert packed is not None
+    packed.close()
+    shown = render_report(failure.report, title="rank 0")
+    assert "SystemExit: 2" in shown
+    assert "ValueError" not in shown

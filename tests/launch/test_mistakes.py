@@ -99,6 +99,14 @@ BEFORE_RANKS = {
         "acc = Accelerator()\ndef use():\n    return acc.device\nnotebook_launcher(use, num_processes=2)  # here",
         ("ShippingError: use -> global 'acc'", "inside of the function"),
     ),
+    "an async function": Mistake(
+        "async def later():\n    return 1\nnotebook_launcher(later, num_processes=2)  # here",
+        ("ConfigError:", "is an async function", "Pass a plain function"),
+    ),
+    "a generator": Mistake(
+        "def each():\n    yield 1\nnotebook_launcher(each, num_processes=2)  # here",
+        ("ConfigError:", "is a generator function", "Pass a plain function"),
+    ),
     "a misspelt option of a cell": Mistake("%%distributed --rank 1\n1", ("ConfigError:", "'--ranks'")),
     "a cell that does not compile": Mistake("%%distributed\nfor x in\n", ("line 2", "for x in", "SyntaxError:")),
     "a misspelt command": Mistake("%distributed stpo", ("ConfigError:", "'stop'")),
@@ -130,6 +138,18 @@ WITH_RANKS = {
         "def fail():\n    if Accelerator().process_index == 1: raise ValueError('no')  # here\n"
         "notebook_launcher(fail, num_processes=2)",
         ("ValueError", "rank 1 of 2", "in fail", "ValueError: no"),
+    ),
+    "CUDA on ranks that have none": Mistake(
+        "def move():\n    torch.ones(1, device='cuda')  # here\nnotebook_launcher(move, num_processes=2)",
+        ("all 2 ranks", "in move", "Write accelerator.device where the code names one"),
+    ),
+    "parameters that get no gradient": Mistake(
+        "class Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.used, self.unused = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\n"
+        "    def forward(self, x):\n        return self.used(x)\n"
+        "def train():\n    a = Accelerator()\n    model = a.prepare(Model())\n    for _ in range(2):\n"
+        "        a.backward(model(torch.ones(1)).sum())  # here\nnotebook_launcher(train, num_processes=2)",
+        ("all 2 ranks", "got no gradient", "find_unused_parameters"),
     ),
     "an argument too many": Mistake(
         "notebook_launcher(ok, (1,), num_processes=2)  # here", ("TypeError", "all 2 ranks", "0 positional arguments")

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.launch.machine_state import DONE, Machine, no_first_machine, not_all_came
+from nb_accelerate.launch.machine_state import DONE, Machine, NotALaunchError, no_first_machine, not_all_came
 from nb_accelerate.launch.machines import Machines
 
 LIMIT = 10.0
@@ -211,6 +211,10 @@ def test_sentences_name_who_is_missing() -> None:
     unnumbered = [Machine(number=one.number, address=one.address, lost=one.lost) for one in (here, gone)]
     assert "the one at 10.0.0.2 is missing" in str(not_all_came(unnumbered, 2, "10.0.0.1:29400", 60))
     assert "here is 10.0.0.1" in str(not_all_came(unnumbered[:1], 2, "10.0.0.1:29400", 60))
+    stranger = NotALaunchError("is no launch of this package, or one that has ended")
+    assert str(no_first_machine("10.0.0.1:29500", 600, stranger)).startswith(
+        "what listens at 10.0.0.1:29500, the address of the first machine, is no launch of this package, or one that "
+    )
     assert "did not answer within 5 s (No route to host)" in str(
         no_first_machine("10.0.0.1:29500", 5, OSError(113, "No route to host"))
     )

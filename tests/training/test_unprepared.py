@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,11 +89,15 @@ def train_by_hand(kind: str) -> list[str]:
     other = nn.Linear(1, 1)
     if kind == "not kept":
         accelerator.prepare(model, optimizer)
+    if kind == "accumulating":
+        accelerator.gradient_accumulation_steps = 2
+        model = accelerator.prepare(model)
     if kind == "in part":
         other = accelerator.prepare(other)
     for _ in range(2):
-        model(torch.ones(2, 1)).sum().backward()
-        optimizer.step()
+        with accelerator.accumulate(model) if kind == "accumulating" else nullcontext():
+            model(torch.ones(2, 1)).sum().backward()
+            optimizer.step()
     return said
 
 
@@ -108,6 +113,34 @@ def test_what_prepare_returned_and_was_not_kept_is_told(run_ranks: RunRanks):
     assert len(first) == 1
     assert first[0].startswith("The optimizer that prepare() returned is not used: ")
     assert second == []
+
+
+def test_an_optimizer_that_does_not_wait_for_accumulated_gradients_is_told(run_ranks: RunRanks):
+    first, second = run_ranks(train_by_hand, "accumulating")
+    assert len(first) == 1
+    assert first[0].startswith("The optimizer was not prepared, so it does not wait for the last of the batches ")
+    assert second == []
+
+
+def train_without_accelerator(kind: str) -> list[str]:
+    said = collect_what_is_said()
+    if kind == "in a group":
+        torch.distributed.init_process_group("gloo")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 1)).sum().backward()
+        optimizer.step()
+    return said
+
+
+def test_ranks_that_train_without_an_accelerator_are_told_so_once(run_ranks: RunRanks):
+    first, second = run_ranks(train_without_accelerator, "alone")
+    assert len(first) == 1
+    assert first[0].startswith("There is no Accelerator on the ranks, so each of the 2 processes trains a model of its")
+    assert second == []
+    assert run_ranks(train_without_accelerator, "in a group") == [[], []]
+    assert run_ranks(train_without_accelerator, "alone", world_size=1) == [[]]
 
 
 @pytest.mark.parametrize("kind", ["averaged", "in part"])
