@@ -22,8 +22,8 @@ def warn_of_plain_training() -> None:
     Does nothing where there is one rank, on all ranks but the first, and where torch's optimizers are not imported yet.
     """
     optimizers: Any = sys.modules.get("torch.optim.optimizer")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if optimizers is None or world_size == 1 or os.environ.get("RANK") != "0":
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if optimizers is None or world_size == "1" or os.environ.get("RANK") != "0":
         return
     is_first = True
 
@@ -38,7 +38,7 @@ def warn_of_plain_training() -> None:
         if has_accelerator or has_group() or any(name in sys.modules for name in _AVERAGING):
             return
         logger.warning(
-            "There is no Accelerator on the ranks, so each of the %d processes trains a model of its own with all of "
+            "There is no Accelerator on the ranks, so each of the %s processes trains a model of its own with all of "
             "its rows. To train one model together: accelerator = Accelerator(); model, optimizer, loader = "
             "accelerator.prepare(model, optimizer, loader); and accelerator.backward(loss) in place of "
             "loss.backward()",
