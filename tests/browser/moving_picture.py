@@ -91,7 +91,7 @@ def record(server: JupyterServer, chromium: Chromium) -> list[tuple[Image.Image,
     notebook.run(2)
     good = pictures(notebook, 2, until=notebook.is_done)
     notebook.run(3)
-    hanging = pictures(notebook, 3, until=lambda: "cell 2 line 9" in notebook.output(3))
+    hanging = pictures(notebook, 3, until=lambda: "Rank 1 has not moved for 6 s" in notebook.output(3))
     notebook.interrupt()
     ended = pictures(notebook, 3, until=notebook.is_done)
     notebook.close()
