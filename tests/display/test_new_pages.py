@@ -23,12 +23,17 @@ def notebook(shared_kernel: Kernel) -> Kernel:
     return shared_kernel
 
 
+def start_launch(kernel: Kernel) -> tuple[str, str]:
+    """Start a cell that runs until it is interrupted; the ids of its request and of the box of its buttons."""
+    cell = start_in_lab(kernel, "notebook_launcher(train, (600,), 2, progress='widget')")
+    view = "application/vnd.jupyter.widget-view+json"
+    shown = message_until(kernel, lambda one: view in one["content"].get("data", {}))
+    return cell, shown["content"]["data"][view]["model_id"]
+
+
 def test_a_page_that_is_loaded_anew_while_a_cell_runs_is_told_of_the_kernel_and_its_widgets(notebook: Kernel) -> None:
     client, session = notebook.client, notebook.client.session
-    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
-    view = "application/vnd.jupyter.widget-view+json"
-    shown = message_until(notebook, lambda one: view in one["content"].get("data", {}))
-    box = shown["content"]["data"][view]["model_id"]
+    cell, box = start_launch(notebook)
 
     asked = client.kernel_info()
     reply = client.get_shell_msg(timeout=10)
@@ -66,10 +71,7 @@ def reply_before_the_end(kernel: Kernel, asked: str, running: str) -> dict[str, 
 
 def test_a_page_that_was_not_told_of_all_widgets_in_time_is_told_of_each_while_a_cell_runs(notebook: Kernel) -> None:
     client, session = notebook.client, notebook.client.session
-    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
-    view = "application/vnd.jupyter.widget-view+json"
-    shown = message_until(notebook, lambda one: view in one["content"].get("data", {}))
-    box = shown["content"]["data"][view]["model_id"]
+    cell, box = start_launch(notebook)
 
     comms = reply_before_the_end(notebook, client.comm_info("jupyter.widget"), cell)["content"]["comms"]
     assert comms[box] == {"target_name": "jupyter.widget"}
@@ -90,9 +92,7 @@ def test_a_page_that_was_not_told_of_all_widgets_in_time_is_told_of_each_while_a
 def test_attach_shows_the_panel_in_another_cell_while_one_waits_for_the_run(notebook: Kernel) -> None:
     client = notebook.client
     notebook.run("attach = nb_accelerate = None").ok()
-    cell = start_in_lab(notebook, "notebook_launcher(train, (600,), 2, progress='widget')")
-    view = "application/vnd.jupyter.widget-view+json"
-    message_until(notebook, lambda one: view in one["content"].get("data", {}))
+    cell, _ = start_launch(notebook)
 
     waits = client.execute("nb_accelerate.attach()  # the name is the user's, and not the package")
     attached = start_in_lab(notebook, "import nb_accelerate\n\nnb_accelerate.attach()")
