@@ -65,6 +65,20 @@ class Edits:
             raise unsure(beside, "a call of a function of this cell inside one that changes; give its value a name")
         self.found.append((at, at, text))
 
+    def wrap(self, node: ast.expr, function: str) -> None:
+        """Make an expression the argument of a function; parentheses around it become those of the call."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._lines[node.lineno - 1] + node.col_offset
+        end = self._lines[node.end_lineno - 1] + node.end_col_offset
+        text = self.source.encode()
+        before = text[:start].rstrip()
+        is_call = before[-2:-1].isalnum() or before[-2:-1] in (b"_", b"]", b")")
+        if before.endswith(b"(") and text[end:].lstrip().startswith(b")") and not is_call:
+            self.found.append((len(before) - 1, len(before) - 1, function))
+        else:
+            self.found += [(start, start, f"{function}("), (end, end, ")")]
+
     def changes(self, function: ast.FunctionDef) -> str:
         """Return the new texts in a function."""
         assert function.end_lineno is not None

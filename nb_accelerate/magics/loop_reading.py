@@ -24,15 +24,18 @@ from nb_accelerate.magics.loop_calls import (
     unsure,
     walk,
 )
+from nb_accelerate.magics.loop_divisors import Judge, local_name, refuse_sum
 from nb_accelerate.magics.loop_loader import iterated, wrapped
 from nb_accelerate.magics.loop_precision import read_precision, unscaled_loss
 from nb_accelerate.magics.loop_refusals import passes_on, refuse_attributes, refuse_elsewhere, refuse_names
+from nb_accelerate.magics.loop_totals import read_totals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_precision import MixedPrecision
+    from nb_accelerate.magics.loop_totals import Totals
 
 _OPTIMIZERS = frozenset(
     {
@@ -75,6 +78,8 @@ class TrainingLoop:
         own_loss: the name whose ``backward`` is called; empty for an expression.
         epoch_schedulers: names of those that step once for each epoch.
         precision: its autocast blocks and its GradScaler.
+        totals: what it adds up.
+        judged: what is to be said about the totals, and the nodes that divide those of all ranks.
     """
 
     tree: ast.Module
@@ -91,6 +96,8 @@ class TrainingLoop:
     own_loss: str
     epoch_schedulers: tuple[str, ...]
     precision: MixedPrecision
+    totals: Totals
+    judged: tuple[list[str], set[ast.AST]]
 
 
 def read_loop(source: str) -> TrainingLoop:
@@ -179,9 +186,10 @@ def read_loop(source: str) -> TrainingLoop:
         raise unsure(last, f"{target_of(last)!r} is assigned again after the loop has begun")
     if model not in made and not any(target_of(one) == model for one in outer.body):
         raise unsure(optimizer_made, f"{model!r} is not made in this {'function' if outer is not tree else 'cell'}")
+    totals, judged = _read_totals(tree, scope, names[scope], loop, backward, model, loader)
     for where, one in names.items():
         begin = 0 if where is not outer else loop.lineno if scope is outer else first.lineno
-        refuse_attributes(where, one, model, loader, begin, parents)
+        refuse_attributes(where, one, model, loader, begin, parents, judged[1])
         if (
             loader in one.values()
             and where not in (outer, scope)
@@ -204,7 +212,25 @@ def read_loop(source: str) -> TrainingLoop:
         own_loss=_own_loss(backward),
         epoch_schedulers=tuple(name for name, steps in stepping.items() if steps and name not in with_batches),
         precision=precision,
+        totals=totals,
+        judged=judged,
     )
+
+
+def _read_totals(
+    tree: ast.Module,
+    scope: Scope,
+    names: Mapping[str, str],
+    loop: ast.For,
+    backward: ast.Call,
+    model: str,
+    loader: str,
+) -> tuple[Totals, tuple[list[str], set[ast.AST]]]:
+    """Return what the loop adds up, notes on it, and the nodes that divide numbers of all ranks."""
+    refuse_sum(tree, loop, _own_loss(backward))
+    totals = read_totals(loop, _own_loss(backward), local_name(names, model))
+    judge = Judge(totals, tree, scope, loop, local_name(names, loader))
+    return totals, (judge.judge(), judge.divisors)
 
 
 def _the_outer(scope: Scope, tree: ast.Module) -> tuple[Scope | None, ast.Call | None]:
@@ -268,7 +294,8 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
     )
     _check_steps(names, optimizer, function, scaler)
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    refuse_attributes(function, names[function], model, loader, 0, parents)
+    totals, judged = _read_totals(tree, function, names[function], loop, backward, model, loader)
+    refuse_attributes(function, names[function], model, loader, 0, parents, judged[1])
     refuse_elsewhere(tree, names)
     others = [name for name in own if name not in (optimizer, scaler) and "step" in methods[name]]
     steps = [step for name in others for step in walk(function, ast.Call) if ast.unparse(step.func) == f"{name}.step"]
@@ -288,6 +315,8 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
         own_loss=_own_loss(backward),
         epoch_schedulers=tuple(name for name in others if name not in with_batches),
         precision=precision,
+        totals=totals,
+        judged=judged,
     )
 
 

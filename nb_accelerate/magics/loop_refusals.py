@@ -49,7 +49,7 @@ _OF_MODEL = frozenset(
 )
 """Attributes of a model that its wrapper has too, or that are rewritten."""
 
-_SHOWING = frozenset({"print", "set_description", "set_postfix", "set_postfix_str"})
+SHOWING = frozenset({"print", "set_description", "set_postfix", "set_postfix_str"})
 """Calls that show numbers and return nothing."""
 
 
@@ -72,6 +72,7 @@ def refuse_attributes(
     loader: str,
     begin: int,
     parents: Mapping[ast.AST, ast.AST],
+    divisors: Collection[ast.AST],
 ) -> None:
     """Raise the error for an attribute that a prepared model lacks, or that counts the rows of all ranks.
 
@@ -82,6 +83,7 @@ def refuse_attributes(
         loader: likewise.
         begin: the first line from which the model is prepared.
         parents: of each node of the cell.
+        divisors: nodes that divide numbers of all ranks.
     """
     for one in own_nodes(scope):
         if not (isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)):
@@ -89,26 +91,29 @@ def refuse_attributes(
         name, stands_for = one.value.id, names.get(one.value.id)
         if stands_for == model and one.attr not in _OF_MODEL and one.lineno >= begin:
             raise unsure(one, f"{name}.{one.attr}: the wrapper of a distributed model has no such attribute")
-        if stands_for == loader and one.attr == "dataset" and not _is_printed(one, scope, parents):
-            raise unsure(one, f"{name}.dataset counts the rows of all ranks; count those of the batches instead")
+        if stands_for == loader and one.attr == "dataset" and not _is_shown(one, scope, parents, divisors):
+            raise unsure(one, f"{name}.dataset counts the rows of all ranks; write len({name}) for the batches")
 
 
-def _is_printed(node: ast.AST, scope: Scope, parents: Mapping[ast.AST, ast.AST]) -> bool:
-    """Whether a value is only printed, by itself or by the one name that it gets."""
+def _is_shown(node: ast.AST, scope: Scope, parents: Mapping[ast.AST, ast.AST], divisors: Collection[ast.AST]) -> bool:
+    """Whether a value only divides numbers of all ranks or is printed, by itself or by the one name that it gets."""
+    if _is_used_rightly(node, parents, divisors):
+        return True
     for one in above(node, parents):
-        if isinstance(one, ast.Call) and last_name(one.func) in _SHOWING:
-            return True
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and len(one.targets) == 1:
             loads = [
                 name
                 for name in own_nodes(scope)
                 if isinstance(name, ast.Name) and name.id == one.targets[0].id and isinstance(name.ctx, ast.Load)
             ]
-            return all(
-                any(isinstance(up, ast.Call) and last_name(up.func) in _SHOWING for up in above(name, parents))
-                for name in loads
-            )
+            return all(_is_used_rightly(name, parents, divisors) for name in loads)
     return False
+
+
+def _is_used_rightly(node: ast.AST, parents: Mapping[ast.AST, ast.AST], divisors: Collection[ast.AST]) -> bool:
+    return node in divisors or any(
+        isinstance(up, ast.Call) and last_name(up.func) in SHOWING for up in above(node, parents)
+    )
 
 
 def passes_on(scope: Scope, names: Mapping[str, str], loader: str, functions: Collection[str]) -> bool:

@@ -23,6 +23,7 @@ from nb_accelerate.magics.loop_edits import Edits
 from nb_accelerate.magics.loop_precision import CLIPS, unscaled_loss
 from nb_accelerate.magics.loop_precision_edits import accelerator_line, rewrite_precision, scaler_names
 from nb_accelerate.magics.loop_reading import read_loop
+from nb_accelerate.magics.loop_totals import runs_on_all_ranks
 
 if TYPE_CHECKING:
     from nb_accelerate.magics.loop_calls import Scope
@@ -60,6 +61,7 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
     edits = Edits(source)
     if loop.outer is not None and loop.prepare_after is not None:
         _insert_accelerator(loop, loop.outer, loop.prepare_after, edits)
+    loop.totals.apply(edits)
     _rewrite_calls(loop, edits)
     rewrite_precision(loop, edits)
     _rewrite_devices(loop, edits)
@@ -153,14 +155,8 @@ def _rewrite_calls(loop: TrainingLoop, edits: Edits) -> None:
             edits.replace(call.func, "accelerator.save")
         elif is_method(call, "state_dict") and loop.names[scope].get(name.rpartition(".")[0]) == loop.model:
             edits.replace(call.func, f"accelerator.unwrap_model({name.rpartition('.')[0]}).state_dict")
-        elif name == f"{loop.own_loss}.item" and _runs_on_all_ranks(call, loop):
+        elif name == f"{loop.own_loss}.item" and runs_on_all_ranks(call, loop.loop):
             edits.replace(call.func, f'accelerator.reduce({loop.own_loss}.detach(), "mean").item')
-
-
-def _runs_on_all_ranks(call: ast.Call, loop: TrainingLoop) -> bool:
-    """Whether nothing but loops stands between a call and the loop over batches, so that a collective may be there."""
-    branches = [one for one in ast.walk(loop.loop) if isinstance(one, (ast.If, ast.IfExp, ast.Try, ast.BoolOp))]
-    return call in ast.walk(loop.loop) and not any(call in ast.walk(one) for one in branches)
 
 
 def _rewrite_devices(loop: TrainingLoop, edits: Edits) -> None:
@@ -289,17 +285,20 @@ def _notes(loop: TrainingLoop) -> list[str]:
         if loop.precision.scaler and loop.precision.scaler_made is None:
             notes.append(f"and give {loop.scope.name} the accelerator in the place of {loop.precision.scaler}")  # type: ignore[union-attr]
     for scope, call in _nodes(loop):
-        if not (isinstance(call, ast.Call) and is_method(call, "item")):
+        if not (isinstance(call, ast.Call) and is_method(call, "item")) or loop.totals.has_changed(call):
             continue
         own = scope is loop.scope and ast.unparse(call.func) == f"{loop.own_loss}.item"
-        if (own or call in ast.walk(loop.loop)) and not (own and _runs_on_all_ranks(call, loop)):
+        if (own or call in ast.walk(loop.loop)) and not (own and runs_on_all_ranks(call, loop.loop)):
             notes.append(f"line {call.lineno} of this cell: {ast.unparse(call)} is of this rank's rows only")
+    totals, divisors = loop.judged
+    notes += totals
     for scope, one in _nodes(loop):
-        if isinstance(one, ast.Attribute) and one.attr == "dataset":
+        if isinstance(one, ast.Attribute) and one.attr == "dataset" and one not in divisors:
             name = ast.unparse(one.value)
             if loop.names[scope].get(name) == loop.loader:
                 notes.append(
-                    f"line {one.lineno} of this cell: {name}.dataset has the rows of all ranks, each batch those of one"
+                    f"line {one.lineno} of this cell: {name}.dataset has the rows of all ranks, each batch those "
+                    "of one; multiply rows of batches by accelerator.num_processes"
                 )
     others = [
         ast.unparse(made.targets[0])

@@ -242,7 +242,10 @@ UNSURE = {
         PLAIN.replace("a, b in loader", "(a, b), _ in zip(loader, y)"),
         "line 16: the loop goes over",
     ),
-    "rows that are counted": (PLAIN.replace("len(loader)", "len(loader.dataset)"), "line 23: loader.dataset counts"),
+    "rows that are counted": (
+        PLAIN.replace("len(loader)", "len(loader.dataset)"),
+        "line 23: 'total / len(loader.dataset)' would be too small",
+    ),
     "distributed already": (
         PLAIN.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = "),
         "line 12: DistributedDataParallel",

@@ -272,7 +272,10 @@ UNSURE = {
     "arguments with a star": (CELL.replace("(net, data, sgd, nn", "(*[net], data, sgd, nn"), "arguments with a star"),
     "a model that is hidden": (CELL.replace("(net, data,", "(net.train(), data,"), "pass net by its name"),
     "a global loader in a function alone": (STEP.replace("in loader:", "in data:"), "line 5: the loop goes over"),
-    "rows that are counted": (CELL.replace("len(loader)", "len(loader.dataset)"), "line 20: loader.dataset counts"),
+    "rows that are counted": (
+        CELL.replace("len(loader)", "len(loader.dataset)"),
+        "line 20: 'total / len(loader.dataset)' would be too small",
+    ),
     "the loader is read by another function": (
         CELL + "def mean(loader):\n    return sum(b.sum() for _, b in loader)\nprint(mean(data))\n",
         "mean reads data too",

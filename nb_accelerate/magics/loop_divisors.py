@@ -1,0 +1,263 @@
+"""Judge what is done with the totals of a loop: a number that would be too small on many ranks is refused. Pure.
+
+A total over all ranks is divided by the rows of all ranks, and one over the batches of a rank by the number of them.
+"""
+
+from __future__ import annotations
+
+import ast
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from nb_accelerate.magics.loop_calls import is_method, last_name, own_nodes, target_of, unsure, walk
+from nb_accelerate.magics.loop_refusals import SHOWING
+from nb_accelerate.magics.loop_totals import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from nb_accelerate.magics.loop_calls import Scope
+    from nb_accelerate.magics.loop_totals import Total, Totals
+
+_PASSED = frozenset({"sum", "float", "int", "round", "item", "detach", "cpu", "sqrt"})
+"""Calls through which a total is followed."""
+
+_REPEATED = (
+    "rows that are repeated to fill the last batches are left out of these sums, but in the mean loss of their batch"
+)
+
+
+class Divisor(Enum):
+    """What a divisor counts."""
+
+    ALL = "rows of all ranks"
+    RANK = "rows or batches of one rank"
+    FIXED = "a number that the loop does not change"
+    UNKNOWN = "what another cell or a call says"
+    MIXED = "several of these"
+
+
+class Judge:
+    """What a cell does with the totals of its loop.
+
+    Args:
+        totals: of the loop.
+        tree: of the cell.
+        scope: that the loop is in.
+        loop: over the batches.
+        loader: its name in the scope.
+    """
+
+    def __init__(self, totals: Totals, tree: ast.Module, scope: Scope, loop: ast.For, loader: str) -> None:
+        self._totals = totals
+        self._tree = tree
+        self._scope = scope
+        self._loop = loop
+        self._loader = loader
+        self._parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+        self._nodes = list(own_nodes(scope))
+        self._in_loop = set(ast.walk(loop))
+        self.divisors: set[ast.AST] = set()
+        """Nodes in divisors of totals over the rows of all ranks."""
+
+    def judge(self) -> list[str]:
+        """Return notes, one line each.
+
+        Raises:
+            ConfigError: a number would be wrong on many ranks; says what to write.
+        """
+        notes: list[str] = []
+        for total in self._totals.found.values():
+            if total.kind is not Kind.COUNT:
+                notes += self._notes_on(total)
+        if self._totals.with_losses:
+            notes.append(f"line {self._totals.with_losses[0].lineno} of this cell: {_REPEATED}")
+        return list(dict.fromkeys(notes))
+
+    def _notes_on(self, total: Total) -> Iterator[str]:
+        has_item = any(is_method(call, "item") for call in walk(total.added[0], ast.Call))  # each has a note
+        if total.kind is Kind.RANK and not has_item:
+            yield f"line {total.added[0].lineno} of this cell: {total.name} is of this rank's rows only"
+        if total.divisor is not None:
+            yield from self._judge_divided(total, total.divisor)
+            return
+        done = 0
+        for node, divided in sorted(self._uses(total), key=lambda one: (one[0].lineno, one[0].col_offset)):
+            if done and node.lineno > done:  # it is the divided number from there on
+                break
+            if divided is None:
+                yield from self._judge_whole(total, node)
+            else:
+                done = self._done_at(node, total)
+                yield from self._judge_divided(total, divided)
+
+    def _done_at(self, node: ast.expr, total: Total) -> int:
+        """Return the line that puts the divided number in the total's place; 0 if it does not."""
+        while not isinstance(node, ast.stmt):
+            node = self._parents[node]  # type: ignore[assignment]
+        is_it = isinstance(node, ast.AugAssign) and ast.unparse(node.target) == total.name
+        return node.lineno if is_it or target_of(node) == total.name else 0
+
+    def _uses(self, total: Total) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+        """Yield where a total is used, and what it is divided by there."""
+        own = {node for statement in total.added for node in ast.walk(statement)}
+        for node in self._nodes:
+            if node in own or not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+                continue
+            if ast.unparse(node) != total.name:
+                continue
+            parent = self._parents[node]
+            if isinstance(node.ctx, ast.Load):
+                yield self._use(node)
+            elif isinstance(parent, ast.AugAssign) and isinstance(parent.op, ast.Div):
+                yield node, parent.value
+
+    def _use(self, node: ast.expr) -> tuple[ast.expr, ast.expr | None]:
+        here: ast.AST = node
+        while True:
+            parent = self._parents[here]
+            if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div) and parent.left is here:
+                return node, parent.right
+            is_factor = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult)
+            is_passed = isinstance(parent, ast.Call) and last_name(parent.func) in _PASSED
+            is_method_of = isinstance(parent, ast.Attribute) and parent.attr in _PASSED
+            if not (is_factor or is_passed or is_method_of):
+                return node, None
+            here = parent
+
+    def _judge_divided(self, total: Total, divisor: ast.expr) -> Iterator[str]:
+        of = self._counts(divisor)
+        text = ast.unparse(self._parents[divisor])
+        is_window = total.is_window and divisor in self._in_loop
+        if total.kind is Kind.ROWS:
+            if of in (Divisor.RANK, Divisor.MIXED) or (is_window and of in (Divisor.FIXED, Divisor.UNKNOWN)):
+                raise unsure(
+                    divisor,
+                    f"{text!r} would be too large: {total.name} becomes that of all ranks, and the divisor does not. "
+                    f"Divide by len({self._loader}.dataset), or by rows that are added up in the loop with len(x)",
+                )
+            self.divisors |= self._with_definitions(divisor)
+            if of is Divisor.UNKNOWN:
+                yield (
+                    f"line {divisor.lineno} of this cell: {total.name} is of all ranks, so "
+                    f"{ast.unparse(divisor)} has to count the rows of all ranks"
+                )
+        elif of is not Divisor.RANK and not (is_window and of in (Divisor.FIXED, Divisor.UNKNOWN)):
+            raise unsure(divisor, self._too_small(total, text))
+
+    def _judge_whole(self, total: Total, node: ast.expr) -> Iterator[str]:
+        parents = []
+        here: ast.AST = node
+        while here in self._parents and not isinstance(here, ast.stmt):
+            here = self._parents[here]
+            parents.append(here)
+        if any(isinstance(one, ast.Compare) for one in parents) or (total.is_window and node in self._in_loop):
+            return
+        is_shown = any(isinstance(one, ast.Call) and last_name(one.func) in SHOWING for one in parents)
+        is_length = any(isinstance(one, ast.Call) and ast.unparse(one.func) == "len" for one in parents)
+        is_summed = any(isinstance(one, ast.Call) and last_name(one.func) == "sum" for one in parents)
+        if is_length or (total.is_list and not is_summed and total.kind is Kind.BATCHES):
+            return
+        if total.kind is Kind.ROWS:
+            if not is_shown or total.is_list:
+                yield f"line {node.lineno} of this cell: {total.name} is of all ranks; do not divide it by batches"
+        elif not total.is_list or is_summed:
+            raise unsure(node, self._too_small(total, ast.unparse(node)))
+
+    def _too_small(self, total: Total, text: str) -> str:
+        head = f"{text!r} would be too small by the number of ranks, because {total.name} is of the batches of one rank"
+        if total.kind is Kind.BATCHES:
+            whole = f"sum({total.name})" if total.is_list else total.name
+            return (
+                f"{head}. Write {whole} / len({self._loader}), or add up loss.item() * len(x), with the rows of a batch"
+            )
+        return (
+            f"{head}. Take the line out, and in the new cell divide "
+            f"accelerator.reduce(torch.tensor({total.name}, device=accelerator.device), 'sum')"
+        )
+
+    def _counts(self, value: ast.expr) -> Divisor:
+        """Return what a divisor counts."""
+        found = self._counted(value, frozenset()) - {Divisor.FIXED}
+        if not found:
+            return Divisor.FIXED
+        return next(iter(found)) if len(found) == 1 else Divisor.MIXED
+
+    def _counted(self, value: ast.AST, seen: frozenset[str]) -> set[Divisor]:
+        name = ast.unparse(value) if isinstance(value, ast.expr) else ""
+        if name in self._totals.found:
+            total = self._totals.found[name]
+            return {Divisor.ALL if total.kind is Kind.ROWS and not total.is_list else Divisor.RANK}
+        if name == f"{self._loader}.dataset":
+            return {Divisor.ALL}
+        if isinstance(value, ast.Call) and ast.unparse(value.func) in ("len", "max", "min", "float", "int"):
+            if ast.unparse(value.func) == "len" and isinstance(value.args[0], ast.Name):
+                return {self._length(value.args[0].id)}
+            return set().union(*(self._counted(one, seen) for one in value.args))
+        if isinstance(value, ast.Name):
+            return self._counted_by_name(value.id, seen)
+        if name == f"{self._loader}.batch_size" or isinstance(value, ast.Constant):
+            return {Divisor.FIXED}
+        if name.endswith((".shape[0]", ".size(0)")) and not self._is_of_batch(value):
+            return {Divisor.FIXED}
+        return set().union(*(self._counted(one, seen) for one in ast.iter_child_nodes(value)))
+
+    def _length(self, name: str) -> Divisor:
+        """Return what the length of a name counts."""
+        if name in (self._loader, *self._totals.of_batch, *self._totals.found):
+            return Divisor.RANK
+        values = [one.value for one in self._definitions(name)]
+        if any(ast.unparse(one) == f"{self._loader}.dataset" for one in values):
+            return Divisor.ALL
+        is_bar = any(
+            isinstance(one, ast.Call) and [*map(ast.unparse, one.args[:1])] == [self._loader] for one in values
+        )
+        return Divisor.RANK if is_bar else Divisor.FIXED
+
+    def _counted_by_name(self, name: str, seen: frozenset[str]) -> set[Divisor]:
+        if name in self._totals.of_batch or name in self._totals.index:
+            return {Divisor.RANK}
+        if name == self._loader:
+            return {Divisor.MIXED}
+        made = self._definitions(name)
+        if not made or name in seen:
+            return {Divisor.UNKNOWN}
+        return set().union(*(self._counted(one.value, seen | {name}) for one in made))
+
+    def _is_of_batch(self, value: ast.AST) -> bool:
+        own = {self._loader, *self._totals.of_batch, *self._totals.found}
+        return any(one.id in own for one in walk(value, ast.Name))
+
+    def _definitions(self, name: str) -> list[ast.Assign]:
+        """Return what assigns a name in the scope of the loop, or in the cell."""
+        here = [one for one in self._nodes if isinstance(one, ast.Assign) and target_of(one) == name]
+        if here or isinstance(self._scope, ast.Module) or any(one.arg == name for one in walk(self._scope, ast.arg)):
+            return here
+        return [one for one in self._tree.body if isinstance(one, ast.Assign) and target_of(one) == name]
+
+    def _with_definitions(self, divisor: ast.expr) -> set[ast.AST]:
+        nodes = set(ast.walk(divisor))
+        for name in walk(divisor, ast.Name):
+            for made in self._definitions(name.id):
+                nodes |= set(ast.walk(made.value))
+        return nodes
+
+
+def refuse_sum(tree: ast.Module, loop: ast.For, own_loss: str) -> None:
+    """Raise the error for a loss that is a sum over rows: gradients are averaged over ranks, and so is the loss."""
+    why = "the loss is a sum over rows, but ranks average gradients and losses. Write the mean of the rows instead"
+    for call in walk(tree, ast.Call):
+        is_sum = any(one.arg == "reduction" and ast.unparse(one.value) == "'sum'" for one in call.keywords)
+        if is_sum and (call in ast.walk(loop) or last_name(call.func)[:1].isupper()):
+            raise unsure(call, why)
+    for made in walk(loop, ast.Assign):
+        if own_loss and target_of(made) == own_loss and isinstance(made.value, ast.Call):
+            function = made.value.func
+            is_torch = ast.unparse(function) == "torch.sum" and len(made.value.args) == 1
+            if is_torch or (is_method(made.value, "sum") and not made.value.args and not made.value.keywords):
+                raise unsure(made, why)
+
+
+def local_name(names: Mapping[str, str], name: str) -> str:
+    """Return the name in a scope of what has another one where it is made."""
+    return next((here for here, there in names.items() if there == name), name)
