@@ -52,9 +52,7 @@ class Distribute:
             new = rewrite(f"\n{cell}", launch=bool(parsed.get("launch")))
             text = new.text.removeprefix("\n").rstrip("\n")
         magic = f"%%distribute {line}".strip()
-        changes = difflib.unified_diff(
-            [magic, *cell.splitlines()], text.splitlines(), "this cell", "distributed", lineterm=""
-        )
+        changes = _changes([magic, *cell.splitlines()], text.splitlines(), with_indent=not parsed.get("launch"))
         hint = ("notebook_launcher(train) takes all devices; write num_processes=2 in it for two processes",)
         _say("\n".join([*changes, *new.notes, *(hint if parsed.get("launch") else ())]))
         if not parsed.get("accept") and not _is_accepted():
@@ -65,6 +63,22 @@ class Distribute:
         _say(f"the cell is replaced; run it{ranks}")
 
     run.__doc__ = HELP_TEXT
+
+
+def _changes(old: list[str], new: list[str], *, with_indent: bool) -> list[str]:
+    """Return a unified diff; without indentation, lines that are only indented differently count as alike."""
+    before, after = (lines if with_indent else [one.strip() for one in lines] for lines in (old, new))
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    shown = ["--- this cell", "+++ distributed"]
+    for group in matcher.get_grouped_opcodes():
+        (_, first, _, new_first, _), (_, _, last, _, new_last) = group[0], group[-1]
+        shown.append(f"@@ -{first + 1},{last - first} +{new_first + 1},{new_last - new_first} @@")
+        for tag, begin, end, new_begin, new_end in group:
+            if tag == "equal":
+                shown += [f" {line}" for line in new[new_begin:new_end]]
+            else:
+                shown += [f"-{line}" for line in old[begin:end]] + [f"+{line}" for line in new[new_begin:new_end]]
+    return shown
 
 
 def _is_accepted() -> bool:

@@ -312,3 +312,17 @@ def test_a_launch_says_how_to_choose_the_processes_and_notes_say_whose_lines_the
     lines = PLAIN.replace("        loss.backward()\n", "        loss.backward()\n        print(other.item())\n")
     (number,) = [number for number, one in enumerate(lines.splitlines(), start=1) if "other.item()" in one]
     assert f"line {number} of this cell: other.item() is of this rank's rows only" in rewrite(lines).notes
+
+
+def test_the_changes_of_a_launch_do_not_mark_lines_that_are_only_indented(monkeypatch: pytest.MonkeyPatch):
+    shown = distribute("--launch", "y", monkeypatch)[0].splitlines()
+    removed = [line[1:].strip() for line in shown if line.startswith("-") and not line.startswith("---")]
+    assert removed == [
+        "%%distribute --launch",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"  # whichever is there',
+        "loss.backward()",
+        "total += loss.item()",
+    ]
+    assert "+        accelerator.backward(loss)" not in shown  # lines are those of the new cell
+    assert "+            accelerator.backward(loss)" in shown
+    assert "             optimizer.step()" in shown
