@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from nb_accelerate.magics.loop_reading import TrainingLoop
 
 _DEVICE_WORDS = ("cpu", "cuda", "mps", "xpu")
+
+_NAMES_SHOWN = 6
+"""Names that a note lists."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def rewrite(source: str, *, launch: bool = False) -> Rewritten:
         ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"the changed cell could not be read ({error}). Nothing was changed") from error
-    return Rewritten(text, tuple(_notes(loop)))
+    return Rewritten(text, (*_notes(loop), *(_local_names(loop) if launch else ())))
 
 
 def _insert_accelerator(loop: TrainingLoop, outer: Scope, prepare_after: ast.stmt, edits: Edits) -> None:
@@ -268,6 +272,35 @@ def _launched(text: str, loop: TrainingLoop) -> str:
     ours = "from nb_accelerate import Accelerator"
     imports = [f"{ours}, notebook_launcher" if line == ours else line for line in lines[:head]]
     return "\n".join([*imports, "", "", "def train():", *body, "", "", "notebook_launcher(train)", ""])
+
+
+def _local_names(loop: TrainingLoop) -> list[str]:
+    """Return a note on the names that a launch keeps from later cells; none if there are none."""
+    body = list(dropwhile(lambda one: isinstance(one, (ast.Import, ast.ImportFrom)), loop.tree.body))
+    assigning = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
+    stored: dict[str, None] = {}
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            stored[statement.name] = None
+            continue
+        for one in ast.walk(statement):
+            if isinstance(one, ast.alias):
+                stored[(one.asname or one.name).partition(".")[0]] = None
+            elif isinstance(one, assigning):
+                targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+                names = [name for target in targets for name in walk(target, ast.Name)]
+                stored.update(dict.fromkeys(name.id for name in names if isinstance(name.ctx, ast.Store)))
+    first = [name for name in (loop.model, loop.optimizer, loop.loader, *loop.schedulers) if name in stored]
+    local = [*first, *(name for name in stored if name not in first)]
+    if not local:
+        return []
+    shown, more = local[:_NAMES_SHOWN], len(local) - _NAMES_SHOWN
+    listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    return [
+        f"later cells do not have {listed}, which are local to train(). Return what they use; every rank's comes back:",
+        f"    return {local[0]}  # as the last line of train()",
+        f"{local[0]} = notebook_launcher(train)[0]  # that of rank 0",
+    ]
 
 
 def _notes(loop: TrainingLoop) -> list[str]:

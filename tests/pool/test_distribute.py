@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.errors import ConfigError
@@ -326,3 +327,18 @@ def test_the_changes_of_a_launch_do_not_mark_lines_that_are_only_indented(monkey
     assert "+        accelerator.backward(loss)" not in shown  # lines are those of the new cell
     assert "+            accelerator.backward(loss)" in shown
     assert "             optimizer.step()" in shown
+
+
+def test_a_launch_says_which_names_later_cells_lack_and_how_to_get_them():
+    cell = LOOPS["a regression in a cell"]
+    new = rewrite(cell, launch=True)
+    note, inside, outside = new.notes[-3:]
+    assert note.startswith(
+        "later cells do not have model, optimizer, loader, x, y, history and 5 more, which are local to train()"
+    )
+    assert new.notes[:-3] == rewrite(cell).notes
+    assert "later cells" not in "".join(rewrite(cell).notes)
+    text = new.text.replace("\n\n\nnotebook_launcher(train)\n", f"\n{inside}\n\n\n{outside}\n")
+    names: dict[str, Any] = {}
+    exec(text.replace("(train)", "(train, num_processes=2)"), names)
+    assert names["model"](torch.zeros(1, 4)).shape == (1, 1)
