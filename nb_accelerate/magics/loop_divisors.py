@@ -19,12 +19,23 @@ if TYPE_CHECKING:
     from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_totals import Total, Totals
 
-_PASSED = frozenset({"sum", "float", "int", "round", "item", "detach", "cpu", "sqrt"})
+_PASSED = frozenset({"sum", "float", "int", "round", "item", "detach", "cpu", "double", "sqrt"})
 """Calls through which a total is followed."""
+
+_COLLECTING = frozenset({"update", "add", "add_batch"})
+"""Methods that give an object of the user numbers of a batch."""
 
 _REPEATED = (
     "rows that are repeated to fill the last batches are left out of these sums, but in the mean loss of their batch"
 )
+
+
+_MEANING = {
+    Kind.ROWS: "of all ranks; do not divide it by batches",
+    Kind.BATCHES: "a sum over the batches of one rank; divide it by their number, the length of the loader",
+    Kind.RANK: "a sum over the rows of one rank; accelerator.reduce(torch.tensor(...), 'sum') is that of all",
+}
+"""What is to be known of a total before it is used."""
 
 
 class Divisor(Enum):
@@ -46,9 +57,13 @@ class Judge:
         scope: that the loop is in.
         loop: over the batches.
         loader: its name in the scope.
+        own_loss: name of the loss whose gradients are computed; empty if it has none.
     """
 
-    def __init__(self, totals: Totals, tree: ast.Module, scope: Scope, loop: ast.For, loader: str) -> None:
+    def __init__(
+        self, totals: Totals, tree: ast.Module, scope: Scope, loop: ast.For, loader: str, own_loss: str
+    ) -> None:
+        self._own_loss = own_loss
         self._totals = totals
         self._tree = tree
         self._scope = scope
@@ -67,28 +82,35 @@ class Judge:
             ConfigError: a number would be wrong on many ranks; says what to write.
         """
         notes: list[str] = []
+        if self._totals.with_losses:
+            notes.append(f"line {self._totals.with_losses[0].lineno} of this cell: {_REPEATED}")
         for total in self._totals.found.values():
             if total.kind is not Kind.COUNT:
                 notes += self._notes_on(total)
-        if self._totals.with_losses:
-            notes.append(f"line {self._totals.with_losses[0].lineno} of this cell: {_REPEATED}")
+        for call in (one.value for one in walk(self._loop, ast.Expr)):
+            if isinstance(call, ast.Call) and last_name(call.func) in _COLLECTING and self._is_of_batch(call):
+                notes.append(f"line {call.lineno} of this cell: {ast.unparse(call.func)} gets this rank's rows only")
         return list(dict.fromkeys(notes))
 
     def _notes_on(self, total: Total) -> Iterator[str]:
-        has_item = any(is_method(call, "item") for call in walk(total.added[0], ast.Call))  # each has a note
-        if total.kind is Kind.RANK and not has_item:
+        items = [call for call in walk(total.added[0], ast.Call) if is_method(call, "item")]
+        has_note = any(ast.unparse(call.func) != f"{self._own_loss}.item" for call in items)
+        if total.kind is Kind.RANK and not has_note:
             yield f"line {total.added[0].lineno} of this cell: {total.name} is of this rank's rows only"
         if total.divisor is not None:
             yield from self._judge_divided(total, total.divisor)
             return
         done = 0
-        for node, divided in sorted(self._uses(total), key=lambda one: (one[0].lineno, one[0].col_offset)):
+        uses = sorted(self._uses(total), key=lambda one: (one[0].lineno, one[0].col_offset))
+        if not uses and not total.is_list:  # another cell uses it, or what it is a part of is used
+            yield f"line {total.added[0].lineno} of this cell: {total.name} is {_MEANING[total.kind]}"
+        for node, divided in uses:
             if done and node.lineno > done:  # it is the divided number from there on
                 break
             if divided is None:
                 yield from self._judge_whole(total, node)
             else:
-                done = self._done_at(node, total)
+                done = max(done, self._done_at(node, total))
                 yield from self._judge_divided(total, divided)
 
     def _done_at(self, node: ast.expr, total: Total) -> int:
@@ -101,16 +123,27 @@ class Judge:
     def _uses(self, total: Total) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         """Yield where a total is used, and what it is divided by there."""
         own = {node for statement in total.added for node in ast.walk(statement)}
+        end = self._line_of_new_start(total)
         for node in self._nodes:
             if node in own or not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
                 continue
-            if ast.unparse(node) != total.name:
+            if ast.unparse(node) != total.name or (end and node.lineno >= end):
                 continue
             parent = self._parents[node]
             if isinstance(node.ctx, ast.Load):
                 yield self._use(node)
             elif isinstance(parent, ast.AugAssign) and isinstance(parent.op, ast.Div):
                 yield node, parent.value
+
+    def _line_of_new_start(self, total: Total) -> int:
+        """Return the line after the loop that sets a total back, for another loop say; 0 if none does."""
+        block: list[ast.stmt] = getattr(self._parents[self._loop], "body", [])
+        for one in block[block.index(self._loop) + 1 :] if self._loop in block else ():
+            if isinstance(one, ast.Assign) and total.name not in map(ast.unparse, walk(one.value, ast.expr)):
+                names = [ast.unparse(name) for target in one.targets for name in walk(target, ast.expr)]
+                if total.name in names:
+                    return one.lineno
+        return 0
 
     def _use(self, node: ast.expr) -> tuple[ast.expr, ast.expr | None]:
         here: ast.AST = node
@@ -160,7 +193,7 @@ class Judge:
             return
         if total.kind is Kind.ROWS:
             if not is_shown or total.is_list:
-                yield f"line {node.lineno} of this cell: {total.name} is of all ranks; do not divide it by batches"
+                yield f"line {node.lineno} of this cell: {total.name} is {_MEANING[Kind.ROWS]}"
         elif not total.is_list or is_summed:
             raise unsure(node, self._too_small(total, ast.unparse(node)))
 

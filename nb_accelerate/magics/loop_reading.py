@@ -229,7 +229,7 @@ def _read_totals(
     """Return what the loop adds up, notes on it, and the nodes that divide numbers of all ranks."""
     refuse_sum(tree, loop, _own_loss(backward))
     totals = read_totals(loop, _own_loss(backward), local_name(names, model))
-    judge = Judge(totals, tree, scope, loop, local_name(names, loader))
+    judge = Judge(totals, tree, scope, loop, local_name(names, loader), _own_loss(backward))
     return totals, (judge.judge(), judge.divisors)
 
 

@@ -22,6 +22,14 @@ _CASTS = frozenset({"float", "double", "int", "long", "type", "to", "cpu", "deta
 """Methods that keep the entries of a tensor."""
 
 
+_RESHAPING = frozenset(
+    {"view", "reshape", "flatten", "ravel", "masked_select", "transpose", "permute", "t", "cat", "repeat_interleave"}
+)
+"""Functions after which the first dimension of a tensor may be another one than that of the rows."""
+
+_ORDERS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
 class Kind(Enum):
     """What a total adds up."""
 
@@ -103,19 +111,27 @@ def read_totals(loop: ast.For, own_loss: str, model: str) -> Totals:
 
 
 def _additions(loop: ast.For) -> Iterator[tuple[ast.stmt, ast.expr, ast.expr, bool]]:
-    """Yield statements that add to something, to what, what they add, and whether they append it."""
+    """Yield statements that add to something, to what, what they add, and whether they put it in a list."""
     for one in walk(loop, ast.stmt):
         if isinstance(one, ast.AugAssign) and isinstance(one.op, (ast.Add, ast.Sub)):
-            yield one, one.target, one.value, False
-        elif isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.value, ast.BinOp):
-            [target], value = one.targets, one.value
-            sides = {ast.unparse(value.left): value.right, ast.unparse(value.right): value.left}
-            if isinstance(value.op, ast.Add) and ast.unparse(target) in sides:
-                yield one, target, sides[ast.unparse(target)], False
-        elif isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and is_method(one.value, "append"):
-            assert isinstance(one.value.func, ast.Attribute)
-            if len(one.value.args) == 1:
-                yield one, one.value.func.value, one.value.args[0], True
+            is_list = isinstance(one.value, ast.List) and len(one.value.elts) == 1
+            yield one, one.target, one.value.elts[0] if is_list else one.value, is_list  # type: ignore[attr-defined]
+        elif isinstance(one, ast.Assign) and len(one.targets) == 1:
+            for target, value in _assigned(one.targets[0], one.value):
+                if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+                    sides = {ast.unparse(value.left): value.right, ast.unparse(value.right): value.left}
+                    if ast.unparse(target) in sides:
+                        yield one, target, sides[ast.unparse(target)], False
+        elif isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and len(one.value.args) == 1:
+            function = one.value.func
+            if isinstance(function, ast.Attribute) and function.attr in ("append", "extend"):
+                yield one, function.value, one.value.args[0], True
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
 
 
 class _Reader:
@@ -182,7 +198,9 @@ class _Reader:
         value = self._only_use(value)
         rows = self._rows_beside_loss(value)
         if rows is not None:
-            text = f"accelerator.gather_for_metrics({self._own_loss}.detach().repeat({ast.unparse(rows)})).sum().item()"
+            is_number = any(last_name(call.func) in ("item", "float") for call in self._calls(value))
+            one_for_each = f"{self._own_loss}.detach().repeat({ast.unparse(rows)})"
+            text = f"accelerator.gather_for_metrics({one_for_each}).sum(){'.item()' if is_number else ''}"
             self._totals.replaced.append((value, text))
             self._totals.with_losses.append(statement)
             return Kind.ROWS
@@ -192,10 +210,24 @@ class _Reader:
             self._totals.replaced.append((value, f"len(accelerator.gather_for_metrics({one_for_each}))"))
             return Kind.ROWS
         counted = _counted(value)
-        if counted is not None:
+        if counted is not None and not self._reshapes(counted):
             self._totals.wrapped.append(counted)
             return Kind.ROWS
         return Kind.RANK
+
+    def _calls(self, value: ast.expr) -> list[ast.Call]:
+        """Return the calls in a value and in what its names stand for."""
+        made = [self._definition(name) for name in walk(value, ast.Name)]
+        return [call for one in (value, *made) for call in walk(one, ast.Call)]
+
+    def _reshapes(self, value: ast.expr) -> bool:
+        """Whether a value may have other entries than one for each row, such as one for each token of a mask."""
+        made = [one for one in walk(self._loop, ast.Assign) if target_of(one)]
+        names = {name.id for name in walk(value, ast.Name)}
+        values = [value, *(one.value for one in made if target_of(one) in names)]
+        calls = {last_name(call.func) for one in values for call in walk(one, ast.Call)}
+        slices = [part.slice for one in values for part in walk(one, ast.Subscript)]
+        return bool(calls & _RESHAPING) or any(isinstance(one, (ast.Name, ast.Compare)) for one in slices)
 
     def _definition(self, value: ast.expr) -> ast.expr:
         """Return what a name stands for that the loop assigns once, on all ranks."""
@@ -269,12 +301,10 @@ def _counted(value: ast.expr) -> ast.expr | None:
     """Return the comparison in ``(a == b).sum().item()``, also by ``eq``, ``torch.sum``, ``int`` or after a cast."""
     if isinstance(value, ast.Call) and is_method(value, "item") and not value.args:
         assert isinstance(value.func, ast.Attribute)
-        summed = value.func.value
+        value = value.func.value
     elif isinstance(value, ast.Call) and ast.unparse(value.func) in ("int", "float") and len(value.args) == 1:
-        summed = value.args[0]
-    else:
-        return None
-    summed = _without_casts(summed)
+        value = value.args[0]
+    summed = _without_casts(value)
     if not isinstance(summed, ast.Call) or last_name(summed.func) != "sum" or summed.keywords:
         return None
     if ast.unparse(summed.func) == "torch.sum" and len(summed.args) == 1:
@@ -284,10 +314,19 @@ def _counted(value: ast.expr) -> ast.expr | None:
     else:
         return None
     compared = _without_casts(compared)
-    if isinstance(compared, ast.Compare) and len(compared.ops) == 1:
-        return compared
-    is_eq = isinstance(compared, ast.Call) and is_method(compared, "eq")
-    return compared if is_eq else None
+    return compared if _compares(compared) else None
+
+
+def _compares(value: ast.expr) -> bool:
+    """Whether a value compares tensors entry by entry, or all entries of each row."""
+    if isinstance(value, ast.Compare):
+        return len(value.ops) == 1 and isinstance(value.ops[0], _ORDERS)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.BitAnd, ast.BitOr)):
+        return _compares(value.left) or _compares(value.right)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("any", "all"):
+        given = [*value.args, *(one.value for one in value.keywords if one.arg == "dim")]
+        return [ast.unparse(one) for one in given] in (["1"], ["-1"]) and _compares(value.func.value)
+    return isinstance(value, ast.Call) and last_name(value.func) in ("eq", "ne")
 
 
 def _without_casts(value: ast.expr) -> ast.expr:

@@ -72,6 +72,25 @@ SAME = {
         "steps += (out.argmax(1) == yb).type(torch.float).sum().item()",
         "print(correct / 64, seen / 64, steps / 64)",
     ),
+    "two in one statement": loop(
+        "running, seen = running + loss.item() * len(xb), seen + len(xb)", "print(running / seen, running / 64)"
+    ),
+    "tensors": loop(
+        "running += loss.detach() * xb.size(0)\ncorrect += (out.argmax(1) == yb).sum()",
+        "print(running.item() / len(ds), correct.double().item() / len(train_dl.dataset))",
+    ),
+    "both of two conditions": loop(
+        "correct += ((out.argmax(1) == yb) & (yb > 0)).sum().item()\n"
+        "seen += (out.argsort(1)[:, :1] == yb[:, None]).any(1).sum().item()",
+        "print(correct / 64, seen)",
+    ),
+    "the same name for validation": loop(
+        MEAN,
+        "print(running / len(train_dl))\nrunning, correct = 0.0, 0\nvalid = DataLoader(ds, batch_size=16)\n"
+        "with torch.no_grad():\n    for a, b in valid:\n"
+        "        running += nn.functional.cross_entropy(model(a), b).item()\nprint(running / len(valid))",
+    ),
+    "lists in a sum": loop("losses += [loss.item()]", "print(sum(losses) / len(train_dl))"),
     "while the loop goes on": loop(f"{RIGHT}\nseen += len(yb)\nif i == 3:\n    print(correct / seen, seen)", "pass"),
     "a list of sums": loop("losses.append(loss.item() * len(xb))", "print(sum(losses) / 64)"),
     "means": loop(
@@ -182,6 +201,14 @@ UNSURE = {
         "Take the line out",
     ),
     "a mean of a fixed size": (loop("running += loss.item() * 8", "print(running / 64)"), "Take the line out"),
+    "a mask": (
+        loop("correct += (out.argmax(1)[keep] == yb[keep]).sum().item()", "print(correct / 64)"),
+        "Take the line out",
+    ),
+    "another shape": (
+        loop("out = out.reshape(-1)\ncorrect += (out > 0).sum().item()", "print(correct / 64)"),
+        "Take the line out",
+    ),
     "a tensor": (loop("running += loss.detach()", "print(running.item() / 64)"), "Take the line out"),
     "a loss that is a sum": (
         loop(MEAN, "print(running / 64)").replace("(out, yb)", "(out, yb, reduction='sum')"),
@@ -214,6 +241,30 @@ def test_a_mean_of_this_ranks_rows_has_a_note():
     assert "line 21 of this cell: (out.argmax(1) == yb).float().mean().item() is of this rank's rows only" in notes
     notes = rewrite(loop("running += loss.detach()", "print(running.item() / len(train_dl))")).notes
     assert "line 21 of this cell: running is of this rank's rows only" in notes
+
+
+@pytest.mark.parametrize(
+    ("add", "meaning"),
+    [
+        ("sums[epoch] += loss.item()", "sums[epoch] is a sum over the batches of one rank"),
+        ("sums[epoch] += loss.item() * 8", "sums[epoch] is a sum over the rows of one rank"),
+        (RIGHT, "correct is of all ranks; do not divide it by batches"),
+    ],
+)
+def test_a_total_that_the_cell_does_not_use_has_a_note(add: str, meaning: str):
+    assert any(meaning in note for note in rewrite(loop(add, "pass")).notes)
+
+
+@pytest.mark.parametrize(
+    ("add", "who"),
+    [
+        ("meter.update(loss.item(), len(xb))", "meter.update gets"),
+        ("losses.extend(out.argmax(1).tolist())", "losses is of"),
+        ("losses.append({'loss': loss.item(), 'n': len(xb)})", "losses is of"),
+    ],
+)
+def test_what_collects_this_ranks_rows_has_a_note(add: str, who: str):
+    assert any(who in note and note.endswith("this rank's rows only") for note in rewrite(loop(add, "pass")).notes)
 
 
 def test_layout_and_comments_stay():
