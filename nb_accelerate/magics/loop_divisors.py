@@ -14,7 +14,7 @@ from nb_accelerate.magics.loop_refusals import SHOWING
 from nb_accelerate.magics.loop_totals import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_totals import Total, Totals
@@ -58,11 +58,24 @@ class Judge:
         loop: over the batches.
         loader: its name in the scope.
         own_loss: name of the loss whose gradients are computed; empty if it has none.
+        outer_loader: name of the loader where it is made.
+        unprepared: names above the line that prepares the loader, whose length is that of all batches there.
     """
 
     def __init__(
-        self, totals: Totals, tree: ast.Module, scope: Scope, loop: ast.For, loader: str, own_loss: str
+        self,
+        totals: Totals,
+        tree: ast.Module,
+        scope: Scope,
+        loop: ast.For,
+        loader: str,
+        own_loss: str,
+        *,
+        outer_loader: str,
+        unprepared: Collection[ast.AST],
     ) -> None:
+        self._outer_loader = outer_loader
+        self._unprepared = unprepared
         self._own_loss = own_loss
         self._totals = totals
         self._tree = tree
@@ -225,7 +238,7 @@ class Judge:
             return {Divisor.ALL}
         if isinstance(value, ast.Call) and ast.unparse(value.func) in ("len", "max", "min", "float", "int"):
             if ast.unparse(value.func) == "len" and isinstance(value.args[0], ast.Name):
-                return {self._length(value.args[0].id)}
+                return {self._length(value.args[0])}
             return set().union(*(self._counted(one, seen) for one in value.args))
         if isinstance(value, ast.Name):
             return self._counted_by_name(value.id, seen)
@@ -235,9 +248,12 @@ class Judge:
             return {Divisor.FIXED}
         return set().union(*(self._counted(one, seen) for one in ast.iter_child_nodes(value)))
 
-    def _length(self, name: str) -> Divisor:
+    def _length(self, value: ast.Name) -> Divisor:
         """Return what the length of a name counts."""
-        if name in (self._loader, *self._totals.of_batch, *self._totals.found):
+        name = value.id
+        if name in (self._loader, self._outer_loader):
+            return Divisor.MIXED if value in self._unprepared else Divisor.RANK
+        if name in self._totals.of_batch or name in self._totals.found:
             return Divisor.RANK
         values = [one.value for one in self._definitions(name)]
         if any(ast.unparse(one) == f"{self._loader}.dataset" for one in values):

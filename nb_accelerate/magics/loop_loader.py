@@ -14,7 +14,7 @@ _AROUND_LOADERS = frozenset({"enumerate", "tqdm", "tqdm_notebook"})
 """Calls that give each batch of a loader once, in its order."""
 
 
-def iterated(loop: ast.For, scope: Scope) -> str:
+def iterated(loop: ast.For | ast.comprehension, scope: Scope) -> str:
     """Return the name of what a loop goes over, also through enumerate and tqdm; empty if it has none."""
     over = _inside(loop.iter)
     for made in wrapped(loop, scope):
@@ -22,7 +22,7 @@ def iterated(loop: ast.For, scope: Scope) -> str:
     return over.id if isinstance(over, ast.Name) else ""
 
 
-def wrapped(loop: ast.For, scope: Scope) -> list[ast.Assign]:
+def wrapped(loop: ast.For | ast.comprehension, scope: Scope) -> list[ast.Assign]:
     """Return the assignment of ``bar = tqdm(loader)``, for a loop over ``bar`` or ``enumerate(bar)``."""
     return _wraps(_inside(loop.iter), scope)
 

@@ -27,11 +27,17 @@ from nb_accelerate.magics.loop_calls import (
 from nb_accelerate.magics.loop_divisors import Judge, local_name, refuse_sum
 from nb_accelerate.magics.loop_loader import iterated, wrapped
 from nb_accelerate.magics.loop_precision import read_precision, unscaled_loss
-from nb_accelerate.magics.loop_refusals import passes_on, refuse_attributes, refuse_elsewhere, refuse_names
+from nb_accelerate.magics.loop_refusals import (
+    passes_on,
+    refuse_attributes,
+    refuse_elsewhere,
+    refuse_names,
+    refuse_second_loop,
+)
 from nb_accelerate.magics.loop_totals import read_totals
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_precision import MixedPrecision
@@ -186,15 +192,14 @@ def read_loop(source: str) -> TrainingLoop:
         raise unsure(last, f"{target_of(last)!r} is assigned again after the loop has begun")
     if model not in made and not any(target_of(one) == model for one in outer.body):
         raise unsure(optimizer_made, f"{model!r} is not made in this {'function' if outer is not tree else 'cell'}")
-    totals, judged = _read_totals(tree, scope, names[scope], loop, backward, model, loader)
+    unprepared = {one for one in own_nodes(outer) if isinstance(one, ast.Name) and one.lineno <= last.lineno}
+    totals, judged = _read_totals(tree, scope, names[scope], loop, backward, model, loader, unprepared)
     for where, one in names.items():
         begin = 0 if where is not outer else loop.lineno if scope is outer else first.lineno
         refuse_attributes(where, one, model, loader, begin, parents, judged[1])
-        if (
-            loader in one.values()
-            and where not in (outer, scope)
-            and not passes_on(where, one, loader, functions_of(tree))
-        ):
+        if where in (outer, scope):
+            refuse_second_loop(where, one, loader, loop, 0 if where is not outer else last.lineno)
+        elif loader in one.values() and not passes_on(where, one, loader, functions_of(tree)):
             raise unsure(where, f"{where.name} reads {loader} too, and would see the rows of one rank only")  # type: ignore[union-attr]
     refuse_elsewhere(tree, names)
     return TrainingLoop(
@@ -225,11 +230,13 @@ def _read_totals(
     backward: ast.Call,
     model: str,
     loader: str,
+    unprepared: Collection[ast.AST],
 ) -> tuple[Totals, tuple[list[str], set[ast.AST]]]:
     """Return what the loop adds up, notes on it, and the nodes that divide numbers of all ranks."""
     refuse_sum(tree, loop, _own_loss(backward))
     totals = read_totals(loop, _own_loss(backward), local_name(names, model))
-    judge = Judge(totals, tree, scope, loop, local_name(names, loader), _own_loss(backward))
+    here = local_name(names, loader)
+    judge = Judge(totals, tree, scope, loop, here, _own_loss(backward), outer_loader=loader, unprepared=unprepared)
     return totals, (judge.judge(), judge.divisors)
 
 
@@ -294,8 +301,9 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
     )
     _check_steps(names, optimizer, function, scaler)
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    totals, judged = _read_totals(tree, function, names[function], loop, backward, model, loader)
+    totals, judged = _read_totals(tree, function, names[function], loop, backward, model, loader, ())
     refuse_attributes(function, names[function], model, loader, 0, parents, judged[1])
+    refuse_second_loop(function, names[function], loader, loop, 0)
     refuse_elsewhere(tree, names)
     others = [name for name in own if name not in (optimizer, scaler) and "step" in methods[name]]
     steps = [step for name in others for step in walk(function, ast.Call) if ast.unparse(step.func) == f"{name}.step"]

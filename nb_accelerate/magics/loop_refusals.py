@@ -6,6 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from nb_accelerate.magics.loop_calls import above, is_method, last_name, own_nodes, unsure, walk
+from nb_accelerate.magics.loop_loader import iterated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -127,6 +128,27 @@ def passes_on(scope: Scope, names: Mapping[str, str], loader: str, functions: Co
     }
     uses = [one for one in own_nodes(scope) if isinstance(one, ast.Name) and names.get(one.id) == loader]
     return all(one in handed for one in uses)
+
+
+def refuse_second_loop(scope: Scope, names: Mapping[str, str], loader: str, loop: ast.For, begin: int) -> None:
+    """Raise the error for another loop over the prepared loader, whose sums would be those of one rank.
+
+    Args:
+        scope: whose nodes are looked at.
+        names: what the names of `scope` stand for.
+        loader: its name in the scope that makes it.
+        loop: that trains.
+        begin: the first line from which the loader is prepared.
+    """
+    for one in own_nodes(scope):
+        if isinstance(one, (ast.For, ast.comprehension)) and one is not loop:
+            name = iterated(one, scope)
+            if names.get(name) == loader and one.iter.lineno >= begin:
+                raise unsure(
+                    one.iter,
+                    f"a second loop over {name} would see the rows of one rank only. Make a second DataLoader of the "
+                    "same rows for it, which every rank reads whole",
+                )
 
 
 def refuse_elsewhere(tree: ast.Module, names: Mapping[Scope, Mapping[str, str]]) -> None:

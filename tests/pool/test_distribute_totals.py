@@ -90,6 +90,7 @@ SAME = {
         "with torch.no_grad():\n    for a, b in valid:\n"
         "        running += nn.functional.cross_entropy(model(a), b).item()\nprint(running / len(valid))",
     ),
+    "a number of batches with a name": loop(MEAN, "n = len(train_dl)\nprint(running / n)"),
     "lists in a sum": loop("losses += [loss.item()]", "print(sum(losses) / len(train_dl))"),
     "while the loop goes on": loop(f"{RIGHT}\nseen += len(yb)\nif i == 3:\n    print(correct / seen, seen)", "pass"),
     "a list of sums": loop("losses.append(loss.item() * len(xb))", "print(sum(losses) / 64)"),
@@ -214,6 +215,20 @@ UNSURE = {
         loop(MEAN, "print(running / 64)").replace("(out, yb)", "(out, yb, reduction='sum')"),
         "the loss is a sum over rows",
     ),
+    "a second loop over the loader": (
+        loop(
+            "pass", "for a, b in train_dl:\n    correct += (model(a).argmax(1) == b).sum().item()\nprint(correct / 64)"
+        ),
+        "line 22: a second loop over train_dl would see the rows of one rank only",
+    ),
+    "a second loop in an expression": (
+        loop("pass", "print(sum((model(a).argmax(1) == b).sum().item() for a, b in train_dl) / 64)"),
+        "line 22: a second loop over train_dl",
+    ),
+    "a number of batches from before": (
+        loop(MEAN, "print(running / n)").replace("model = nn", "n = len(train_dl)\nmodel = nn"),
+        "'running / n' would be too small",
+    ),
     "progress by rows of the dataset": (
         loop("done = len(xb) / len(train_dl.dataset)\nlosses.append(done)", "pass"),
         "train_dl.dataset counts the rows of all ranks",
@@ -229,6 +244,11 @@ def test_a_number_that_would_be_wrong_is_refused(mistake: str):
     assert reason in str(raised.value)
     assert str(raised.value).startswith("line ")
     assert str(raised.value).endswith("Nothing was changed")
+
+
+def test_a_loop_over_the_loader_before_it_is_prepared_is_left_as_it_is():
+    before = "rows = sum(len(a) for a, _ in train_dl)\nmodel = nn.Linear(4, 2)"
+    assert before in rewrite(loop(RIGHT, "print(rows, correct / 64)").replace("model = nn.Linear(4, 2)", before)).text
 
 
 def test_a_total_that_goes_elsewhere_has_a_note():
