@@ -100,6 +100,7 @@ class Judge:
         for total in self._totals.found.values():
             if total.kind is not Kind.COUNT:
                 notes += self._notes_on(total)
+        self.divisors |= self._definitions_of_divisors()
         for call in (one.value for one in walk(self._loop, ast.Expr)):
             if isinstance(call, ast.Call) and last_name(call.func) in _COLLECTING and self._is_of_batch(call):
                 notes.append(f"line {call.lineno} of this cell: {ast.unparse(call.func)} gets this rank's rows only")
@@ -182,7 +183,7 @@ class Judge:
                     f"{text!r} would be too large: {total.name} becomes that of all ranks, and the divisor does not. "
                     f"Divide by len({self._loader}.dataset), or by rows that are added up in the loop with len(x)",
                 )
-            self.divisors |= self._with_definitions(divisor)
+            self.divisors |= set(ast.walk(divisor))
             if of is Divisor.UNKNOWN:
                 yield (
                     f"line {divisor.lineno} of this cell: {total.name} is of all ranks, so "
@@ -284,10 +285,14 @@ class Judge:
             return here
         return [one for one in self._tree.body if isinstance(one, ast.Assign) and target_of(one) == name]
 
-    def _with_definitions(self, divisor: ast.expr) -> set[ast.AST]:
-        nodes = set(ast.walk(divisor))
-        for name in walk(divisor, ast.Name):
-            for made in self._definitions(name.id):
+    def _definitions_of_divisors(self) -> set[ast.AST]:
+        """Return the nodes of values whose name does nothing but divide."""
+        nodes: set[ast.AST] = set()
+        for made in walk(self._tree, ast.Assign):
+            uses = [
+                one for one in walk(self._tree, ast.Name) if one.id == target_of(made) and isinstance(one.ctx, ast.Load)
+            ]
+            if uses and self.divisors.issuperset(uses):
                 nodes |= set(ast.walk(made.value))
         return nodes
 
@@ -297,7 +302,7 @@ def refuse_sum(tree: ast.Module, loop: ast.For, own_loss: str) -> None:
     why = "the loss is a sum over rows, but ranks average gradients and losses. Write the mean of the rows instead"
     for call in walk(tree, ast.Call):
         is_sum = any(one.arg == "reduction" and ast.unparse(one.value) == "'sum'" for one in call.keywords)
-        if is_sum and (call in ast.walk(loop) or last_name(call.func)[:1].isupper()):
+        if is_sum and (call in ast.walk(loop) or (last_name(call.func)[:1].isupper() and _may_train(call, tree, loop))):
             raise unsure(call, why)
     for made in walk(loop, ast.Assign):
         if own_loss and target_of(made) == own_loss and isinstance(made.value, ast.Call):
@@ -305,6 +310,14 @@ def refuse_sum(tree: ast.Module, loop: ast.For, own_loss: str) -> None:
             is_torch = ast.unparse(function) == "torch.sum" and len(made.value.args) == 1
             if is_torch or (is_method(made.value, "sum") and not made.value.args and not made.value.keywords):
                 raise unsure(made, why)
+
+
+def _may_train(call: ast.Call, tree: ast.Module, loop: ast.For) -> bool:
+    """Whether the loop uses what a call makes, or a function gets it that may be the one with the loop."""
+    names = {target_of(one) for one in walk(tree, ast.Assign) if one.value is call}
+    given = [value for one in walk(tree, ast.Call) for value in (*one.args, *(named.value for named in one.keywords))]
+    uses = [*walk(loop, ast.Name), *(one for one in given if isinstance(one, ast.Name))]
+    return not names or any(one.id in names for one in uses)
 
 
 def local_name(names: Mapping[str, str], name: str) -> str:

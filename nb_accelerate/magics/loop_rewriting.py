@@ -330,8 +330,8 @@ def _notes(loop: TrainingLoop) -> list[str]:
             name = ast.unparse(one.value)
             if loop.names[scope].get(name) == loop.loader:
                 notes.append(
-                    f"line {one.lineno} of this cell: {name}.dataset has the rows of all ranks, each batch those "
-                    "of one; multiply rows of batches by accelerator.num_processes"
+                    f"line {one.lineno} of this cell: {name}.dataset has the rows of all ranks, so rows of batches "
+                    "beside it are too small by the number of ranks; multiply them by accelerator.num_processes"
                 )
     others = [
         ast.unparse(made.targets[0])

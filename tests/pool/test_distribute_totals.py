@@ -215,6 +215,18 @@ UNSURE = {
         loop(MEAN, "print(running / 64)").replace("(out, yb)", "(out, yb, reduction='sum')"),
         "the loss is a sum over rows",
     ),
+    "a criterion that is a sum": (
+        loop(MEAN, "print(running / 64)")
+        .replace("model = ", "crit = nn.CrossEntropyLoss(reduction='sum')\nmodel = ")
+        .replace("nn.functional.cross_entropy(", "crit("),
+        "line 10: the loss is a sum over rows",
+    ),
+    "a loss by sum": (
+        loop(MEAN, "print(running / 64)").replace(
+            "nn.functional.cross_entropy(out, yb)", "(out[:, 0] - yb).abs().sum()"
+        ),
+        "the loss is a sum over rows",
+    ),
     "a second loop over the loader": (
         loop(
             "pass", "for a, b in train_dl:\n    correct += (model(a).argmax(1) == b).sum().item()\nprint(correct / 64)"
@@ -246,6 +258,13 @@ def test_a_number_that_would_be_wrong_is_refused(mistake: str):
     assert str(raised.value).endswith("Nothing was changed")
 
 
+def test_a_criterion_of_validation_may_be_a_sum():
+    cell = loop(RIGHT, "print(correct / 64)").replace(
+        "model = ", "crit = nn.CrossEntropyLoss(reduction='sum')\nmodel = "
+    )
+    assert "gather_for_metrics" in rewrite(f"{cell}print(crit(model(x), y).item() / 64)\n").text
+
+
 def test_a_loop_over_the_loader_before_it_is_prepared_is_left_as_it_is():
     before = "rows = sum(len(a) for a, _ in train_dl)\nmodel = nn.Linear(4, 2)"
     assert before in rewrite(loop(RIGHT, "print(rows, correct / 64)").replace("model = nn.Linear(4, 2)", before)).text
@@ -254,6 +273,14 @@ def test_a_loop_over_the_loader_before_it_is_prepared_is_left_as_it_is():
 def test_a_total_that_goes_elsewhere_has_a_note():
     notes = rewrite(loop(RIGHT, "total = correct\nprint(total)")).notes
     assert "line 22 of this cell: correct is of all ranks; do not divide it by batches" in notes
+
+
+def test_progress_by_rows_has_a_note_also_if_the_divisor_is_used_for_a_total():
+    in_loop = f"{RIGHT}\nprint(i * len(xb), size)"
+    cell = loop(in_loop, "print(correct / size)").replace("model = ", "size = len(train_dl.dataset)\nmodel = ")
+    assert any("train_dl.dataset has the rows of all ranks" in note for note in rewrite(cell).notes)
+    notes = rewrite(cell.replace("print(i * len(xb), size)", "pass")).notes
+    assert not any("dataset" in note for note in notes)
 
 
 def test_a_mean_of_this_ranks_rows_has_a_note():
