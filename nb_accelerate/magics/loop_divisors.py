@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.magics.loop_calls import is_method, last_name, own_nodes, target_of, unsure, walk
 from nb_accelerate.magics.loop_refusals import SHOWING
-from nb_accelerate.magics.loop_totals import Kind
+from nb_accelerate.magics.loop_totals import Kind, read_totals
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -297,7 +297,39 @@ class Judge:
         return nodes
 
 
-def refuse_sum(tree: ast.Module, loop: ast.For, own_loss: str) -> None:
+def judge_totals(
+    tree: ast.Module,
+    scope: Scope,
+    names: Mapping[str, str],
+    loop: ast.For,
+    own_loss: str,
+    model: str,
+    loader: str,
+    unprepared: Collection[ast.AST],
+) -> tuple[Totals, tuple[list[str], set[ast.AST]]]:
+    """Return what the loop adds up, notes on it, and the nodes that divide numbers of all ranks.
+
+    Args:
+        tree: of the cell.
+        scope: that the loop is in.
+        names: in the scope, with those that the same objects have where they are made.
+        loop: over the batches.
+        own_loss: the name whose ``backward`` is called; empty for an expression.
+        model: its name where it is made.
+        loader: its name where it is made.
+        unprepared: nodes in which the loader is not prepared yet.
+
+    Raises:
+        ConfigError: a number would be wrong on many ranks; says what to write.
+    """
+    _refuse_sum(tree, loop, own_loss)
+    totals = read_totals(loop, own_loss, _local_name(names, model))
+    here = _local_name(names, loader)
+    judge = Judge(totals, tree, scope, loop, here, own_loss, outer_loader=loader, unprepared=unprepared)
+    return totals, (judge.judge(), judge.divisors)
+
+
+def _refuse_sum(tree: ast.Module, loop: ast.For, own_loss: str) -> None:
     """Raise the error for a loss that is a sum over rows: gradients are averaged over ranks, and so is the loss."""
     why = "the loss is a sum over rows, but ranks average gradients and losses. Write the mean of the rows instead"
     for call in walk(tree, ast.Call):
@@ -320,6 +352,6 @@ def _may_train(call: ast.Call, tree: ast.Module, loop: ast.For) -> bool:
     return not names or any(one.id in names for one in uses)
 
 
-def local_name(names: Mapping[str, str], name: str) -> str:
+def _local_name(names: Mapping[str, str], name: str) -> str:
     """Return the name in a scope of what has another one where it is made."""
     return next((here for here, there in names.items() if there == name), name)

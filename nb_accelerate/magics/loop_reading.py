@@ -24,7 +24,7 @@ from nb_accelerate.magics.loop_calls import (
     unsure,
     walk,
 )
-from nb_accelerate.magics.loop_divisors import Judge, local_name, refuse_sum
+from nb_accelerate.magics.loop_divisors import judge_totals
 from nb_accelerate.magics.loop_loader import iterated, wrapped
 from nb_accelerate.magics.loop_precision import read_precision, unscaled_loss
 from nb_accelerate.magics.loop_refusals import (
@@ -34,10 +34,9 @@ from nb_accelerate.magics.loop_refusals import (
     refuse_names,
     refuse_second_loop,
 )
-from nb_accelerate.magics.loop_totals import read_totals
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from nb_accelerate.magics.loop_calls import Scope
     from nb_accelerate.magics.loop_precision import MixedPrecision
@@ -193,7 +192,7 @@ def read_loop(source: str) -> TrainingLoop:
     if model not in made and not any(target_of(one) == model for one in outer.body):
         raise unsure(optimizer_made, f"{model!r} is not made in this {'function' if outer is not tree else 'cell'}")
     unprepared = {one for one in own_nodes(outer) if isinstance(one, ast.Name) and one.lineno <= last.lineno}
-    totals, judged = _read_totals(tree, scope, names[scope], loop, backward, model, loader, unprepared)
+    totals, judged = judge_totals(tree, scope, names[scope], loop, _own_loss(backward), model, loader, unprepared)
     for where, one in names.items():
         begin = 0 if where is not outer else loop.lineno if scope is outer else first.lineno
         refuse_attributes(where, one, model, loader, begin, parents, judged[1])
@@ -220,24 +219,6 @@ def read_loop(source: str) -> TrainingLoop:
         totals=totals,
         judged=judged,
     )
-
-
-def _read_totals(
-    tree: ast.Module,
-    scope: Scope,
-    names: Mapping[str, str],
-    loop: ast.For,
-    backward: ast.Call,
-    model: str,
-    loader: str,
-    unprepared: Collection[ast.AST],
-) -> tuple[Totals, tuple[list[str], set[ast.AST]]]:
-    """Return what the loop adds up, notes on it, and the nodes that divide numbers of all ranks."""
-    refuse_sum(tree, loop, _own_loss(backward))
-    totals = read_totals(loop, _own_loss(backward), local_name(names, model))
-    here = local_name(names, loader)
-    judge = Judge(totals, tree, scope, loop, here, _own_loss(backward), outer_loader=loader, unprepared=unprepared)
-    return totals, (judge.judge(), judge.divisors)
 
 
 def _the_outer(scope: Scope, tree: ast.Module) -> tuple[Scope | None, ast.Call | None]:
@@ -301,7 +282,7 @@ def _read_function(function: ast.FunctionDef, tree: ast.Module, loop: ast.For, b
     )
     _check_steps(names, optimizer, function, scaler)
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    totals, judged = _read_totals(tree, function, names[function], loop, backward, model, loader, ())
+    totals, judged = judge_totals(tree, function, names[function], loop, _own_loss(backward), model, loader, ())
     refuse_attributes(function, names[function], model, loader, 0, parents, judged[1])
     refuse_second_loop(function, names[function], loader, loop, 0)
     refuse_elsewhere(tree, names)
