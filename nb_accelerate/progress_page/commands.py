@@ -9,8 +9,8 @@
     waits for what came of it                          <- answers
 
 So all ranks obey after the same step, or none does, and no collective is needed for it. A word that depends on the
-command has its number in it: what is left of an earlier one means nothing. Two more words say what the training loop
-could obey, so that nothing else is offered.
+command has its number in it: what is left of an earlier one means nothing. More words say whether a training loop has
+begun and what it could obey, so that nothing else is offered.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ _TEXT_SIZE = 448
 
 _STEP_BITS = 40
 """Bits of a word that hold the number of an optimizer step; that of the command is above them."""
+
+NO_LOOP = (
+    "No loop over a prepared loader has begun. Write `model, optimizer, loader = accelerator.prepare(model, optimizer, "
+    "loader)` and loop over `loader`."
+)
+"""Why training takes no command yet, or never will."""
 
 NO_FOLDER = "Numbered checkpoints need a folder: Accelerator(project_dir=...)."
 """Why no checkpoint can be saved."""
@@ -253,6 +259,11 @@ class CommandWriter:
 def is_paused(memory: Buffer) -> bool:
     """Return whether the training loop of a page waits until it is told to go on."""
     return bool(_WORD.unpack_from(memory, _AT + 8 * _PAUSED)[0])
+
+
+def takes_commands(memory: Buffer) -> bool:
+    """Return whether training has begun that obeys commands: a loop over a prepared loader, or an optimizer's step."""
+    return any(_WORD.unpack_from(memory, _AT + 8 * index)[0] for index in (_FOLDER, _STEPS))
 
 
 def has_folder(memory: Buffer) -> bool | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.code_line import CodeLine
-from nb_accelerate.progress_page.commands import has_epoch_loop, has_folder, is_paused
+from nb_accelerate.progress_page.commands import has_epoch_loop, has_folder, is_paused, takes_commands
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.phase_times import seconds_exchanging, seconds_in
 from nb_accelerate.progress_page.rank_memory import RankMemory
@@ -70,6 +70,7 @@ class Sample:
         saves: a checkpoint is written in the background.
         other_group: it may be in a process group with processes outside of its launch.
         paused: training waits until the notebook tells it to go on.
+        takes_commands: training has begun that obeys commands of the notebook.
         has_folder: numbered checkpoints have a folder; None if not known.
         has_epoch_loop: a loop over epochs is on that can be ended after an epoch; None if not known.
         held: what it held in memory when that was measured last, maybe in an earlier call or cell.
@@ -108,6 +109,7 @@ class Sample:
     saves: bool = False
     other_group: bool = False
     paused: bool = False
+    takes_commands: bool = False
     has_folder: bool | None = None
     has_epoch_loop: bool | None = None
     held: RankMemory = field(default_factory=RankMemory)
@@ -173,6 +175,7 @@ def read(memory: Buffer) -> Sample:
         saves=bool(words[layout.SAVES]),
         other_group=bool(words[layout.OTHER_GROUP]),
         paused=is_paused(memory),
+        takes_commands=takes_commands(memory),
         has_folder=has_folder(memory),
         has_epoch_loop=has_epoch_loop(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),

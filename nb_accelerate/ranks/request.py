@@ -98,6 +98,7 @@ class Request:
         is_unwanted: whether it was interrupted before it has begun.
         oom_kills_before: what `oom_kills` returned when it began.
         input_requests: requests for input of debuggers on its ranks.
+        steering: held by whoever steers its training, since its ranks take one command at a time.
         done: set when every rank has answered or ended, or the loop has ended.
     """
 
@@ -128,6 +129,7 @@ class Request:
     is_unwanted: bool = False
     oom_kills_before: int = 0
     input_requests: InputRequests = field(default_factory=InputRequests)
+    steering: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
     _step_ends: float = NEVER
     _again_at: float = NEVER

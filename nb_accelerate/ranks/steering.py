@@ -19,15 +19,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from nb_accelerate.display.panel import PAUSE, Action
+from nb_accelerate.display.panel import PAUSE, RESUME, Action
 from nb_accelerate.display.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
 from nb_accelerate.progress_page import Phase
-from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, Command, CommandKind, check_text
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP, Command, CommandKind, check_text
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.topology.rank_lists import named
@@ -53,8 +53,19 @@ to wait for another."""
 _FIRST_HOLD, _LONGEST_HOLD = 0.5, 20.0
 """Seconds that a rank which has come to the step may wait for the others to agree; doubled with each attempt."""
 
+_END = 1.0
+"""Seconds for the threads of buttons to notice that training has ended."""
+
+_NAMES = {
+    CommandKind.PAUSE: "pause",
+    CommandKind.RESUME: "resume",
+    CommandKind.SAVE: "save",
+    CommandKind.LEARNING_RATE: "set learning rate",
+    CommandKind.STOP: "stop after epoch",
+}
+"""What commands are called in messages: as on their buttons."""
+
 _numbers = itertools.count(1)  # of all commands of this process
-_one_at_a_time = threading.Lock()
 
 
 class Steerable(ABC):
@@ -63,6 +74,9 @@ class Steerable(ABC):
     The training loop is one over a loader, or with an optimizer, that an `Accelerator` has prepared. Methods return
     when all ranks have obeyed, and say so. From the notebook's machine only; not with ranks on several.
     """
+
+    _at_end: ClassVar[str] = " Call .result() for its values, or for the error if it has failed."
+    """What to do when training has ended, for messages; begins with a space."""
 
     @abstractmethod
     def _steered(self) -> tuple[Request | None, int]:
@@ -164,24 +178,23 @@ class Steerable(ABC):
         deadline = time.monotonic() + timeout
         while (steered := self._steered())[0] is None:
             if time.monotonic() > deadline:
-                raise DeadlineError(f"The ranks have not been started within {timeout:g} s.")
+                raise DeadlineError(f"{_named(command)}: the ranks have not been started within {timeout:g} s.")
             if self.wait(_START_LOOK):
-                raise LaunchError("The launch has ended before its ranks were started.")
+                raise LaunchError(f"{_named(command)}: the launch has ended before its ranks were started.")
         request, world_size = steered
         assert request is not None
         if request.done.is_set():
             raise LaunchError(
-                f"{_named(command)}: {request.wording.what} has ended already, so there is no training to steer. Call "
-                ".result() for its values, or for the error if it has failed; to steer, start it again and call this "
-                "while it runs."
+                f"{_named(command)}: {request.wording.what} has ended already, so there is no training to steer."
+                f"{self._at_end} To steer, start it again and give the command while it runs."
             )
         if len(request.ranks) != world_size:
             raise ConfigError(
-                f"{len(request.ranks)} of {world_size} ranks are here, and only all together can be steered: ranks on "
-                "other machines, and those that do not run this cell, would not obey at the same step."
+                f"{_named(command)}: {len(request.ranks)} of {world_size} ranks are here, and only all together can be "
+                "steered: ranks on other machines, and those that do not run this cell, would obey at another step."
             )
-        with _one_at_a_time:
-            return _Attempts(request, command, timeout, deadline).run()
+        with request.steering:
+            return _Attempts(request, command, timeout, deadline, self._at_end).run()
 
 
 class RequestSteering(Steerable):
@@ -192,6 +205,8 @@ class RequestSteering(Steerable):
         world_size: how many ranks train together.
         say: shows a line to the user. Any thread.
     """
+
+    _at_end = ""  # nobody needs to hold what runs
 
     def __init__(self, request: Request, world_size: int, say: Callable[[str], object]) -> None:
         self._request = request
@@ -216,7 +231,8 @@ def steering_actions(
 ) -> tuple[Action, ...]:
     """Return buttons that steer the ranks of a request; none where they could not.
 
-    A button returns at once, with the thread that gives its command. One that any rank could not obey says why.
+    A button returns at once, with the thread that gives its command. One that no rank could obey yet, or that any rank
+    could not obey, says why. Commands that had no effect are named when the request ends.
 
     Args:
         request: what they do.
@@ -226,45 +242,93 @@ def steering_actions(
     """
     if len(request.ranks) != world_size:
         return ()
-    steered = RequestSteering(request, world_size, note)
+    buttons = _Buttons(request, world_size, note, say)
+    request.callbacks.append(buttons.tell_end)
+    return buttons.actions
 
-    def pause_or_resume() -> None:
-        (steered.resume if steered.is_paused else steered.pause)()
 
-    def save() -> None:
-        note(f"saved {steered.save_checkpoint()}")
+class _Buttons:
+    """The buttons of a panel, and the commands that were given by them. The arguments are those of `steering_actions`.
 
-    def has_begun() -> bool:
-        samples = _samples(request)
-        return not samples or any(one.loop or one.steps for one in samples)
+    Attributes:
+        actions: the buttons.
+    """
 
-    def no_save() -> str:
-        return NO_FOLDER if any(one.has_folder is False for one in _busy(request)) else ""
+    def __init__(
+        self, request: Request, world_size: int, note: Callable[[str], object], say: Callable[[str], object]
+    ) -> None:
+        self._request = request
+        self._steered = RequestSteering(request, world_size, note)
+        self._note, self._say = note, say
+        self._threads: list[threading.Thread] = []
+        self._without_effect: list[str] = []
+        self.actions = (
+            self._button(PAUSE, "pause training before its next batch, or go on", self._pause, self._no_pause),
+            self._button("Save", "save a checkpoint now", self._save, self._no_save),
+            self._button(
+                "Stop after epoch", "end training when this epoch does", self._steered.stop_after_epoch, self._no_stop
+            ),
+        )
 
-    def no_stop() -> str:  # before the first step, the loop over epochs may be still to come
-        return NO_EPOCH_LOOP if any(one.has_epoch_loop is False and one.steps for one in _busy(request)) else ""
+    def tell_end(self) -> None:
+        """Name the commands that had no effect, when all ranks have answered or ended. In the thread of the loop."""
+        until = time.monotonic() + _END
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._without_effect:
+            *others, last = dict.fromkeys(self._without_effect)
+            names = f"{', '.join(others)} and {last}" if others else last
+            has_begun = any(one.takes_commands for one in _samples(self._request))
+            why = "training ended before its next batch" if has_begun else "no loop over a prepared loader has begun"
+            self._say(f"{names} had no effect: {why}")
 
-    def in_thread(give: Callable[[], None]) -> Callable[[], object]:
-        def run() -> None:
-            try:
-                if not has_begun():
-                    note("no loop over a prepared loader runs yet: the command waits for one")
-                give()
-            except NbAccelerateError as error:
-                say(str(error))
-
+    def _button(self, title: str, hint: str, give: Callable[[], None], why_not: Callable[[], str]) -> Action:
         def start() -> threading.Thread:
-            thread = threading.Thread(target=run, name="nb_accelerate-steering", daemon=True)
+            name = RESUME if title == PAUSE and self._steered.is_paused else title
+            thread = threading.Thread(
+                target=self._run, args=(name.lower(), give), name="nb_accelerate-steering", daemon=True
+            )
+            self._threads.append(thread)
             thread.start()
             return thread
 
-        return start
+        return Action(title, hint, start, why_not)
 
-    return (
-        Action(PAUSE, "pause training before its next batch, or go on", in_thread(pause_or_resume)),
-        Action("Save", "save a checkpoint now", in_thread(save), no_save),
-        Action("Stop after epoch", "end training when this epoch does", in_thread(steered.stop_after_epoch), no_stop),
-    )
+    def _run(self, name: str, give: Callable[[], None]) -> None:
+        try:
+            if self._no_pause():
+                self._note(f"{name}: no loop over a prepared loader has begun yet; the command waits for one")
+            give()
+        except LaunchError as error:
+            if self._request.done.is_set():
+                self._say(str(error))
+            else:  # it is about to end: `tell_end` says this of all commands in one line
+                self._without_effect.append(name)
+        except NbAccelerateError as error:
+            self._say(str(error))
+
+    def _pause(self) -> None:
+        (self._steered.resume if self._steered.is_paused else self._steered.pause)()
+
+    def _save(self) -> None:
+        self._note(f"saved {self._steered.save_checkpoint()}")
+
+    def _no_pause(self) -> str:
+        return _no_loop(_busy(self._request))
+
+    def _no_save(self) -> str:
+        busy = _busy(self._request)
+        return _no_loop(busy) or (NO_FOLDER if any(one.has_folder is False for one in busy) else "")
+
+    def _no_stop(self) -> str:
+        busy = _busy(self._request)
+        # Before the first step, the loop over epochs may be still to come.
+        lacks_loop = any(one.has_epoch_loop is False and one.steps for one in busy)
+        return _no_loop(busy) or (NO_EPOCH_LOOP if lacks_loop else "")
+
+
+def _no_loop(busy: Sequence[Sample]) -> str:
+    return NO_LOOP if busy and not any(one.takes_commands for one in busy) else ""
 
 
 def _samples(request: Request) -> list[Sample]:
@@ -280,7 +344,7 @@ def _busy(request: Request) -> list[Sample]:
 
 
 def _named(command: Command) -> str:
-    return command.kind.name.lower().replace("_", " ")
+    return _NAMES[command.kind]
 
 
 class _Attempts:
@@ -291,13 +355,15 @@ class _Attempts:
         command: what they are told.
         timeout: seconds from the call to the deadline, for messages.
         deadline: `time.monotonic` at which to give up.
+        at_end: what to do when training has ended, for messages; see `Steerable`.
     """
 
-    def __init__(self, request: Request, command: Command, timeout: float, deadline: float) -> None:
+    def __init__(self, request: Request, command: Command, timeout: float, deadline: float, at_end: str) -> None:
         self._request = request
         self._command = command
         self._timeout = timeout
         self._deadline = deadline
+        self._at_end = at_end
         self._came: set[int] = set()  # ranks that have agreed in any attempt
         self._pages: dict[int, CommandWriter] = {rank.rank: rank.handle.page.commands for rank in request.ranks}
 
@@ -333,8 +399,7 @@ class _Attempts:
         except ValueError:  # the pages were closed: all has ended
             pass
         raise LaunchError(
-            f"{self._name}: training ended before its next batch, so the command had no effect. Call .result() for the "
-            "values, or for the error if it has failed."
+            f"{self._name}: training ended before its next batch, so the command had no effect.{self._at_end}"
         )
 
     @property

@@ -340,8 +340,8 @@ def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(op
     notebook.wait_until_done()
     notebook.run(3)
     notebook.wait_for_output(3, "2 / 1000", timeout=60)  # epochs
-    assert notebook.evaluate(BUTTON, "Save") == [True, "save a checkpoint now"]
-    assert notebook.evaluate(BUTTON, "Stop after epoch") == [True, "end training when this epoch does"]
+    for title, text in (("Save", "save a checkpoint now"), ("Stop after epoch", "end training when this epoch does")):
+        notebook.wait_until(f"([title, text]) => String(({BUTTON})(title)) === `true,${{text}}`", [title, text])
     notebook.press_button(3, "Stop after epoch")
     notebook.wait_until_done()
     assert "✓" in notebook.output(3)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fixtures.kernels import Kernel, start_in_lab
 
-from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP
 
 SETUP = """
 import contextlib, functools, io, os, sys, threading, time, torch
@@ -102,6 +102,21 @@ class Sent:
         return [one["data"]["text/html"] for one in displays if "nba" in one["data"].get("text/html", "")]
 
     @property
+    def looks_of_buttons(self) -> dict[str, list[tuple[bool, str]]]:
+        """Of each button, by its title: whether it was disabled, and its tooltip, first and after each change."""
+        looks: dict[str, list[tuple[bool, str]]] = {}
+        titles: dict[str, str] = {}
+        for content in self.of("comm_open", "comm_msg"):
+            state, of = content["data"].get("state", {}), content["comm_id"]
+            if state.get("_model_name") == "ButtonModel":
+                titles[of] = state["description"]
+                looks[titles[of]] = [(state["disabled"], state["tooltip"])]
+            elif of in titles and {"disabled", "tooltip"} & state.keys():
+                disabled, tooltip = looks[titles[of]][-1]
+                looks[titles[of]].append((state.get("disabled", disabled), state.get("tooltip", tooltip)))
+        return looks
+
+    @property
     def num_bytes(self) -> int:
         comms = self.of("comm_open", "comm_msg", "comm_close")
         return sum(len(json.dumps(content, default=str)) for content in comms)
@@ -122,6 +137,15 @@ def everything(kernel: Kernel, code: str, *, until: str = "", timeout: float = 5
         if content.get("execution_state") == "idle" and message["parent_header"].get("msg_id") == cell:
             done, sent.seconds = True, time.monotonic() - began
     return sent
+
+
+def without_waiting(looks: dict[str, list[tuple[bool, str]]]) -> dict[str, list[tuple[bool, str]]]:
+    """Leave out that buttons were grey before the first loop began, and what they were after that if it is the same."""
+    found = {}
+    for title, states in looks.items():
+        begun = [state for state in states if state != (True, NO_LOOP)]
+        found[title] = [state for index, state in enumerate(begun) if not index or state != begun[index - 1]]
+    return found
 
 
 def test_bars_of_ranks_are_rows_of_a_table_that_stays(notebook: Kernel) -> None:
@@ -171,13 +195,13 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
 
 def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(notebook: Kernel) -> None:
     sent = everything(notebook, "notebook_launcher(train, (2.5,), 2, progress='widget')")
+    looks = without_waiting(sent.looks_of_buttons)
+    assert looks["Save"][1:] == [(True, NO_FOLDER)], "it is told once"
+    assert looks["Stop after epoch"][1:] == [(True, NO_EPOCH_LOOP)]
+    assert len(looks["Pause"]) == 1
     told = [one for one in sent.messages if one["msg_type"] == "comm_msg"]
-    greyed = [one for one in told if "disabled" in one["content"]["data"].get("state", {})]
-    assert [one["content"]["data"]["state"] for one in greyed] == [
-        {"disabled": True, "tooltip": NO_FOLDER},
-        {"disabled": True, "tooltip": NO_EPOCH_LOOP},
-    ], "each is told once"
-    assert [one["parent_header"] for one in greyed] == [{}, {}], "clicks would go to the cell that runs"
+    greyed = [one for one in told if "tooltip" in one["content"]["data"].get("state", {})]
+    assert all(one["parent_header"] == {} for one in greyed), "clicks would go to the cell that runs"
 
 
 def test_in_a_loop_over_epochs_with_a_folder_no_button_is_grey(notebook: Kernel, tmp_path: Path) -> None:
@@ -195,13 +219,39 @@ def train_in_epochs(seconds):
             time.sleep(0.01)
         if accelerator.reduce(torch.tensor(float(time.monotonic() > until))):
             break
-notebook_launcher(train_in_epochs, (2.5,), 2, progress='widget')"""
+notebook_launcher(train_in_epochs, (4.0,), 2, progress='widget')"""
     sent = everything(notebook, cell)
-    opened = [content["data"]["state"] for content in sent.of("comm_open")]
-    assert [state["disabled"] for state in opened if state.get("description") in ("Save", "Stop after epoch")] == [
-        False
-    ] * 2
-    assert not [content for content in sent.of("comm_msg") if "disabled" in content["data"].get("state", {})]
+    looks = without_waiting(sent.looks_of_buttons)
+    assert [len(looks[title]) for title in ("Pause", "Save", "Stop after epoch")] == [1, 1, 1]
+
+
+GIVES_COMMANDS = """
+from nb_accelerate.ranks.panel import recent
+before = recent[-1]
+
+def press_all():
+    while recent[-1] is before:
+        time.sleep(0.01)
+    for action in recent[-1]._watched.actions()[1:]:
+        action.do()
+
+threading.Thread(target=press_all).start()
+"""
+
+
+def test_in_a_cell_without_a_prepared_loader_buttons_are_grey_and_commands_are_named(notebook: Kernel) -> None:
+    notebook.run(GIVES_COMMANDS).ok()
+    code = "%%distributed\nfor _ in trange(100, desc='cell'):\n    time.sleep(0.03)"
+    sent = everything(notebook, code, in_lab=True)
+    for title in ("Pause", "Save", "Stop after epoch"):
+        _, last = sent.looks_of_buttons[title]
+        assert last == (True, NO_LOOP)
+    shown = " ".join(one["data"].get("text/plain", "") for one in sent.of("display_data"))
+    for name in ("pause", "save", "stop after epoch"):
+        assert f"{name}: no loop over a prepared loader has begun yet; the command waits for one" in shown
+    (end,) = [line for line in sent.text.splitlines() if "had no effect" in line]
+    assert set(end.split(" had ")[0].replace(" and ", ", ").split(", ")) == {"pause", "save", "stop after epoch"}
+    assert end.endswith("had no effect: no loop over a prepared loader has begun")
 
 
 def test_what_ranks_print_at_once_stands_below_the_table_and_its_buttons(notebook: Kernel) -> None:

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -21,11 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.accelerator.steering import change_learning_rate
+from nb_accelerate.display.panel import Action
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.launch import Launch, notebook_launcher
 from nb_accelerate.process import context
 from nb_accelerate.progress_page import Phase, Sample, here
-from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, CommandWriter
+from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP, CommandWriter
 from nb_accelerate.progress_page.sample import read
 from nb_accelerate.ranks.steering import steering_actions
 
@@ -181,17 +181,24 @@ def test_buttons_of_a_panel_steer_and_say_what_they_did(begin: Any, tmp_path: Pa
 
 def why_not(*samples: Sample) -> tuple[str, str]:
     """Why ranks that are so far can neither save nor stop; "" where they can."""
-    request: Any = SimpleNamespace(
-        ranks=[
-            SimpleNamespace(handle=SimpleNamespace(page=SimpleNamespace(read=lambda one=one: one))) for one in samples
-        ]
-    )
-    _, save, stop = steering_actions(request, len(samples), note=print, say=print)
+    _, save, stop = buttons_of(*samples)
     return save.why_not(), stop.why_not()
 
 
+def buttons_of(*samples: Sample) -> tuple[Action, ...]:
+    request: Any = SimpleNamespace(
+        ranks=[
+            SimpleNamespace(handle=SimpleNamespace(page=SimpleNamespace(read=lambda one=one: one))) for one in samples
+        ],
+        callbacks=[],
+    )
+    return steering_actions(request, len(samples), note=print, say=print)
+
+
 def test_of_several_ranks_the_one_that_cannot_obey_decides() -> None:
-    can = Sample(request=1, phase=Phase.RUNNING, steps_before=3, has_folder=True, has_epoch_loop=True)
+    can = Sample(
+        request=1, phase=Phase.RUNNING, steps_before=3, takes_commands=True, has_folder=True, has_epoch_loop=True
+    )
     assert why_not(can, can) == ("", "")
     assert why_not(can, replace(can, has_folder=False)) == (NO_FOLDER, "")
     assert why_not(replace(can, has_epoch_loop=False), can) == ("", NO_EPOCH_LOOP)
@@ -199,10 +206,38 @@ def test_of_several_ranks_the_one_that_cannot_obey_decides() -> None:
 
 
 def test_before_the_first_step_and_after_a_cell_no_rank_keeps_a_button_from_being_pressed() -> None:
-    cannot = Sample(request=1, phase=Phase.RUNNING, steps_before=3, has_folder=False, has_epoch_loop=False)
+    cannot = Sample(
+        request=1, phase=Phase.RUNNING, steps_before=3, takes_commands=True, has_folder=False, has_epoch_loop=False
+    )
     assert why_not(cannot) == (NO_FOLDER, NO_EPOCH_LOOP)
     assert why_not(replace(cannot, steps_before=0)) == (NO_FOLDER, "")
     assert why_not(replace(cannot, phase=Phase.ENDED)) == ("", "")
+
+
+def test_no_button_can_be_pressed_before_a_rank_has_begun_a_loop_over_a_prepared_loader() -> None:
+    starts, runs = Sample(), Sample(request=1, phase=Phase.RUNNING, loop=1, step=4)  # a loop of another library
+    assert [one.why_not() for one in buttons_of(starts, runs)] == [NO_LOOP] * 3
+    trains = replace(runs, takes_commands=True, has_folder=True, has_epoch_loop=True)
+    assert [one.why_not() for one in buttons_of(starts, trains)] == [""] * 3
+
+
+def test_a_step_outside_of_loops_or_a_loop_is_what_takes_commands() -> None:
+    context.reset()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    data = DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2)
+    _, optimizer, loader = accelerator.prepare(torch.nn.Linear(2, 1), optimizer, data)
+    here().begin_request()
+    assert not read(here()._memory).takes_commands
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert read(here()._memory).takes_commands
+    here().begin_request()  # of a new cell
+    assert not read(here()._memory).takes_commands
+    for _ in loader:
+        assert read(here()._memory).takes_commands
+    here().begin_request()
+    context.reset()
 
 
 def test_what_training_could_obey_is_noted_when_a_loop_begins_and_ends(tmp_path: Path) -> None:
@@ -321,19 +356,32 @@ def _trains_nothing() -> None:
         signal.pause()
 
 
-def test_a_button_says_that_there_is_nothing_to_steer_yet() -> None:
+def test_buttons_say_that_there_is_nothing_to_steer_yet_and_at_the_end_which_commands_had_no_effect() -> None:
     launch = notebook_launcher(_trains_nothing, (), 2, block=False, progress="off", devices="cpu")
     assert isinstance(launch, Launch)
     request, world_size = launch._steered()
     assert request is not None
     said: list[str] = []
     buttons = {one.title: one for one in steering_actions(request, world_size, note=said.append, say=said.append)}
-    pauses = buttons["Pause"].do()
-    assert isinstance(pauses, threading.Thread)
+    assert {button.why_not() for button in buttons.values()} == {NO_LOOP}
+    threads: list[Any] = [buttons[title].do() for title in ("Save", "Stop after epoch", "Pause")]
+    while len(said) < 3:
+        time.sleep(0.01)  # there is no event for a line that was said
     launch.stop()
-    pauses.join(20.0)
-    assert said[0] == "no loop over a prepared loader runs yet: the command waits for one"
-    assert "training ended" in said[1]
+    for thread in threads:
+        thread.join(20.0)
+    waits = "no loop over a prepared loader has begun yet; the command waits for one"
+    assert sorted(said[:3]) == [f"{name}: {waits}" for name in ("pause", "save", "stop after epoch")]
+    (end,) = said[3:]
+    names, why = end.split(" had no effect: ")
+    assert sorted(names.replace(" and ", ", ").split(", ")) == ["pause", "save", "stop after epoch"]
+    assert why == "no loop over a prepared loader has begun"
+    with pytest.raises(LaunchError, match=r"^stop after epoch: the launch has ended already.* Call \.result\(\)"):
+        launch.stop_after_epoch()
+    late: Any = buttons["Save"].do()
+    late.join(20.0)
+    assert said[-1].startswith("save: the launch has ended already")
+    assert ".result()" not in said[-1]
 
 
 def test_training_that_can_be_steered_is_not_kept_in_memory() -> None:
