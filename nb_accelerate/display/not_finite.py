@@ -12,16 +12,22 @@ from nb_accelerate.topology.rank_lists import named
 if TYPE_CHECKING:
     from nb_accelerate.progress_page import Sample
 
+_ADVICE = " Clip gradients (accelerator.clip_grad_norm_) or lower the learning rate."
+
 _MOST_GAPS = 50
 """Gaps of the curve that are remembered: the newest."""
 
 
 class _Span(NamedTuple):
-    """Steps at which the loss of a rank was not finite, and what it was at the first."""
+    """Steps at which the loss of a rank was not finite, and what it was instead, in that order."""
 
     first: int
     last: int
-    what: str
+    what: tuple[str, ...] = ()
+
+    def up_to(self, last: int, *what: str) -> _Span:
+        """Return it with later steps, and with what the loss was at them."""
+        return self._replace(last=last, what=tuple(dict.fromkeys((*self.what, *what))))
 
 
 class NotFiniteLosses:
@@ -46,8 +52,8 @@ class NotFiniteLosses:
                 self._finite.add(rank)
                 self._end_gap(sample.steps)
             return
-        span = self._now.get(rank, _Span(sample.steps, sample.steps, words.measured(loss)))
-        self._now[rank] = span._replace(last=sample.steps)
+        span = self._now.get(rank, _Span(sample.steps, sample.steps))
+        self._now[rank] = span.up_to(sample.steps, words.measured(loss))
         self._finite.discard(rank)
         if not self._finite and self._gap_from is None:
             self._gap_from = sample.steps
@@ -65,11 +71,14 @@ class NotFiniteLosses:
             num_ranks: number of ranks that are watched.
         """
         if self._now:
-            step, _, what = min(self._now.values())
-            return (f"The loss is {what} since about step {words.count(step)}{_on(self._now, num_ranks)}.",)
+            whose = _on(self._now, num_ranks)
+            since = words.count(min(span.first for span in self._now.values()))
+            # Where some ranks only have such a loss, their data may be why.
+            return (f"The loss is {_what(self._now)} since about step {since}{whose}.{'' if whose else _ADVICE}",)
         if not self._was:
             return ()
-        first, _, what = min(self._was.values())
+        what = _what(self._was)
+        first = min(span.first for span in self._was.values())
         last = max(span.last for span in self._was.values())
         whose = _on(self._was, num_ranks)
         if self._is_again:
@@ -82,13 +91,17 @@ class NotFiniteLosses:
         """Remember steps that are over; those of the same rank that are not next to them too."""
         before = self._was.get(rank)
         self._is_again |= before is not None
-        self._was[rank] = span if before is None else before._replace(last=span.last)
+        self._was[rank] = span if before is None else before.up_to(span.last, *span.what)
 
     def _end_gap(self, step: int) -> None:
         if self._gap_from is None:
             return
         self._gaps = [*self._gaps, (float(self._gap_from), float(max(self._gap_from, step)))][-_MOST_GAPS:]
         self._gap_from = None
+
+
+def _what(ranks: dict[int, _Span]) -> str:
+    return " or ".join(dict.fromkeys(what for span in sorted(ranks.values()) for what in span.what))
 
 
 def _on(ranks: dict[int, _Span], num_ranks: int) -> str:

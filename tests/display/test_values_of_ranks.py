@@ -167,10 +167,25 @@ def test_a_loss_that_is_nan_is_told_with_its_step_and_at_the_end_too():
     first = run.view.warnings
     run.train(2.0)
     assert first == run.view.warnings == ("The loss is nan since about step 16 on rank 1.",)
-    run.put([0], loss=math.inf)
+    run.put([0], loss=math.nan)
     run.look()
-    assert run.view.warnings == ("The loss is nan since about step 16.",)
-    assert run.end().warnings == ("The loss is nan since about step 16.",)
+    advice = "Clip gradients (accelerator.clip_grad_norm_) or lower the learning rate."
+    assert run.view.warnings == (f"The loss is nan since about step 16. {advice}",)
+    assert run.end().warnings == (f"The loss is nan since about step 16. {advice}",)
+
+
+def test_a_loss_that_is_inf_and_then_nan_is_told_as_both_since_the_header_has_the_newest():
+    run = Run(2)
+    run.begin_loop()
+    run.train(1.0)
+    run.put(loss=math.inf)
+    run.train(1.0)
+    assert run.view.warnings[0].startswith("The loss is inf since about step 9.")
+    run.put(loss=math.nan)
+    run.train(1.0)
+    view = run.end()
+    assert view.summary[-1] == "loss nan"
+    assert view.warnings[0].startswith("The loss is inf or nan since about step 9.")
 
 
 def test_a_loss_that_is_finite_again_is_told_as_what_was_and_leaves_a_gap_in_the_curve():
@@ -187,7 +202,7 @@ def test_a_loss_that_is_finite_again_is_told_as_what_was_and_leaves_a_gap_in_the
     assert run.view.gaps == ((17.0, math.inf),)
     run.put(loss=1.0)
     run.train(1.0)
-    assert run.view.warnings == ("The loss was inf from about step 9 to 24.",)
+    assert run.view.warnings == ("The loss was inf or nan from about step 9 to 24.",)
     assert run.end().gaps == ((17.0, 25.0),)
 
 
