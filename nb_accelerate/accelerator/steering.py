@@ -25,7 +25,7 @@ from nb_accelerate.progress_page import Phase, here
 from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, CommandKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from nb_accelerate.accelerator.core import Prepared
@@ -105,13 +105,15 @@ class Steering:
         if number and self._tracker.loaders[:1] in ((), (loader,)):
             self._look(number)
 
-    def epochs(self, epochs: Iterable[int]) -> Iterator[int]:
-        """Yield numbers of epochs until training is to stop."""
+    def epochs(self, epochs: range) -> Iterator[int]:
+        """Yield numbers of epochs until training is to stop; if that is before the last one, say so on the page."""
         self._count_epoch_loop(1)
         try:
             for epoch in epochs:
                 yield epoch
                 if self.stops:
+                    if epoch + 1 < epochs.stop:
+                        self._commands.note_end(epoch + 1, epochs.stop)
                     break
         finally:
             self._count_epoch_loop(-1)

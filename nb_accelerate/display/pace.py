@@ -96,7 +96,7 @@ def outlook(tracks: Mapping[int, Track], pace: Pace, now: float, *, stall: float
 
 
 def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple[str, ...]:
-    """Return what a run came to: steps, samples per second, loss, and programs that were compiled.
+    """Return what a run came to: whether it ended early as asked, steps, samples per second, loss, compiled programs.
 
     Args:
         tracks: of its ranks.
@@ -104,7 +104,11 @@ def summary(tracks: Mapping[int, Track], rate: float | None, rows: int) -> tuple
         rows: of all ranks together in one step; 0 if not known.
     """
     steps = int(median(track.sample.steps for track in tracks.values()))
-    parts = [words.plural(steps, "step")] if steps else []
+    ended = next((end for track in tracks.values() if (end := track.sample.ended_after) is not None), None)
+    parts = (
+        [f"ended as asked after epoch {words.count(ended[0])} of {words.count(ended[1])}"] if ended is not None else []
+    )
+    parts += [words.plural(steps, "step")] if steps else []
     if rate and rows:
         parts.append(f"{words.rate(rate * rows)} samples/s")
     losses = [loss for track in tracks.values() if (loss := loss_of(track.sample)) is not None]

@@ -236,7 +236,7 @@ class PanelState:
         sample = track.sample
         is_stalled, is_waited_for = rank in stalled, self._standstill.is_waited_for(rank, stalled)
         kind = self._kind(rank, is_stalled, slow, is_waited_for)
-        if self._state == "done" and sample.steps:
+        if self._state == "done" and sample.steps and (sample.ended_after is None or track.whole is None):
             step = words.count(sample.steps)
             share = 1.0
         elif track.whole is not None:

@@ -40,7 +40,9 @@ _ANSWERED = 7  # the number of the command that was obeyed, and whether it could
 _PAUSED = 8  # training waits until it is told to go on
 _FOLDER = 9  # numbered checkpoints have a folder: 0 not known, 1 no, 2 yes
 _EPOCH_LOOP = 10  # a loop over epochs is on that can be ended after an epoch: as above
-_NUM_WORDS = 11
+_ENDED_AFTER = 11  # the epoch, from 1, after which a loop over epochs was ended as asked, before its last; else 0
+_ENDED_OF = 12  # the number of its epochs
+_NUM_WORDS = 13
 
 _TEXT_AT, _ANSWER_AT = _AT + 128, _AT + 576
 _TEXT_SIZE = 448
@@ -182,6 +184,16 @@ class CommandReader:
         """Say whether a loop over epochs is on that can be ended after an epoch."""
         self._words[_EPOCH_LOOP] = 1 + is_on
 
+    def note_end(self, after: int, epochs: int) -> None:
+        """Say that a loop over epochs was ended as asked, before its last one.
+
+        Args:
+            after: the epoch after which it was, from 1.
+            epochs: how many there are.
+        """
+        self._words[_ENDED_OF] = epochs
+        self._words[_ENDED_AFTER] = after
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandState:
@@ -274,6 +286,12 @@ def has_folder(memory: Buffer) -> bool | None:
 def has_epoch_loop(memory: Buffer) -> bool | None:
     """Return whether a loop over epochs is on that can be ended after an epoch; None if that is not known."""
     return _known(memory, _EPOCH_LOOP)
+
+
+def ended_after(memory: Buffer) -> tuple[int, int] | None:
+    """Return the epoch after which a loop over epochs was ended as asked, and their number; None if none was."""
+    after, epochs = (_WORD.unpack_from(memory, _AT + 8 * index)[0] for index in (_ENDED_AFTER, _ENDED_OF))
+    return (after, epochs) if 0 < after < epochs else None
 
 
 def check_text(text: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.code_line import CodeLine
-from nb_accelerate.progress_page.commands import has_epoch_loop, has_folder, is_paused, takes_commands
+from nb_accelerate.progress_page.commands import ended_after, has_epoch_loop, has_folder, is_paused, takes_commands
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.phase_times import seconds_exchanging, seconds_in
 from nb_accelerate.progress_page.rank_memory import RankMemory
@@ -73,6 +73,8 @@ class Sample:
         takes_commands: training has begun that obeys commands of the notebook.
         has_folder: numbered checkpoints have a folder; None if not known.
         has_epoch_loop: a loop over epochs is on that can be ended after an epoch; None if not known.
+        ended_after: epoch, from 1, after which the notebook had a loop over epochs end, and the number of its epochs;
+            None if no loop was ended before its last.
         held: what it held in memory when that was measured last, maybe in an earlier call or cell.
         seconds: spent in each phase so far, those that took no time left out.
         exchanging: seconds of those in `Phase.WAITING` in which it waited for the exchange of gradients.
@@ -112,6 +114,7 @@ class Sample:
     takes_commands: bool = False
     has_folder: bool | None = None
     has_epoch_loop: bool | None = None
+    ended_after: tuple[int, int] | None = None
     held: RankMemory = field(default_factory=RankMemory)
     seconds: Mapping[Phase, float] = field(default_factory=dict, compare=False)  # changes from look to look
     exchanging: float = field(default=0.0, compare=False)
@@ -178,6 +181,7 @@ def read(memory: Buffer) -> Sample:
         takes_commands=takes_commands(memory),
         has_folder=has_folder(memory),
         has_epoch_loop=has_epoch_loop(memory),
+        ended_after=ended_after(memory),
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
         exchanging=seconds_exchanging(words, now),

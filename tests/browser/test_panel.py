@@ -345,3 +345,5 @@ def test_a_button_that_training_could_not_obey_is_grey_and_says_what_to_write(op
     notebook.press_button(3, "Stop after epoch")
     notebook.wait_until_done()
     assert "✓" in notebook.output(3)
+    assert "ended as asked after epoch" in notebook.output(3)
+    notebook.screenshot("panel-ended-after-epoch", cell=3)

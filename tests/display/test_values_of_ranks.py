@@ -40,6 +40,19 @@ def test_the_summary_has_steps_samples_a_second_and_the_loss():
     assert run.end().summary == ("80 steps", "80.0 samples/s", "loss 1.5000")
 
 
+def test_a_run_that_was_ended_after_an_epoch_says_so_and_shows_how_far_it_came():
+    run = Run(2)
+    run.begin_loop(total=40, epoch=1, epochs=25)
+    run.train(5.0)
+    run.put(in_loop=False, trains=False, steps_before=40, ended_after=(1, 25), state="returned")
+    run.look()
+    view = run.end()
+    assert view.summary[:2] == ("ended as asked after epoch 1 of 25", "40 steps")
+    assert (run.row(0).step, run.row(0).share) == ("40 / 1,000", 0.04)
+    for shown in (html.render(view), text.table(view), text.line(view)):
+        assert "ended as asked after epoch 1 of 25" in shown
+
+
 def test_memory_is_that_of_the_device_and_its_peak_is_kept():
     run = Run(2)
     run.begin_loop()

@@ -321,6 +321,14 @@ def test_what_training_could_obey_is_known_once_it_is_noted(page: ProgressPage, 
     assert said() == (None, None)
 
 
+def test_that_a_loop_over_epochs_was_ended_is_known_until_the_next_call(page: ProgressPage, memory: bytearray) -> None:
+    assert read(memory).ended_after is None
+    page.commands.note_end(1, 25)
+    assert read(memory).ended_after == (1, 25)
+    page.begin_request()
+    assert read(memory).ended_after is None
+
+
 @pytest.mark.parametrize("collective", Collective)
 def test_a_collective_is_named_while_it_lasts(page: ProgressPage, memory: bytearray, collective: Collective) -> None:
     page.enter(Phase.EVALUATING)

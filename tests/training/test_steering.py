@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +219,27 @@ def test_no_button_can_be_pressed_before_a_rank_has_begun_a_loop_over_a_prepared
     assert [one.why_not() for one in buttons_of(starts, runs)] == [NO_LOOP] * 3
     trains = replace(runs, takes_commands=True, has_folder=True, has_epoch_loop=True)
     assert [one.why_not() for one in buttons_of(starts, trains)] == [""] * 3
+
+
+def test_that_a_loop_over_epochs_was_ended_before_its_last_is_noted(tmp_path: Path) -> None:
+    context.reset()
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    _, loader = accelerator.prepare(torch.nn.Linear(2, 1), data)
+
+    def ends(epochs: Iterable[object], at: int) -> tuple[int, int] | None:
+        here().begin_request()
+        for number, _ in enumerate(epochs, start=1):
+            accelerator.core.steering.stops = number == at
+        return read(here()._memory).ended_after
+
+    assert ends(accelerator.epochs(25), 1) == (1, 25)
+    assert ends(accelerator.epochs(25, start=4), 2) == (6, 25)
+    assert ends(accelerator.epochs(3), 3) is None, "nothing was left to train"
+    assert ends(accelerator.epochs(3), 0) is None
+    assert ends(accelerator.resumable(loader, epochs=3), 2) == (2, 3)
+    here().begin_request()
+    context.reset()
 
 
 def test_a_step_outside_of_loops_or_a_loop_is_what_takes_commands() -> None:
