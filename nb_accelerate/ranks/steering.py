@@ -206,7 +206,7 @@ class RequestSteering(Steerable):
         say: shows a line to the user. Any thread.
     """
 
-    _at_end = ""  # nobody needs to hold what runs
+    _at_end = ""  # a cell has no object to call .result() on
 
     def __init__(self, request: Request, world_size: int, say: Callable[[str], object]) -> None:
         self._request = request
