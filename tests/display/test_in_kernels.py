@@ -232,7 +232,10 @@ before = recent[-1]
 def press_all():
     while recent[-1] is before:
         time.sleep(0.01)
-    for action in recent[-1]._watched.actions()[1:]:
+    actions = recent[-1]._watched.actions()[1:]
+    while not all(action.why_not() for action in actions):  # until the ranks run the cell
+        time.sleep(0.01)
+    for action in actions:
         action.do()
 
 threading.Thread(target=press_all).start()
