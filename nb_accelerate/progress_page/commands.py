@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nb_accelerate.progress_page import layout
 
@@ -67,6 +67,7 @@ NO_EPOCH_LOOP = (
 """Why training cannot be ended after an epoch."""
 
 _WORD = struct.Struct("q")  # native: eight bytes in one piece
+_WORDS = struct.Struct(f"{_NUM_WORDS}q")
 _REAL = struct.Struct("d")
 
 assert _AT + 8 * _NUM_WORDS <= _TEXT_AT
@@ -254,7 +255,7 @@ class CommandWriter:
         return CommandState(
             is_there=self._get(_COMMAND) == number,
             steps=self._get(_STEPS),
-            is_paused=is_paused(self._memory),
+            is_paused=bool(self._get(_PAUSED)),
             has_agreed=self._get(_AGREED) == number,
             answer=answer,
             has_failed=bool(has_failed),
@@ -268,30 +269,36 @@ class CommandWriter:
         _WORD.pack_into(self._memory, _AT + 8 * index, value)
 
 
-def is_paused(memory: Buffer) -> bool:
-    """Return whether the training loop of a page waits until it is told to go on."""
-    return bool(_WORD.unpack_from(memory, _AT + 8 * _PAUSED)[0])
+class TrainingState(NamedTuple):
+    """What the training loop of a page says about itself, for those who would give it a command.
+
+    Attributes:
+        paused: it waits until it is told to go on.
+        takes_commands: training has begun that obeys commands: a loop over a prepared loader, or an optimizer's step.
+        has_folder: numbered checkpoints of the process have a folder; None if that is not known.
+        has_epoch_loop: a loop over epochs is on that can be ended after an epoch; None if that is not known.
+        ended_after: the epoch, from 1, after which a loop over epochs was ended as asked, and their number; None if
+            none was.
+    """
+
+    paused: bool
+    takes_commands: bool
+    has_folder: bool | None
+    has_epoch_loop: bool | None
+    ended_after: tuple[int, int] | None
 
 
-def takes_commands(memory: Buffer) -> bool:
-    """Return whether training has begun that obeys commands: a loop over a prepared loader, or an optimizer's step."""
-    return any(_WORD.unpack_from(memory, _AT + 8 * index)[0] for index in (_FOLDER, _STEPS))
-
-
-def has_folder(memory: Buffer) -> bool | None:
-    """Return whether numbered checkpoints of a page's process have a folder; None if that is not known."""
-    return _known(memory, _FOLDER)
-
-
-def has_epoch_loop(memory: Buffer) -> bool | None:
-    """Return whether a loop over epochs is on that can be ended after an epoch; None if that is not known."""
-    return _known(memory, _EPOCH_LOOP)
-
-
-def ended_after(memory: Buffer) -> tuple[int, int] | None:
-    """Return the epoch after which a loop over epochs was ended as asked, and their number; None if none was."""
-    after, epochs = (_WORD.unpack_from(memory, _AT + 8 * index)[0] for index in (_ENDED_AFTER, _ENDED_OF))
-    return (after, epochs) if 0 < after < epochs else None
+def training_state(memory: Buffer) -> TrainingState:
+    """Read the state of the training loop from a page."""
+    words = _WORDS.unpack_from(memory, _AT)  # all at once, since a panel does this for each rank several times a second
+    after, epochs = words[_ENDED_AFTER], words[_ENDED_OF]
+    return TrainingState(
+        bool(words[_PAUSED]),
+        bool(words[_FOLDER] or words[_STEPS]),
+        _known(words[_FOLDER]),
+        _known(words[_EPOCH_LOOP]),
+        (after, epochs) if 0 < after < epochs else None,
+    )
 
 
 def check_text(text: str) -> None:
@@ -304,8 +311,7 @@ def check_text(text: str) -> None:
         raise ValueError(f"it has {len(text.encode())} bytes; {_TEXT_SIZE - 1} fit")
 
 
-def _known(memory: Buffer, index: int) -> bool | None:
-    word = _WORD.unpack_from(memory, _AT + 8 * index)[0]
+def _known(word: int) -> bool | None:
     return word == 2 if word in (1, 2) else None
 
 

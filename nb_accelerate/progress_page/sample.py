@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.code_line import CodeLine
-from nb_accelerate.progress_page.commands import ended_after, has_epoch_loop, has_folder, is_paused, takes_commands
+from nb_accelerate.progress_page.commands import training_state
 from nb_accelerate.progress_page.layout import Collective, Phase
 from nb_accelerate.progress_page.phase_times import seconds_exchanging, seconds_in
 from nb_accelerate.progress_page.rank_memory import RankMemory
@@ -152,6 +152,7 @@ def read(memory: Buffer) -> Sample:
     trains = bool(words[layout.TRAINS])
     epochs, epoch_of_run = words[layout.EPOCHS], words[layout.EPOCH_OF_RUN]
     has_epochs = 0 < epoch_of_run <= epochs
+    training = training_state(memory)
     now = time.monotonic_ns()
     phase = _named(_NAMED_PHASES, words[layout.PHASE]) or Phase.RUNNING
     return Sample(
@@ -177,11 +178,11 @@ def read(memory: Buffer) -> Sample:
         bars=_bars(memory) if words[layout.BARS_SEEN] else (),
         saves=bool(words[layout.SAVES]),
         other_group=bool(words[layout.OTHER_GROUP]),
-        paused=is_paused(memory),
-        takes_commands=takes_commands(memory),
-        has_folder=has_folder(memory),
-        has_epoch_loop=has_epoch_loop(memory),
-        ended_after=ended_after(memory),
+        paused=training.paused,
+        takes_commands=training.takes_commands,
+        has_folder=training.has_folder,
+        has_epoch_loop=training.has_epoch_loop,
+        ended_after=training.ended_after,
         held=RankMemory.read(memory, layout.MEMORY_AT),
         seconds=seconds_in(words, now),
         exchanging=seconds_exchanging(words, now),

@@ -47,7 +47,7 @@ _OUT_OF_MEMORY = (
     "Use smaller batches, fewer loader workers or fewer ranks."
 )
 
-_KILLED = " If nobody ended it, memory was short: use smaller batches, fewer loader workers or fewer ranks."
+_KILLED = " If nobody ended it, memory was probably short: use smaller batches, fewer loader workers or fewer ranks."
 
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
