@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.accelerator.exchange_time import time_exchange
 from nb_accelerate.accelerator.ownership import foreign_accelerator, forgotten_model
@@ -177,6 +179,7 @@ class TrainingSlice(Slice):
         Raises:
             NotPreparedError: there are several processes, and nothing was prepared; or the `Accelerator` was made in
                 another process than this one.
+            TypeError: the loss is no tensor.
         """
         core, page = self.core, self.core.page
         if not core.process.is_here:
@@ -184,6 +187,11 @@ class TrainingSlice(Slice):
         is_distributed = core.collectives.world_size > 1
         if is_distributed and not core.shared.models and not core.shared.optimizers:
             raise forgotten_model("accelerator.backward", core.collectives.world_size)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"accelerator.backward takes the loss as a tensor, not as {type(loss).__name__}. Pass it as the loss "
+                "function returns it; .item() comes afterwards"
+            )
         steps = core.accumulation.num_steps
         page.enter(_BACKWARD)
         page.trains()

@@ -151,6 +151,11 @@ WITH_RANKS = {
         "        a.backward(model(torch.ones(1)).sum())  # here\nnotebook_launcher(train, num_processes=2)",
         ("all 2 ranks", "got no gradient", "find_unused_parameters"),
     ),
+    "a loss that is a number": Mistake(
+        "def train():\n    a = Accelerator()\n    model = a.prepare(torch.nn.Linear(1, 1))\n"
+        "    a.backward(model(torch.ones(1)).sum().item())  # here\nnotebook_launcher(train, num_processes=2)",
+        ("all 2 ranks", "takes the loss as a tensor, not as float"),
+    ),
     "an argument too many": Mistake(
         "notebook_launcher(ok, (1,), num_processes=2)  # here", ("TypeError", "all 2 ranks", "0 positional arguments")
     ),
