@@ -147,8 +147,10 @@ WITH_RANKS = {
         "class Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.used, self.unused = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\n"
         "    def forward(self, x):\n        return self.used(x)\n"
-        "def train():\n    a = Accelerator()\n    model = a.prepare(Model())\n    for _ in range(2):\n"
-        "        a.backward(model(torch.ones(1)).sum())  # here\nnotebook_launcher(train, num_processes=2)",
+        "def train():\n    a, model = Accelerator(), Model()\n"
+        "    model, optimizer = a.prepare(model, torch.optim.SGD(model.parameters()))\n"
+        "    a.backward(model(torch.ones(1)).sum())\n    optimizer.step()  # here\n"
+        "notebook_launcher(train, num_processes=2)",
         ("all 2 ranks", "got no gradient", "find_unused_parameters"),
     ),
     "a loss that is a number": Mistake(
