@@ -44,7 +44,7 @@ REPORT_INTERVAL = 0.1
 """Seconds between two looks of the thread whether somebody asks. A look takes some microseconds."""
 
 _MOST_LOOKS = 1000
-"""Looks a second of all ranks together: all of them ask one process."""
+"""Looks a second of all ranks together, at most: all of them go to the one process that serves the store."""
 
 _BEAT_EVERY = 1.0
 """Seconds between two signs of life, while somebody asks, for ranks on other machines."""
@@ -57,7 +57,8 @@ _ALIKE = 1.0
 """Seconds for which a report has to stay the same before it counts: a rank that computes moves on."""
 
 _IDLE = 5.0
-"""The same, in seconds, for a rank that runs no function while this one does: its own may be about to begin."""
+"""The same for a rank whose last function has returned while this rank runs a later one, which the other may be
+about to begin."""
 
 _CLOCK = 2.0
 """Seconds by which two processes may differ about when a third one was started."""
@@ -180,7 +181,7 @@ class OtherRanks:
         return not self.has_ended(rank) and (known.process is not None or (known.is_elsewhere and bool(self._question)))
 
     def any_reports(self, ranks: Iterable[int]) -> bool:
-        """Return whether one of these lives and counts its collectives, so that `will_not_come` finds it if not."""
+        """Return whether `will_not_come` can tell: one of these ranks lives, and the backend counts collectives."""
         return _collectives_begun(self._group()) is not None and any(map(self.lives, ranks))
 
     def killed(self, ranks: Iterable[int]) -> list[int]:
@@ -262,7 +263,7 @@ def wait_for_keys(store: Any, keys: Mapping[int, str], other_ranks: OtherRanks, 
         store: not used by other threads meanwhile.
         keys: by rank.
         other_ranks: whether these live.
-        timeout: in seconds, for ranks of which nobody knows that.
+        timeout: seconds to wait for ranks of which it is not known whether they live.
 
     Returns:
         Ranks that have not set theirs, and will not.
@@ -370,7 +371,7 @@ def _machine() -> str:
 def _lives(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
-        # Of two processes with one number, the other was started later.
+        # The number may have been given to a new process, which was started later.
         return abs(process.create_time() - started) < _CLOCK and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -328,7 +328,7 @@ def _move_into(source: Path, target: Path) -> None:
 
 
 def _put_copy(source: Path, place: Path, trash: Path) -> None:
-    """Put a second name of a file, or of all files in a folder, to its place; a copy where a disk has no such names."""
+    """Hard-link a file, or all files of a folder, to a place; copy them where the file system has no hard links."""
     new, old = trash / f"{source.name}.new", trash / f"{source.name}.old"
     if source.is_dir() and not source.is_symlink():
         shutil.copytree(source, new, symlinks=True, copy_function=_link_or_copy)

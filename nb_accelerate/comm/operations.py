@@ -69,7 +69,8 @@ def reduce(collectives: Collectives, data: Any, reduction: str = "mean", scale: 
     Args:
         collectives: of this process.
         data: a tensor, or a structure of tensors, of the same shapes on all ranks.
-        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``. The mean of integers is a float32 tensor.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``. The mean of integers is a float32 tensor, unless
+            there is one process: that one gets ``data`` back, multiplied by ``scale``.
         scale: multiplies the result.
 
     Raises:

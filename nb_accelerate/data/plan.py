@@ -154,8 +154,8 @@ def real_rows_of_padded(rows_of_ranks: Sequence[int], real: int) -> int:
     """Return how many rows come before the repeated batches, where all batches of a round are padded to the longest.
 
     Args:
-        rows_of_ranks: of each batch, in rank order, before it was padded.
-        real: how many of them are not of repeated batches.
+        rows_of_ranks: rows of each batch of the round, in rank order, before it was padded.
+        real: rows of all batches that are not repeated; these come first.
     """
     batches = rows = 0
     while rows < real:

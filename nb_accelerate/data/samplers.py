@@ -82,7 +82,7 @@ def _order_of(sampler: Any) -> tuple[Sequence[Any], torch.Generator | None]:
     elif generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    # torch permutes once more than it uses, at the end of the epoch; the next epoch shows it.
+    # RandomSampler draws one permutation more at the end of an epoch, which changes the order of the next epoch.
     return as_row_numbers(torch.randperm(rows, generator=generator)), sampler.generator
 
 
@@ -110,7 +110,7 @@ class BatchSamplerShard(BatchSampler):
     Attributes:
         on_start: what ``make_sync`` returned.
         start: how many batches of this rank are left out at the beginning of every epoch.
-        reread: how many of those are yielded all the same, before the others.
+        reread: how many of those are yielded all the same, before the others: the last group is filled up from them.
         last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
             None if its last batch is complete on all ranks.
         last_rows_of_ranks: after an epoch, how many rows each rank has of that group, if not all have equally many

@@ -29,10 +29,11 @@ _WORTH_SAYING = 0.1
 """Least part of the time that advice is about."""
 
 _BETWEEN_STEPS = 0.25
-"""The same, for what the user's loop does besides training: much of that is meant."""
+"""The same for time between steps. More, since users' loops do some work of their own there on purpose."""
 
 _LIKE_THE_FIRST = 0.25
-"""Ranks that wait at most by this part of the difference more than the one that waits least are slow as well."""
+"""Part of the difference between the least wait and the median of the others: a rank whose wait exceeds the least by
+no more than this is slow too."""
 
 _EXPLAINS = 0.5
 """Part of the difference that a phase makes up if it is named as the reason."""
@@ -49,7 +50,7 @@ _WAITED_FOR = {
     Phase.SAVING: ("saves for longer", "Try save_state(..., async_save=True)."),
     Phase.RUNNING: ("does more between steps", "Let it do that less often."),
 }
-"""What a rank that is waited for does, and what to try. Of data, `_workers` says what."""
+"""What a rank that is waited for does, and what to try; what to try for `Phase.DATA` is from `_workers`."""
 
 _VERBS = {"loads": "load", "takes": "take", "evaluates": "evaluate", "saves": "save", "does": "do"}
 

@@ -25,9 +25,9 @@ class Standstill:
     """What is known of ranks, some of which stand still.
 
     Attributes:
-        seen: each rank from outside.
-        tracks: each rank's way so far.
-        stacks: those that have arrived.
+        seen: state and process of each rank, by rank.
+        tracks: recent progress of each rank, by rank.
+        stacks: those that have arrived, by rank.
     """
 
     seen: Mapping[int, Seen]

@@ -1,7 +1,7 @@
 """torch elastic's rendezvous, over all starts of one launch on several machines.
 
 The machine whose address all were given serves the store of the rendezvous. It counts the machines, gives each its
-number, and tells who waits to take part; what goes beyond that is said through `Machines`.
+number, and tells whether others wait to join; all else that machines tell each other goes through `Machines`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 """For an answer of the store, as torchrun's."""
 
 _LEAVING_LIMIT = 5.0
-"""Seconds to tell the store that this machine leaves. Its machine may have lost the network a moment ago."""
+"""Seconds to tell the store that this machine leaves. The machine that serves it may just have become unreachable."""
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable. Without it, a machine that joins in a later round waits for an address that only the first round
@@ -50,7 +50,7 @@ class Round:
         node_rank: number of this machine.
         num_nodes: how many take part.
         address: where the ranks meet, as ``address:port``.
-        listener: the bound socket, if that is on this machine.
+        listener: the socket bound to this address, if it is on this machine; else None.
     """
 
     node_rank: int
@@ -75,7 +75,7 @@ class ElasticRendezvous:
 
     Raises:
         StartError: the machine that serves the store does not answer.
-        ConfigError: the port is taken, or that machine was started with another launch in mind.
+        ConfigError: the port is taken, or the launch on that machine has other numbers of machines or ranks.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class ElasticRendezvous:
         # In a thread: who asks a machine without network waits for the store's timeout, and heartbeats ask too.
         leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
-        if not is_out_of_reach:  # as far as this machine knows
+        if not is_out_of_reach:  # it may be all the same, so not without a limit
             leaving.join(_LEAVING_LIMIT)
 
 

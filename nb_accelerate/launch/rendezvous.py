@@ -99,7 +99,7 @@ class Rendezvous:
         if self.file >= 0:
             kind, fd = "file", os.dup(self.file)
         elif self.listener is not None and local_rank == 0:
-            # The socket is that rank's alone from here on: nobody is to wait for a store that has gone.
+            # Only that rank keeps the socket: if it ends, connecting fails at once, and does not wait for an accept.
             kind, fd = "server", self.listener.detach()
         spec = StoreSpec(kind=kind, address=self.address, port=self.port, world_size=self.world_size, polls=self.polls)
         return spec, fd
@@ -287,7 +287,8 @@ class RendezvousKind:
 
     Attributes:
         open: takes the options and the plan of a launch; returns a context manager with the backend.
-        is_local: all ranks are on this machine. Elsewhere a launch waits for others, perhaps in this very process.
+        is_local: all ranks are on this machine, so that launches of this process can start one after the other.
+            With several machines a launch waits for others, which may run in other threads of this process.
         holds_sockets: sockets are open while ranks are started that a server forked from this process would keep.
     """
 
@@ -341,7 +342,7 @@ def _why_not_bound(address: str, port: int, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    """Return ``by PROGRAM (pid N)`` for who listens on a port, or "" where the system does not tell."""
+    """Return " by PROGRAM (pid N)", with the space, for who listens on a port; "" if the system does not tell."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:

@@ -71,7 +71,7 @@ def unpack_values(request: Request) -> Values:
 
 
 _told: set[str] = set()
-"""Names of models for which `note_of_dropped` has returned a sentence in this process; it returns one for each."""
+"""Names of models that `note_of_dropped` has returned a sentence about in this process: it does so once."""
 
 
 def note_of_dropped(request: Request, function: str) -> str:

@@ -111,12 +111,12 @@ class Pool:
 
     @property
     def brief(self) -> str:
-        """The same in a few words, for whom it is enough that they run."""
+        """A few words about the ranks: ``2 processes on CPU``. `describe` says more."""
         return self._group.plan.brief if self._group else "no ranks"
 
     @property
     def own_names(self) -> set[str]:
-        """Names that cells have bound on the ranks, as far as the cells before the one that runs have told."""
+        """Names that cells have bound on the ranks. Those of the cell that runs are added when it has ended."""
         return {name for sync in self._syncs.values() for name in sync.own} if self._group else set()
 
     @property
@@ -145,7 +145,7 @@ class Pool:
 
         Raises:
             PoolError: they run already.
-            ConfigError: an option cannot be on this machine.
+            ConfigError: an option cannot be used on this machine.
             StartError: a rank could not be started.
         """
         options = options or PoolOptions()
@@ -264,14 +264,17 @@ class Pool:
         sink: Sink | None = None,
         tell: bool = False,
     ) -> Request:
-        """Start a cell and return at once. `finish` waits for it. See `run` for the other arguments.
+        """Start a cell when the one before has ended, and return without waiting for its end; `finish` does that.
 
         Args:
             source: the cell.
             options: how to run it.
             variables: variables of the notebook.
             sink: shows the output.
-            tell: say in the cell how it has failed, because nobody may call `finish`.
+            tell: show in the cell's output why it has failed, because nobody may call `finish`.
+
+        Returns:
+            The request of the cell.
         """
         request, begin = self._prepare(source, options, variables=variables, sink=sink, tell=tell)
         begin()

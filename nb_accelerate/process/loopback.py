@@ -79,7 +79,7 @@ def install() -> None:
 
 
 def _checked(original: Any) -> Any:
-    """Return a class that is called to make checked instances of `original`, and has the same instances."""
+    """Return a subclass of `original` that makes checked groups; for `isinstance` it stands for `original`."""
 
     class Meta(_Checked, type(original)):  # type: ignore[misc] # pybind11's
         def __instancecheck__(cls, instance: object) -> bool:
@@ -120,7 +120,8 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
             found = _said_by_all(part, "are strangers", strangers, rank, size)
             if found <= {_CLOSED}:
                 group.barrier(barrier_options).wait()  # fails if somebody else has the place of a rank
-                strangers = set()  # who came and went left no trace; some sandboxes do not list what is there either
+                # All ranks are there: `_CLOSED` was somebody who has gone, or a connection that a sandbox hides.
+                strangers = set()
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or time.monotonic() - began >= limit:
                 raise

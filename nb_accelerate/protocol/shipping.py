@@ -223,7 +223,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.codes: list[types.CodeType] = []
 
     def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        """Replace the globals that cloudpickle copies for a function, if they are to be those where it arrives."""
+        """Replace the globals of a function of ``__main__`` by those where it is unpickled, with ``into_main``."""
         code, own_globals, *rest = super()._function_getnewargs(func)
         return (code, _MAIN if func.__globals__ is self._main else own_globals, *rest)
 

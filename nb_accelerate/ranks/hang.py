@@ -117,7 +117,7 @@ class HangWatch:
         places = {rank: where(dump) for rank, dump in dumps.items()}
         finished = sorted(request.answers)
         deadlocked = self._deadlock.look(dumps)
-        # A backward of a rank alone may compute.
+        # Idle ranks are blamed only if all others are in a collective: one that is in backward may be computing.
         idle = request.idle() if request.attended and all(map(in_exchange, dumps.values())) else ()
         if finished or places == self._seen:
             text = verdict(dumps, finished, idle)

@@ -2,7 +2,7 @@
 
 ::
 
-    channel --------> messages, but displays --> inbox ----+--> RankEvents.on_message, with all before it printed
+    channel --------> messages other than displays --> inbox --> RankEvents.on_message, after the output before it
     stdout, stderr --> RankOutput --> whole lines --> RankEvents.on_text
                           |
                           +--> place of a display --> the next display of the channel --> RankEvents.on_display
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE_READ = 1 << 13
-"""Bytes. A read of stdout that returns fewer is worth waiting a moment for more before the next."""
+"""Bytes. After a read of stdout that returns fewer, `RankLoop` may pause, so that the next read returns more."""
 
 
 class RankEvents(Protocol):
@@ -101,7 +101,7 @@ class RankReader:
     def show_next_display(self, rank: RankProxy) -> None:
         """Show the next display of a rank, whose place in its output has come."""
         if not rank.displays:
-            self._receive(rank)  # it was sent before its place was marked, so it is there
+            self._receive(rank)  # a rank sends a display before it marks the place, so it has arrived
         if rank.displays:
             self._events.on_display(rank, rank.displays.popleft())
 
@@ -115,7 +115,7 @@ class RankReader:
             return
         try:
             messages, is_open = rank.handle.channel.drain()
-        except Exception as error:  # what it sent may have been its answer: nobody could wait for it any more
+        except Exception as error:  # the message may be the answer to a request, which would wait for ever
             self._cannot_read(rank, error)
             return
         if not is_open:
@@ -137,7 +137,7 @@ class RankReader:
         self._events.show(rank.output.feed, data)
         self.has_read_little = self.has_read_little or len(data) < _LARGE_READ
         self._events.on_output(rank)
-        self._hand_on_messages(rank)  # the place of a display may have had more received
+        self._hand_on_messages(rank)  # `show_next_display` may have received some
 
     def _on_stderr(self, rank: RankProxy) -> None:
         self._take_stderr(rank, self._read(rank.handle.stderr))
@@ -159,7 +159,7 @@ class RankReader:
         except OSError:  # it has ended all the same, and its exit code is not known
             rank.handle.ended = True
         self._events.show(rank.output.finish)
-        if not rank.why_lost:  # else `on_end` was called when it was lost
+        if not rank.why_lost:  # else `_cannot_read` has called `on_end`
             self._events.on_end(rank)
 
     def _read_output(self, rank: RankProxy) -> None:

@@ -103,7 +103,8 @@ def filter_trackers(
         logging_dir: folder for trackers that write files.
 
     Raises:
-        ConfigError: a name is not one of a tracker, or a tracker needs a folder and none was given.
+        ConfigError: an item is neither a tracker object nor the name of a tracker, or a tracker needs a folder and
+            none was given.
         MissingDependencyError: a library is not installed.
     """
     wanted = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
@@ -184,7 +185,7 @@ class Recording:
     """The trackers, folders and profile options of an `Accelerator`.
 
     Attributes:
-        project: folders of files.
+        project: the folders that the run writes to, and which checkpoints are kept.
         log_with: trackers to open, by name or as objects.
         profile: options of `Accelerator.profile`.
         trackers: trackers that are open.
