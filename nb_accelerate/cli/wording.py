@@ -35,6 +35,8 @@ _WHOLE = {
 
 _OPTION = re.compile(rf"\b({'|'.join(_FLAGS)})\b(?:=('[^']*'|\[[^\]]*\]|[^\s,;:]*[^\s,;:.]))?")
 
+_ENDPOINT = re.compile(r"rdzv_endpoint='([^']*):(\d+)'")
+
 
 def in_flags(text: str) -> str:
     """Return a sentence with flags in place of options."""
@@ -46,6 +48,7 @@ def in_flags(text: str) -> str:
 
     for option, whole in _WHOLE.items():
         text = text.replace(option, whole)
+    text = _ENDPOINT.sub(r"--main_process_ip \1 --main_process_port \2", text)
     return _OPTION.sub(flag, text)
 
 

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.checks import check_whole
-from nb_accelerate.config.env import Environment
+from nb_accelerate.config.env import Environment, variables_set
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,13 +69,8 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         with patch_environment(accelerate_use_cpu=1):
             ...
     """
-    changes = {name.upper(): str(value) for name, value in kwargs.items()}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
+    with variables_set({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
-    finally:
-        _restore(before)
 
 
 @contextlib.contextmanager

@@ -107,6 +107,7 @@ class LaunchOptions:
             raise ConfigError(
                 f"start_method={method.name!r} runs one rank in this process; num_nodes must be {method.max_nodes}"
             )
+        _check_rdzv_conf(self.rdzv_conf or {})
         if self.rdzv_backend == "c10d" and not self.rdzv_endpoint:
             raise ConfigError(
                 "rdzv_backend='c10d' needs an address at which machines meet. Write rdzv_endpoint='HOST:29400' with "
@@ -122,6 +123,29 @@ class LaunchOptions:
                 f"{self.min_nodes} to {self.num_nodes} machines cannot be numbered beforehand. Write "
                 f"rdzv_backend='c10d', and rdzv_endpoint='HOST:29400' on all"
             )
+
+
+_NUMBERS_OF_CONF = (
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+)
+
+
+def _check_rdzv_conf(conf: Mapping[str, Any]) -> None:
+    for name in _NUMBERS_OF_CONF:
+        if name not in conf:
+            continue
+        try:
+            float(conf[name])
+        except (TypeError, ValueError):
+            what = "attempts" if name == "keep_alive_max_attempt" else "seconds"
+            raise ConfigError(
+                f"rdzv_conf={{{name!r}: {shown(conf[name])}}} is not a number of {what}. Write "
+                f"rdzv_conf={{{name!r}: 60}}, say"
+            ) from None
 
 
 def check_start_method(value: object, names: Iterable[str]) -> str:

@@ -7,13 +7,13 @@ number, and tells whether others wait to join; all else that machines tell each 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.config.env import variables_set
 from nb_accelerate.errors import StartError
 from nb_accelerate.launch.links import connect_until
 from nb_accelerate.launch.machine_state import INTERRUPTED, JOIN_TIMEOUT, machines_of, no_first_machine, not_all_came
@@ -112,6 +112,7 @@ class ElasticRendezvous:
         try:
             self._handler = self._make_handler(options.rdzv_id)
         except BaseException:
+            self._store = None  # the traceback of the error would keep it, and its port
             self.machines.close()
             raise
 
@@ -188,7 +189,7 @@ class ElasticRendezvous:
             self._in_round = False
         self.machines.wait_for_round()
         try:
-            with _set(_OWN_STORE, "1"):
+            with variables_set({_OWN_STORE: "1"}):
                 return self._handler.next_rendezvous()
         except RendezvousTimeoutError:
             self._is_over = True
@@ -242,16 +243,3 @@ def _store(place: tuple[str, int], listener: socket.socket | None = None) -> Any
         timeout=_STORE_TIMEOUT,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-
-
-@contextlib.contextmanager
-def _set(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

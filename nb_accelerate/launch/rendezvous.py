@@ -221,7 +221,8 @@ def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBack
     if options.rdzv_endpoint:
         address, port = _split(options.rdzv_endpoint, port)
     own = _own_address_towards(address)
-    static = StaticRendezvous(options, (address, port), own, _listen, num_processes=plan.num_processes)
+    listen = _listen_at_endpoint if options.rdzv_endpoint else _listen
+    static = StaticRendezvous(options, (address, port), own, listen, num_processes=plan.num_processes)
     static.machines.silence_limit = silence_limit(options.rdzv_conf)
 
     @contextlib.contextmanager
@@ -255,7 +256,9 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBac
     # Said, and not left to torch, which looks names up to find out.
     said = (options.rdzv_conf or {}).get("is_host", is_here)
     is_host = str(said).lower() in ("1", "true", "yes")
-    elastic = ElasticRendezvous(options, place, own, _listen, num_processes=plan.num_processes, is_host=is_host)
+    elastic = ElasticRendezvous(
+        options, place, own, _listen_at_endpoint, num_processes=plan.num_processes, is_host=is_host
+    )
     elastic.machines.silence_limit = silence_limit(options.rdzv_conf)
 
     @contextlib.contextmanager
@@ -317,7 +320,8 @@ def _split(endpoint: str, default_port: int) -> tuple[str, int]:
     return host, int(port or default_port)
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.socket:
+    """Return a socket that listens; with ``of_endpoint``, errors are about the option ``rdzv_endpoint``."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     # A store of an earlier launch on this port may still have connections in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -326,11 +330,19 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.listen(1024)  # every rank connects before rank 0 has had time to accept
     except OSError as error:
         listener.close()
-        raise ConfigError(_why_not_bound(address, port, error)) from error
+        raise ConfigError(_why_not_bound(address, port, error, of_endpoint=of_endpoint)) from error
     return listener
 
 
-def _why_not_bound(address: str, port: int, error: OSError) -> str:
+_listen_at_endpoint = functools.partial(_listen, of_endpoint=True)
+
+
+def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> str:
+    endpoint = f"rdzv_endpoint='{address}:{port}'"
+    if of_endpoint and error.errno == errno.EADDRINUSE:
+        return f"{endpoint}: that port is taken{_holder(port)}. Write another one, the same on all machines"
+    if of_endpoint and error.errno == errno.EADDRNOTAVAIL:
+        return f"{endpoint}: {address} is not an address of this machine, which is to serve the others there"
     if error.errno == errno.EADDRINUSE:
         return (
             f"use_port={port} is taken{_holder(port)}. Write another one, or leave use_port out on a single machine: "

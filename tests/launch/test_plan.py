@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nb_accelerate.cli.wording import in_flags
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.devices.cuda import CUDA, devices_in
 from nb_accelerate.devices.xla import XLA
@@ -128,6 +129,10 @@ def test_what_cannot_be_is_refused_with_what_to_write(facts: Any, options: Any, 
         ({"num_nodes": 2}, r"is the local machine on each.*master_addr='10\.0\.0\.1'"),
         ({"num_nodes": 2, "node_rank": 2, "master_addr": "10.0.0.1"}, "the last is number 1"),
         ({"num_nodes": 2, "rdzv_backend": "c10d"}, "Write rdzv_endpoint='HOST:29400'"),
+        (
+            {"num_nodes": 2, "master_addr": "10.0.0.1", "rdzv_conf": {"join_timeout": "1 min"}},
+            "rdzv_conf={'join_timeout': '1 min'} is not a number of seconds",
+        ),
         ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd' is not a choice"),
         ({"max_restarts": -1}, "max_restarts=-1"),
         ({"log_line_prefix_template": "${rnk}"}, r"may use \$\{rank\}"),
@@ -316,6 +321,18 @@ def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"use_port={port} is taken by .*\(pid \d+\)"):
             open_rendezvous(options(use_port=port), plan()).__enter__()
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_port_of_the_endpoint_that_is_taken_is_refused_as_such(backend: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        given = {"rdzv_backend": backend, "rdzv_endpoint": endpoint, "rdzv_conf": {"is_host": True}}
+        with pytest.raises(ConfigError) as refused:
+            open_rendezvous(options(num_nodes=2, **given), plan(num_nodes=2, **given)).__enter__()
+    assert str(refused.value).startswith(f"rdzv_endpoint='{endpoint}': that port is taken by ")
+    flags = in_flags(str(refused.value))
+    assert flags.startswith(f"--main_process_ip 127.0.0.1 --main_process_port {endpoint[10:]}: that port is taken by ")
 
 
 def test_a_port_that_is_free_is_used() -> None:
