@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.1
+_LOOKS_PER_SECOND = 160
+"""Samples of ranks that are taken in a second, at most: of many ranks, each is looked at less often."""
+
 _MANY = 16
-"""Ranks from which on they are looked at half as often: nobody can watch so many one by one."""
+"""Ranks from which on processes are inspected and the panel is drawn less often: nobody watches so many one by one."""
 
 _DRAW_MANY_EVERY = 0.6
 
@@ -156,7 +159,7 @@ class Panel:
         self._drawings = [drawing]  # the first is in the cell that runs it
         self._watched: Watched | None = watched
         many = len(ranks) > _MANY
-        self._look_every = _LOOK_EVERY * (2 if many else 1)
+        self._look_every = min(max(_LOOK_EVERY, len(ranks) / _LOOKS_PER_SECOND), _DRAW_MANY_EVERY)
         self._inspect_every = _INSPECT_EVERY * (2 if many else 1)
         self._draw_every = max(drawing.every, _DRAW_MANY_EVERY if many else 0.0)
         self._draw_at = now + DELAY

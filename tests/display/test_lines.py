@@ -188,7 +188,7 @@ def refresh_for(panel: Panel, clock: Clock, seconds: float) -> int:
     return looks
 
 
-@pytest.mark.parametrize(("number", "looks", "drawings"), [(2, 99, 18), (64, 49, 15)])
+@pytest.mark.parametrize(("number", "looks", "drawings"), [(2, 99, 18), (64, 25, 12)])
 def test_ranks_are_looked_at_some_times_a_second_and_drawn_as_often_as_the_drawing_wants(
     clock: Clock, number: int, looks: int, drawings: int
 ):
