@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -23,8 +24,12 @@ def warn_of_plain_training() -> None:
     """
     optimizers: Any = sys.modules.get("torch.optim.optimizer")
     world_size = os.environ.get("WORLD_SIZE", "1")
-    if optimizers is None or world_size == "1" or os.environ.get("RANK") != "0":
-        return
+    if optimizers is not None and world_size != "1" and os.environ.get("RANK") == "0":
+        _watch(optimizers, world_size)
+
+
+@functools.cache  # a rank of a pool answers many calls, and each hook would be called at every step
+def _watch(optimizers: Any, world_size: str) -> None:
     is_first = True
 
     def look(*_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from nb_accelerate.worker.plain_training import _watch, warn_of_plain_training
 
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks
@@ -141,6 +144,18 @@ def test_ranks_that_train_without_an_accelerator_are_told_so_once(run_ranks: Run
     assert second == []
     assert run_ranks(train_without_accelerator, "in a group") == [[], []]
     assert run_ranks(train_without_accelerator, "alone", world_size=1) == [[]]
+
+
+def test_a_rank_that_answers_many_calls_looks_at_the_first_step_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    hooks: list[object] = []
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "register_optimizer_step_pre_hook", hooks.append)
+    _watch.cache_clear()
+    for _ in range(3):
+        warn_of_plain_training()
+    _watch.cache_clear()
+    assert len(hooks) == 1
 
 
 @pytest.mark.parametrize("kind", ["averaged", "in part"])
