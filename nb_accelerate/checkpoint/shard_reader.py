@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from enum import EnumType
+from enum import EnumMeta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(cls: object, name: str) -> Enum:
-    if not isinstance(cls, EnumType):
+    if not isinstance(cls, EnumMeta):
         raise pickle.UnpicklingError(f"it would read {name} of {cls!r}, which no checkpoint needs")
     member: Enum = cls[name]
     return member

@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nb_accelerate.ipython_versions import cell_number
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
@@ -155,8 +157,8 @@ def cell_name(filename: str) -> str | None:
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
         return None
-    known = shell.compile.format_code_name(filename)
-    return " ".join(known) if known else None
+    number = cell_number(shell, filename)
+    return None if number is None else f"Cell In[{number}]"
 
 
 def line_in_cell(filename: str, lineno: int) -> str | None:

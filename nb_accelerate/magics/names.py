@@ -10,6 +10,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.ipython_versions import Completions, add_completer
 from nb_accelerate.magics.args import CELL, HELP, POOL, SHOW
 from nb_accelerate.magics.commands import COMMANDS
 from nb_accelerate.magics.distribute import REWRITING
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nb_accelerate.ipython_versions import Place
     from nb_accelerate.magics.auto import AutoMode
 
 _COMMAND = re.compile(r"\s*%distributed\s+(\w*)$")
 _OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(distributed|rank|distribute))\b.*\s(-[\w-]*)$")
+
+_INSPECTORS = ("object_inspect_mime", "object_inspect")
+"""Methods of a shell that tell what a name is. Colab's kernel asks the second one first."""
 
 _ANSWER_WITHIN = 0.2
 """Seconds that rank 0 has for an answer, while somebody types."""
@@ -39,42 +44,67 @@ class RankNames:
     def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         self._shell = shell
         self._auto = auto
-        self._inspect: Callable[..., Any] | None = None
-        self._matcher: Any = None
+        self._remove_completer: Callable[[], None] = lambda: None
 
     def register(self) -> None:
         """Add the completer and the inspector to the shell."""
-        completer = getattr(self._shell, "Completer", None)
-        if completer is not None:
-            self._matcher = _make_matcher(self._shell, self._auto)
-            completer.custom_matchers += [self._matcher, _magic_matcher]
+        self._remove_completer = add_completer(self._shell, self._complete)
         self._shell.events.register("post_run_cell", _hint)
-        self._inspect = self._shell.object_inspect_mime
-        self._shell.object_inspect_mime = self._inspect_here_or_there  # type: ignore[method-assign]
+        for method in _INSPECTORS:
+            setattr(self._shell, method, _also_on_ranks(getattr(self._shell, method), method))
 
     def unregister(self) -> None:
         """Take them out of the shell."""
-        if self._matcher is not None:
-            for matcher in (self._matcher, _magic_matcher):
-                with contextlib.suppress(ValueError):
-                    self._shell.Completer.custom_matchers.remove(matcher)
+        self._remove_completer()
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("post_run_cell", _hint)
-        if self._inspect is not None:
-            del self._shell.object_inspect_mime  # the class' own shows again
+        for method in _INSPECTORS:
+            vars(self._shell).pop(method, None)  # that of its class shows again
 
-    def _inspect_here_or_there(self, oname: str, *arguments: Any, **options: Any) -> Any:
-        assert self._inspect is not None
+    def _complete(self, place: Place) -> Completions:
+        """Complete the commands and options of our magics, and names of rank 0 in a cell for the ranks."""
+        line = place.text.split("\n")[place.line][: place.column]
+        words = words_for(line)
+        if words:
+            return Completions(words, "magic", only=True)
+        from nb_accelerate.worker.namespace import complete
+
+        is_theirs = self._auto.is_on or place.text.startswith(("%%distributed", "%%rank"))
+        if not is_theirs or place.token.split(".")[0] in self._shell.user_ns:
+            return Completions([])
+        above = place.text.split("\n")[: place.line]
+        cursor = sum(len(line) + 1 for line in above) + place.column
+        answer = _ask_rank_0(complete, place.text, cursor)
+        if answer is None:
+            return Completions([])
+        start, end, found = answer
+        # The part of the token before what is completed stays as it is.
+        before = place.token[: max(0, len(place.token) - (end - start))]
+        return Completions([before + one for one in found], "rank 0")
+
+
+def _also_on_ranks(here: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """Return a method of a shell that asks rank 0 about names which the notebook lacks."""
+
+    def look_up(oname: str, *arguments: Any, **options: Any) -> Any:
+        from nb_accelerate.worker.namespace import inspect
+
+        error = None
         try:
-            return self._inspect(oname, *arguments, **options)
-        except KeyError:
-            from nb_accelerate.worker.namespace import inspect
+            found = here(oname, *arguments, **options)
+        except KeyError as missing:
+            found, error = None, missing
+        if found is not None and found.get("found", True):
+            return found
+        detail = options.get("detail_level", arguments[0] if arguments else 0)
+        there = _ask_rank_0(inspect, method, oname, detail)
+        if there is not None:
+            return there
+        if error is not None:
+            raise error
+        return found
 
-            detail = options.get("detail_level", arguments[0] if arguments else 0)
-            bundle = _ask_rank_0(inspect, oname, detail)
-            if bundle is None:
-                raise
-            return bundle
+    return look_up
 
 
 def _hint(result: Any) -> None:
@@ -95,20 +125,6 @@ def _import_here(name: str, module: str) -> str:
     return f"{name} is imported on the ranks only. To have it here too: {line}"
 
 
-def _magic_matcher(context: Any) -> dict[str, Any]:
-    """Complete the commands of ``%distributed``, and the options of our magics; nothing else fits there."""
-    from IPython.core.completer import SimpleCompletion
-
-    line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
-    found = words_for(line)
-    return {"completions": [SimpleCompletion(text=one, type="magic") for one in found], "suppress": bool(found)}
-
-
-_magic_matcher.matcher_api_version = 2  # type: ignore[attr-defined]
-_magic_matcher.matcher_priority = 100  # type: ignore[attr-defined]  # before those that it suppresses
-_magic_matcher.matcher_identifier = "nb_accelerate.magics"  # type: ignore[attr-defined]
-
-
 def words_for(line: str) -> list[str]:
     """Return what may be written at the end of a line with a magic of ours; nothing for other lines. Pure."""
     command = _COMMAND.match(line)
@@ -121,32 +137,6 @@ def words_for(line: str) -> list[str]:
     of_cells = REWRITING if option[2] == "distribute" else (*POOL, *CELL, *SHOW)
     options = of_cells if option[1] is None else known.options if known is not None else ()
     return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[3]))
-
-
-def _make_matcher(shell: InteractiveShell, auto: AutoMode) -> Any:
-    from IPython.core.completer import SimpleCompletion, context_matcher
-
-    @context_matcher()  # type: ignore[untyped-decorator]
-    def distributed_matcher(context: Any) -> dict[str, Any]:
-        """Complete names of rank 0 in a cell for the ranks."""
-        from nb_accelerate.worker.namespace import complete
-
-        nothing: dict[str, Any] = {"completions": []}
-        text = context.full_text
-        is_theirs = auto.is_on or text.startswith(("%%distributed", "%%rank"))
-        if not is_theirs or context.token.split(".")[0] in shell.user_ns:
-            return nothing
-        lines = text.split("\n")
-        cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
-        answer = _ask_rank_0(complete, text, cursor)
-        if answer is None:
-            return nothing
-        start, end, found = answer
-        # The part of the token before what is completed stays as it is.
-        before = context.token[: max(0, len(context.token) - (end - start))]
-        return {"completions": [SimpleCompletion(text=before + one, type="rank 0") for one in found]}
-
-    return distributed_matcher
 
 
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -69,7 +69,7 @@ class RankDebugger(Pdb):
     requests: InputRequests
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(None, _Commands(self.requests), sys.stdout, **options)
+        super().__init__(stdin=_Commands(self.requests), stdout=sys.stdout, **options)
         self.use_rawinput = False
         self.prompt = ""  # it is shown with the question, at the place where the user types
 

@@ -106,10 +106,11 @@ def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
     return cursor - len(beginning), cursor, sorted({name for name in found if name.startswith(beginning)})
 
 
-def inspect(name: str, detail: int) -> dict[str, Any] | None:
-    """Return what ``name?`` shows as a MIME bundle, or None if there is no such name.
+def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
+    """Return what the shell of this rank knows of a name, or None if there is no such name.
 
     Args:
+        method: of the shell: ``"object_inspect_mime"`` for what ``name?`` shows, ``"object_inspect"`` for its parts.
         name: may have dots.
         detail: 1 for ``name??``, which also shows the source.
     """
@@ -118,8 +119,8 @@ def inspect(name: str, detail: int) -> dict[str, Any] | None:
     shell = get_ipython()
     if shell is None or name.split(".", maxsplit=1)[0] not in _variables():
         return None
-    bundle: dict[str, Any] = shell.object_inspect_mime(name, detail_level=detail)  # type: ignore[no-untyped-call]
-    return bundle
+    found: dict[str, Any] = getattr(shell, method)(name, detail_level=detail)
+    return found
 
 
 def _variables() -> dict[str, Any]:

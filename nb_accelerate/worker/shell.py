@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import linecache
 import sys
@@ -10,7 +11,6 @@ import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core import page
-from IPython.core.async_helpers import get_asyncio_loop
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
@@ -116,10 +116,8 @@ class _ValueHook(DisplayHook):
             self._shown = id(result)
 
     def quiet(self) -> bool:
-        compiler = RankShell.instance().compile
-        assert isinstance(compiler, _CellCompiler)
         try:
-            return bool(self.semicolon_at_end_of_expression(compiler.code))  # type: ignore[no-untyped-call]
+            return bool(super().quiet())  # type: ignore[no-untyped-call]
         except Exception:  # a magic that Python cannot read
             return False
 
@@ -137,7 +135,6 @@ class _CellCompiler(CachingCompiler):
         super().__init__()  # type: ignore[no-untyped-call]
         self.filename = ""
         self.source = ""
-        self.code = ""
         self.above = 0
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
@@ -180,8 +177,9 @@ class RankShell(InteractiveShell):
 
     def __init__(self, **options: Any) -> None:
         self._is_plain = False
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         super().__init__(**options)  # type: ignore[no-untyped-call]
-        self.loop_runner = _run_coroutine
+        self.loop_runner = self._run_coroutine
         self.InteractiveTB.debugger_cls = RankDebugger
         self.set_hook("show_in_pager", page.as_hook(page.display_page), 99)  # type: ignore[no-untyped-call]
 
@@ -197,7 +195,8 @@ class RankShell(InteractiveShell):
         compiler = self.compile
         assert isinstance(compiler, _CellCompiler)
         compiler.filename, compiler.source, compiler.above = cell.filename, cell.source, cell.above
-        compiler.code = cell.code
+        # A display hook looks there whether the cell ends with a semicolon.
+        self.history_manager.input_hist_parsed = [cell.code]
         self._is_plain = cell.is_python
         try:
             result: ExecutionResult = self.run_cell(cell.code, store_history=False)  # type: ignore[no-untyped-call]
@@ -260,15 +259,17 @@ class RankShell(InteractiveShell):
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
         """Print nothing: the error is raised in the notebook."""
 
-
-def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a cell that awaits. An interrupt cancels it, or it would go on in the next cell that awaits."""
-    loop = get_asyncio_loop()  # type: ignore[no-untyped-call]
-    task = loop.create_task(coroutine)
-    try:
-        return loop.run_until_complete(task)
-    except KeyboardInterrupt:
-        if not task.done():
-            task.cancel()
-            loop.run_until_complete(task)
-        raise
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell that awaits. An interrupt cancels it, or it would go on in the next cell that awaits."""
+        loop = self._event_loop
+        if loop is None or loop.is_closed():
+            loop = self._event_loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)  # asyncio.run() in an earlier cell leaves none
+        task = loop.create_task(coroutine)
+        try:
+            return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if not task.done():
+                task.cancel()
+                loop.run_until_complete(task)
+            raise

@@ -1,0 +1,131 @@
+"""What IPython has in some of its versions only, 7.34 to 9: names of cells, and completers that see the whole cell.
+
+Colab and Kaggle have IPython 7.34. All other code that differs between versions of IPython asks this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+def cell_number(shell: InteractiveShell, filename: str) -> int | None:
+    """Return the number of the cell that is compiled under a file name; None if it is no cell.
+
+    Args:
+        shell: that has run the cell.
+        filename: of its code.
+    """
+    compiler: Any = shell.compile
+    known: dict[str, int] | None = getattr(compiler, "_filename_map", None)
+    if known is not None:
+        return known.get(filename)
+    # Before 8, a compiler knows how to name a cell, and not which cell has a name.
+    if filename not in getattr(linecache, "_ipython_cache", ()):
+        return None
+    history = shell.history_manager.input_hist_raw if shell.history_manager is not None else []
+    for number in range(len(history) - 1, 0, -1):
+        # A cell magic is given its cell with one more line break than the history keeps.
+        if filename in _names_of(compiler.get_code_name, history[number], number):
+            return number
+    return None
+
+
+@functools.lru_cache(maxsize=2048)
+def _names_of(get_code_name: Callable[[str, str, int], str], code: str, number: int) -> tuple[str, str]:
+    return get_code_name(code, code, number), get_code_name(f"{code}\n", f"{code}\n", number)
+
+
+class Place(NamedTuple):
+    """Where somebody types and asks for completions.
+
+    Attributes:
+        text: all of the cell.
+        line: number of the line, from 0.
+        column: characters of that line before the cursor.
+        token: what is to be completed.
+    """
+
+    text: str
+    line: int
+    column: int
+    token: str
+
+
+class Completions(NamedTuple):
+    """What may stand in the place of a token.
+
+    Attributes:
+        texts: each for the whole token.
+        kind: shown beside them.
+        only: nothing else fits there.
+    """
+
+    texts: list[str]
+    kind: str = ""
+    only: bool = False
+
+
+def add_completer(shell: InteractiveShell, complete: Callable[[Place], Completions]) -> Callable[[], None]:
+    """Have a shell ask for completions too.
+
+    Args:
+        shell: of a kernel.
+        complete: is called each time that somebody asks.
+
+    Returns:
+        A function that undoes it.
+    """
+    completer: Any = getattr(shell, "Completer", None)
+    if completer is None:
+        return lambda: None
+    try:
+        from IPython.core.completer import SimpleCompletion, context_matcher
+    except ImportError:  # before 8.6
+        return _wrap(completer, complete)
+
+    @context_matcher(identifier="nb_accelerate", priority=100)  # type: ignore[untyped-decorator]  # before the others
+    def matcher(context: Any) -> dict[str, Any]:
+        found = complete(Place(context.full_text, context.cursor_line, context.cursor_position, context.token))
+        texts = [SimpleCompletion(text=text, type=found.kind) for text in found.texts]
+        return {"completions": texts, "suppress": found.only}
+
+    completer.custom_matchers.append(matcher)
+
+    def remove() -> None:
+        if matcher in completer.custom_matchers:
+            completer.custom_matchers.remove(matcher)
+
+    return remove
+
+
+def _wrap(completer: Any, complete: Callable[[Place], Completions]) -> Callable[[], None]:
+    """Ask before the completer does: its matchers are given the token only, and cannot put others aside."""
+    original = completer._complete  # noqa: SLF001 - versions before 8.6 have no other place that sees the cell
+
+    def ask(*, cursor_line: int, cursor_pos: int, **rest: Any) -> Any:
+        text = rest.get("full_text") or rest.get("line_buffer") or ""
+        line = text.split("\n")[cursor_line] if text else ""
+        token = completer.splitter.split_line(line, cursor_pos)
+        found = complete(Place(text, cursor_line, cursor_pos, token))
+        origins = [found.kind] * len(found.texts)
+        if found.only:
+            return token, found.texts, origins, ()
+        theirs, texts, whence, rest_of_it = original(cursor_line=cursor_line, cursor_pos=cursor_pos, **rest)
+        if not found.texts or theirs != token:
+            return theirs, texts, whence, rest_of_it
+        return token, [*found.texts, *texts], [*origins, *whence], rest_of_it
+
+    completer._complete = ask  # noqa: SLF001 - see above
+
+    def remove() -> None:
+        if completer._complete is ask:  # noqa: SLF001 - see above
+            del completer._complete  # noqa: SLF001 - that of its class shows again
+
+    return remove
