@@ -37,6 +37,19 @@ def cell_number(shell: InteractiveShell, filename: str) -> int | None:
     return None
 
 
+def is_cell_itself(code_name: str) -> bool:
+    """Return whether a code object with this name is a module or a cell, and not a function in it."""
+    return code_name == "<module>" or code_name.startswith("<cell line: ")  # 7.31 to 8
+
+
+def sources_of_cells() -> dict[str, str]:
+    """Return the text of the cells that have run in this process, by their file names in tracebacks."""
+    # Without a time, an entry stays though there is no such file. Before 8, IPython puts its own back instead.
+    kept = getattr(linecache, "_ipython_cache", ())
+    entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4]
+    return {name: "".join(entry[2]) for name, entry in entries if entry[1] is None or name in kept}
+
+
 @functools.lru_cache(maxsize=2048)
 def _names_of(get_code_name: Callable[[str, str, int], str], code: str, number: int) -> tuple[str, str]:
     return get_code_name(code, code, number), get_code_name(f"{code}\n", f"{code}\n", number)

@@ -21,6 +21,7 @@ from nb_accelerate.errors.traceback_lines import (
     line_in_cell,
     wants_full,
 )
+from nb_accelerate.ipython_versions import is_cell_itself
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,4 +115,4 @@ def _library(filename: str) -> str:
 def place(frame: Frame | FrameLine) -> str:
     """Return where a frame is, in a few words: ``train, cell 7 line 12``."""
     where = line_in_cell(frame.filename, frame.lineno) or f"{frame.filename}:{frame.lineno}"
-    return f"{frame.name}, {where}" if frame.name != "<module>" else where
+    return where if is_cell_itself(frame.name) else f"{frame.name}, {where}"

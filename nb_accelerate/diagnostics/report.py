@@ -107,7 +107,7 @@ def _frames(error: BaseException) -> tuple[Frame, ...]:
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
-    notes: Any = _asked(lambda: error.__notes__, None)
+    notes: Any = _asked(lambda: getattr(error, "__notes__", None), None)
     if type(notes) not in (list, tuple):
         return ()
     return tuple(

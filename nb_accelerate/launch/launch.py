@@ -21,13 +21,13 @@ from nb_accelerate.errors import (
     StartError,
     UnknownArgumentError,
 )
+from nb_accelerate.ipython_versions import sources_of_cells
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of, line_prefix
 from nb_accelerate.launch.rendezvous import rendezvous_kind
 from nb_accelerate.launch.servers import one_at_a_time
-from nb_accelerate.launch.setup import notebook_sources
 from nb_accelerate.launch.starters import open_server
 from nb_accelerate.launch.starting import sender, started_ranks
 from nb_accelerate.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
@@ -324,7 +324,7 @@ class Launch(Steerable):
                         monitor=lambda: self._look_around(watch, handles),
                     )
                     stack.callback(loop.close)
-                sources = stack.enter_context(pack(notebook_sources()))
+                sources = stack.enter_context(pack(sources_of_cells()))
                 loop.output = GuardedOutput(self._output_of(handles), self._sink)
                 ranks = [RankProxy(handle, loop) for handle in handles]
                 for rank in ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ def make_setup(
         options: of the launch.
         plan: how many ranks on what.
         rendezvous: where they meet.
-        sources: `notebook_sources`, packed.
+        sources: `sources_of_cells`, packed.
         store: through which they meet; None if a `Join` will tell.
         attempt: how often the launch was started before.
     """
@@ -60,12 +59,3 @@ def make_setup(
         store=store,
         shows_displays=is_in_kernel(),
     )
-
-
-def notebook_sources() -> dict[str, str]:
-    """Return the text of the cells that have run in this process, by their file names in tracebacks."""
-    return {
-        filename: "".join(entry[2])
-        for filename, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
-    }

@@ -86,7 +86,7 @@ def sender(
         plan: how many ranks on what.
         rendezvous: where they find one another.
         stores: the store that each is to use, by local rank.
-        sources: `notebook_sources`, packed.
+        sources: `sources_of_cells`, packed.
         call: the function with its arguments, packed; None if ranks have it in memory.
         attempt: how often the launch was started before.
     """

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, PoolError
+from nb_accelerate.ipython_versions import sources_of_cells
 from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.plan import make_plan
-from nb_accelerate.launch.setup import make_setup, notebook_sources
+from nb_accelerate.launch.setup import make_setup
 from nb_accelerate.protocol.messages import Join
 from nb_accelerate.protocol.shipping import pack
 
@@ -79,7 +80,7 @@ def start_rank(server: RankServer, rank: int) -> LocalRank:
 
 def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, rendezvous: Rendezvous) -> None:
     """Send a new rank its `Setup`."""
-    with pack(notebook_sources()) as sources:
+    with pack(sources_of_cells()) as sources:
         setup = make_setup(rank.handle, options, plan, rendezvous, sources.parcel)
         with contextlib.suppress(OSError):  # it has ended already, which its status tells
             rank.handle.channel.send(setup, sources.fds)

@@ -332,7 +332,7 @@ def add_note(error: BaseException, note: str) -> None:
     if note:
         with contextlib.suppress(Exception):  # the class may refuse attributes, or have an odd one of that name
             notes = getattr(error, "__notes__", None)
-            error.__notes__ = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
+            setattr(error, "__notes__", [*(notes if isinstance(notes, (list, tuple)) else ()), note])  # noqa: B010 - new in 3.11
 
 
 def show_traceback_of_rank(

@@ -196,6 +196,7 @@ class RankShell(InteractiveShell):
         assert isinstance(compiler, _CellCompiler)
         compiler.filename, compiler.source, compiler.above = cell.filename, cell.source, cell.above
         # A display hook looks there whether the cell ends with a semicolon.
+        assert self.history_manager is not None
         self.history_manager.input_hist_parsed = [cell.code]
         self._is_plain = cell.is_python
         try:

@@ -78,6 +78,7 @@ def test_half_a_message_does_not_hold_up_whoever_drains() -> None:
 def test_two_streams_in_one_pipe_come_apart_in_order_wherever_the_bytes_are_cut(
     writes: list[tuple[bool, bytes]], cuts: list[int]
 ) -> None:
+    writes = [*writes, (True, b"the last")]  # a beginning of a mark, at the end, waits for what follows
     stream = b"".join(frame(MARK, data) if is_err else data for is_err, data in writes)
     decoder, chunks = Decoder(MARK), []
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
+import IPython
 import pytest
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ def test_a_module_that_does_not_compile_is_told_with_its_line_and_that_of_the_im
     for lines in (shown, in_a_cell):
         assert lines.count("mistaken.py") == 1
         assert lines.count("SyntaxError: invalid syntax") == 1
-    assert re.search(r"Raised by rank 0 of 1, in use, cell \d+ line 3\.$", shown.strip())
+    if IPython.version_info >= (8,):  # IPython 7 shows no notes of a SyntaxError
+        assert re.search(r"Raised by rank 0 of 1, in use, cell \d+ line 3\.$", shown.strip())
     assert re.search(r"Cell In\[\d+\], line 2\n", in_a_cell)
 
 

@@ -99,6 +99,7 @@ def test_bytes_and_text_keep_their_order_and_a_forked_process_prints_while_a_thr
         "    def go_on():\n"
         "        while not over.is_set(): print('x' * 100_000)\n"
         "    thread = threading.Thread(target=go_on); thread.start()\n"
+        "    import warnings; warnings.simplefilter('ignore', DeprecationWarning)  # of os.fork(), of Python 3.12\n"
         "    for number in range(20):\n"
         "        child = os.fork()\n"
         "        if not child: print('child', number); os._exit(0)\n"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import IPython
 import pytest
 from fixtures.kernels import Cell, Kernel
 
@@ -478,6 +480,9 @@ def test_folders_that_the_notebook_adds_to_its_search_path_are_those_of_the_rank
     notebook.run("sys.path.pop(0)").ok()
 
 
+@pytest.mark.skipif(
+    IPython.version_info < (8,) and sys.version_info >= (3, 12), reason="%autoreload of IPython 7 imports `imp`"
+)
 def test_modules_that_the_notebook_reloads_are_reloaded_on_ranks_too(notebook: Kernel, tmp_path: Path) -> None:
     module = tmp_path / "edited_module.py"
     module.write_text("def answer():\n    return 41\n")
