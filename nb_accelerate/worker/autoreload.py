@@ -33,7 +33,7 @@ class Autoreload:
         reloader: Any = getattr(shell.magics_manager.registry.get(_MAGICS), "_reloader", None)
         if not getattr(reloader, "enabled", False):
             return cls()
-        mode = "1" if not reloader.check_all else "3" if reloader.autoload_obj else "2"
+        mode = "1" if not reloader.check_all else "3" if getattr(reloader, "autoload_obj", False) else "2"
         return cls(mode, tuple(reloader.modules), tuple(reloader.skip_modules))
 
 
