@@ -108,6 +108,13 @@ class TestBreakpoints:
         assert "[rank 0] 10\n" in cell.stdout
         assert "[rank 1] 11\n" in cell.stdout
 
+    def test_an_interrupt_after_it_ends_the_cell_as_ever(self, notebook: Kernel):
+        talk(notebook, "%%distributed\nbreakpoint()\nx = 1", ["c"])
+        cell = notebook.start("%%distributed\nimport time\nprint('waits', flush=True)\ntime.sleep(600)")
+        notebook.wait_for_output(cell, "waits")
+        notebook.interrupt()
+        assert notebook.finish(cell, 20).error == "KeyboardInterrupt"
+
     def test_in_the_background_nobody_is_asked(self, notebook: Kernel):
         notebook.run("%%rank 1 --background\nbreakpoint()\nx = 1").ok()
         notebook.run("handle = _\nhandle.result(20)").ok()  # IPython shows no traceback of who left a debugger
