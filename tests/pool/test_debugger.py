@@ -108,12 +108,13 @@ class TestBreakpoints:
         assert "[rank 0] 10\n" in cell.stdout
         assert "[rank 1] 11\n" in cell.stdout
 
-    def test_an_interrupt_after_it_ends_the_cell_as_ever(self, notebook: Kernel):
+    def test_an_interrupt_of_the_notebook_reaches_no_idle_rank_afterwards(self, notebook: Kernel):
         talk(notebook, "%%distributed\nbreakpoint()\nx = 1", ["c"])
-        cell = notebook.start("%%distributed\nimport time\nprint('waits', flush=True)\ntime.sleep(600)")
+        cell = notebook.start("import time\nprint('waits', flush=True)\ntime.sleep(600)")
         notebook.wait_for_output(cell, "waits")
         notebook.interrupt()
         assert notebook.finish(cell, 20).error == "KeyboardInterrupt"
+        assert notebook.run("%%distributed\nprint(x)").ok().stdout == "1\n"
 
     def test_in_the_background_nobody_is_asked(self, notebook: Kernel):
         notebook.run("%%rank 1 --background\nbreakpoint()\nx = 1").ok()
