@@ -69,6 +69,7 @@ lint: $(READY) ## Check style, format and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+	$(RUN) -m mypy --python-version 3.10
 
 format: $(READY) ## Put the sources into the format that lint asks for
 	$(RUN) -m ruff check --fix
