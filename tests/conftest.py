@@ -17,6 +17,7 @@ pytest_plugins = [
     "fixtures.failed",
     "fixtures.limits",
     "fixtures.devices",
+    "fixtures.distributions",
     "fixtures.leaks",
     "fixtures.ranks",
     "fixtures.kernels",

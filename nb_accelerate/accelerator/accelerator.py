@@ -134,7 +134,7 @@ class Accelerator(
             has no layout.
         torch_tp_plugin: all ranks compute each layer together, as ``ParallelismConfig(tp_size=...)`` says too.
         deepspeed_plugin: train models with DeepSpeed, on a single process too; else ``ACCELERATE_USE_DEEPSPEED``. Needs
-            ``pip install nb_accelerate[deepspeed]``.
+            ``pip install deepspeed``.
         deepspeed_plugins: several of them by name, for models that are trained in different ways. The first is
             selected; ``accelerator.state.select_deepspeed_plugin(name)`` selects another one for what is prepared next.
         scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless

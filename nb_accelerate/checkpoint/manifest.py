@@ -108,7 +108,7 @@ class Manifest:
         if found not in (1, 2, _FORMAT):  # a list, say, is in no set
             raise CheckpointError(
                 f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
-                "newer nb_accelerate has written it: pip install --upgrade nb-accelerate."
+                "newer nb_accelerate has written it, which can read it."
             )
         try:
             return _checked(content, of_sums=found == _FORMAT)

@@ -42,7 +42,7 @@ def loader_class(*, stateful: bool) -> type[DataLoader[Any]]:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
         raise MissingDependencyError(
-            "torchdata", needed_for="DataLoaderConfiguration(use_stateful_dataloader=True)", extra="torchdata"
+            "torchdata", needed_for="DataLoaderConfiguration(use_stateful_dataloader=True)"
         ) from None
     return StatefulDataLoader  # type: ignore[no-any-return]  # torchdata has no types
 

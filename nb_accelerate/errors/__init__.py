@@ -6,7 +6,7 @@
     ├── ConfigError (ValueError)          an option has a value that cannot be
     ├── UnknownArgumentError (TypeError)  a call has an argument that is not taken
     ├── NotATensorError (TypeError)       something else is where tensors are exchanged or moved
-    ├── MissingDependencyError (ImportError)   a package is not installed; names what to install
+    ├── MissingDependencyError (ImportError)   a package is not installed, or too old; names what to install
     ├── NotPreparedError (RuntimeError)   a method was called before what it needs was prepared
     ├── CollectiveMismatchError (RuntimeError) ranks hand different things to one collective
     ├── DispatchError (RuntimeError)      rank 0 reads data for all ranks, and could not
@@ -74,18 +74,22 @@ class NotATensorError(NbAccelerateError, TypeError):
 
 
 class MissingDependencyError(NbAccelerateError, ImportError):
-    """A package that this call needs is not installed.
+    """A package that this call needs is not installed, or an older version than it needs.
 
     Attributes:
         package: its name on the package index.
-        extra: the extra of nb-accelerate that brings it, or None.
     """
 
-    def __init__(self, package: str, *, needed_for: str, extra: str | None = None) -> None:
-        command = f"pip install 'nb-accelerate[{extra}]'" if extra else f"pip install {package}"
-        super().__init__(f"{needed_for} needs the package {package!r}, which is not installed. Run: {command}")
+    def __init__(
+        self, package: str, *, needed_for: str, installed: str | None = None, lowest: str | None = None
+    ) -> None:
+        if installed is None:
+            text = f"the package {package!r}, which is not installed. Run: pip install {package}"
+        else:
+            text = f"{package} {lowest} or newer, but {installed} is installed. "
+            text += f"Run: pip install '{package}>={lowest}', and restart"
+        super().__init__(f"{needed_for} needs {text}")
         self.package = package
-        self.extra = extra
 
 
 class NotPreparedError(NbAccelerateError, RuntimeError):

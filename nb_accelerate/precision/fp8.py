@@ -111,5 +111,5 @@ def _import_torchao() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torchao":
             raise
-        raise MissingDependencyError("torchao", needed_for="mixed_precision='fp8'", extra="torchao") from error
+        raise MissingDependencyError("torchao", needed_for="mixed_precision='fp8'") from error
     return torchao.float8

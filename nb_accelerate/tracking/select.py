@@ -88,7 +88,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
             "own subclass of GeneralTracker."
         )
     if not entry.is_available:
-        raise MissingDependencyError(entry.libraries[0], needed_for=f"log_with={name!r}", extra=name)
+        raise MissingDependencyError(entry.libraries[0], needed_for=f"log_with={name!r}")
     return entry.load()
 
 

@@ -164,7 +164,7 @@ def load_library(
 
     Args:
         module: its dotted name.
-        tracker: the name in ``log_with``, which is also the name of the extra.
+        tracker: the name in ``log_with``.
         package: its name on the package index, if that differs from ``module``.
         missing_ok: return None if it is not installed.
 
@@ -178,7 +178,7 @@ def load_library(
             raise  # the library is installed, and one of its own imports is missing
         if missing_ok:
             return None
-        raise MissingDependencyError(package or module, needed_for=f"log_with={tracker!r}", extra=tracker) from error
+        raise MissingDependencyError(package or module, needed_for=f"log_with={tracker!r}") from error
 
 
 def plain(value: Any) -> Any:

@@ -132,7 +132,8 @@ def test_every_error_of_ours_survives_pickling_with_its_fields(cls: type[errors.
 
 def test_errors_with_fields_are_made_as_their_signatures_say_and_survive() -> None:
     for error in (
-        errors.MissingDependencyError("ray", needed_for="this", extra="ray"),
+        errors.MissingDependencyError("ray", needed_for="this"),
+        errors.MissingDependencyError("ray", needed_for="this", installed="1.0", lowest="2.0"),
         errors.ShippingError("text", path="args[0]"),
         errors.RankDiedError("text", rank=1, exitcode=-9),
         errors.RemoteError("text", rank=1, type_name="Strange"),

@@ -394,7 +394,7 @@ def test_a_stateful_loader_of_the_users_stays_one():
     assert loader.snapshot_every_n_steps == 5
 
 
-def test_without_torchdata_the_extra_is_named(monkeypatch):
+def test_without_torchdata_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(MissingDependencyError, match=r"needs the package 'torchdata'.*nb-accelerate\[torchdata\]"):
+    with pytest.raises(MissingDependencyError, match=r"needs the package 'torchdata'.*pip install torchdata"):
         prepared(KINDS["in order"])

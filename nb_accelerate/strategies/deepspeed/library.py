@@ -53,7 +53,7 @@ def import_deepspeed(device_type: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "deepspeed":
             raise
-        raise MissingDependencyError("deepspeed", needed_for="DeepSpeedPlugin", extra="deepspeed") from error
+        raise MissingDependencyError("deepspeed", needed_for="DeepSpeedPlugin") from error
     if name.partition(":")[0] != device_type:
         raise ConfigError(
             f"DeepSpeed was imported for {name} devices in this process, and models are trained on {device_type}. "
