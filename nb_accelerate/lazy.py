@@ -38,11 +38,13 @@ def attach(package: str, *, advice: str = "") -> tuple[Callable[[str], Any], Cal
         try:
             imported = importlib.import_module(module)
             value = getattr(imported, attribute) if attribute else imported
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torch":
-                raise
+        except ImportError as error:
+            from nb_accelerate.config.versions import check_versions
             from nb_accelerate.errors import MissingDependencyError
 
+            check_versions()  # an older package may lack what was to be imported
+            if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != "torch":
+                raise
             raise MissingDependencyError("torch", needed_for=f"{package}.{name}") from error
         setattr(sys.modules[package], name, value)  # found without this function from now on
         return value

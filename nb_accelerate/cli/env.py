@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nb_accelerate.config.file import default_path, read_config
+from nb_accelerate.config.versions import LOWEST, installed_version, is_too_old
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.version import __version__
 
@@ -18,16 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PACKAGES = (
-    "numpy",
-    "cloudpickle",
-    "ipykernel",
-    "ipython",
-    "ipywidgets",
-    "jupyter_client",
+    *(package for package in LOWEST if package != "torch"),  # which has a row with its build
     "jupyterlab",
-    "nbclient",
-    "safetensors",
-    "huggingface_hub",
+    "notebook",
     "accelerate",
     "deepspeed",
     "torch_xla",
@@ -64,7 +58,8 @@ def describe() -> Iterator[tuple[str, str]]:
     yield from _torch()
     yield "configuration", _configuration()
     for package in _PACKAGES:
-        yield package, _version(package)
+        version = installed_version(package)
+        yield package, "not installed" if version is None else _judged(package, version)
 
 
 def _configuration() -> str:
@@ -100,7 +95,7 @@ def _torch() -> Iterator[tuple[str, str]]:
             raise
         yield "torch", "not installed (pip install torch)"
         return
-    yield "torch", torch.__version__
+    yield "torch", _judged("torch", torch.__version__)
     yield "devices", "; ".join(_devices()) or "cpu"
     backends = [name for name in ("gloo", "nccl", "mpi", "xccl") if _has_backend(name)]
     yield "distributed", ", ".join(backends) or "not built into this PyTorch"
@@ -122,10 +117,7 @@ def _has_backend(name: str) -> bool:
     return distributed.is_available() and distributed.is_backend_available(name)
 
 
-def _version(package: str) -> str:
-    from importlib import metadata  # every command waits for the import of this file
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _judged(package: str, version: str) -> str:
+    return (
+        f"{version}, too old (pip install '{package}>={LOWEST[package]}')" if is_too_old(package, version) else version
+    )

@@ -15,6 +15,7 @@ import psutil
 
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.file import read_config
+from nb_accelerate.config.versions import check_versions
 from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.errors import MissingDependencyError
 
@@ -79,8 +80,9 @@ def look(env: Mapping[str, str]) -> MachineFacts:
 
     Raises:
         ConfigError: ``ACCELERATE_USE_CPU`` is not a yes or no.
-        MissingDependencyError: torch is not installed.
+        MissingDependencyError: torch is not installed, or a package is too old.
     """
+    check_versions()
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("torch", needed_for="starting ranks")
     shm = Path("/dev/shm")  # noqa: S108 - asked for its size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from nb_accelerate.config.versions import check_versions
 from nb_accelerate.magics.session import Session
 
 if TYPE_CHECKING:
@@ -20,9 +21,14 @@ _sessions: dict[int, Session] = {}
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Make the kernel ready for this package; IPython calls it for ``%load_ext nb_accelerate``."""
+    """Make the kernel ready for this package; IPython calls it for ``%load_ext nb_accelerate``.
+
+    Raises:
+        MissingDependencyError: a package of the kernel is too old.
+    """
     if getattr(ipython, "is_rank", False):  # auto mode runs a whole notebook on the ranks, this line too
         return
+    check_versions()
     session = _sessions[id(ipython)] = Session(ipython)
     session.register()
 
