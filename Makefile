@@ -10,8 +10,9 @@ PINS   := tests/requirements-dev.txt
 READY      := $(VENV)/ready
 UNFINISHED := $(VENV)/unfinished
 RIVALS     := $(VENV)/rivals
-# torch_xla belongs to an older torch than the rest is tested with.
-XLA        := .venv-xla
+# torch_xla belongs to an older torch than the rest is tested with. Colab's image has this version, Kaggle's 2.8.0.
+XLA_VERSION ?= 2.9.0
+XLA        := .venv-xla$(patsubst %,-%,$(filter-out 2.9.0,$(XLA_VERSION)))
 XLA_PINS   := tests/requirements-xla.txt
 
 # DeepSpeed and torchao in an environment of their own, in front of the packages of .venv: with them, `pip install` and tests of .venv
@@ -60,7 +61,7 @@ picture: $(READY) ## Record the moving picture of the README in JupyterLab
 	@$(RUN) tests/browser/moving_picture.py
 
 test-xla: $(XLA)/ready ## Run the tests of TPUs, on the CPU device of their runtime
-	@PJRT_DEVICE=CPU PYTHONPATH=$(CURDIR) $(XLA)/bin/python -m pytest tests/xla $(ARGS)
+	@PJRT_DEVICE=CPU PYTHONPATH="$(CURDIR)" $(XLA)/bin/python -m pytest tests/xla $(ARGS)
 
 soak: $(READY) ## Kill 50 runs at random instants, and compare how they go on with one left alone
 	@$(RUN) tests/training/soak.py 50 $(ARGS)
@@ -100,7 +101,7 @@ $(XLA)/ready: $(XLA_PINS) $(PINS) tests/xla/cuda_stubs.py
 	@echo "[1/3] creating $(XLA)"; $(PYTHON) -m venv --clear $(XLA)
 	@echo "[2/3] installing torch and torch_xla: a gigabyte, a minute or two the first time"
 	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement $(XLA_PINS)
-	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps torch==2.9.0 torch_xla==2.9.0
+	@$(XLA)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps torch==$(XLA_VERSION) torch_xla==$(XLA_VERSION)
 	@$(XLA)/bin/python tests/xla/cuda_stubs.py
 	@echo "[3/3] starting the runtime of XLA"
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -c 'import torch, torch_xla; print(torch.__version__, torch_xla.__version__, torch.ones(2, device="xla").device)'
