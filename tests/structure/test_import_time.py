@@ -71,5 +71,26 @@ for name in {names!r}:
     assert _fresh(code) == {}
 
 
+LAUNCH_AND_COMMAND_LINE = """
+import importlib, pathlib
+import nb_accelerate.cli
+for path in pathlib.Path(nb_accelerate.cli.__file__).parent.glob("*.py"):
+    if path.stem != "notebook":
+        importlib.import_module(f"nb_accelerate.cli.{path.stem}")
+def rank():
+    import sys
+    return sorted(sys.modules)
+found = {"rank": nb_accelerate.notebook_launcher(rank, num_processes=1)[0], "here": sorted(sys.modules)}
+"""
+
+
+def test_what_only_a_notebook_run_by_the_command_line_needs_is_imported_there():
+    needed = {"nbclient", "nbconvert", "nbformat", "prompt_toolkit"}
+    assert {name: needed & {*modules} for name, modules in _fresh(LAUNCH_AND_COMMAND_LINE).items()} == {
+        "rank": set(),
+        "here": set(),
+    }
+
+
 def test_a_module_that_brings_torch_along_is_noticed():
     assert "torch" in _fresh('import torch\nfound = {"modules": sorted(sys.modules)}')["modules"]
