@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -47,7 +48,10 @@ def checkout(tmp_path: Path) -> Path:
 
 def run(folder: Path, *words: str) -> list[str]:
     """Run make, and return which programs were called."""
-    made = subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, timeout=50, check=False)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    made = subprocess.run(
+        ["make", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=50, check=False
+    )
     assert made.returncode == 0, made.stdout + made.stderr
     return (folder / "calls").read_text().splitlines()
 

@@ -57,7 +57,7 @@ def declared(*extras: str) -> set[str]:
 def imported(folder: Path) -> set[str]:
     """The names of what the sources below a folder import, at any time."""
     files = sorted(folder.rglob("*.py"))
-    own = {"nb_accelerate", *MADE_BY_TESTS, *sys.stdlib_module_names}
+    own = {"nb_accelerate", *MADE_BY_TESTS, *sys.stdlib_module_names, "tomllib"}  # which Python 3.11 has
     own |= {part for file in (ROOT / "tests").rglob("*.py") for part in (file.stem, file.parent.name)}
     modules = {one.module.partition(".")[0] for file in files for one in imports_of(file, ROOT)}
     return {OTHER_NAMES.get(module, module).lower().replace("_", "-") for module in modules - own}
