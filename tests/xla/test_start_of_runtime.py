@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+IS_2_8 = metadata.version("torch_xla").startswith("2.8.")
 
 
 @pytest.mark.limit(120)
@@ -25,9 +28,14 @@ def test_ranks_on_eight_chips_have_the_variables_that_xmp_spawn_sets() -> None:
     ("variables", "words"),
     [
         ({}, "Install the one that fits: pip install 'torch_xla[tpu]=="),
-        ({"TPU_LIBRARY_PATH": "/lib/old.so"}, "Remove the variable before torch_xla is imported"),
+        pytest.param(
+            {"TPU_LIBRARY_PATH": "/lib/old.so"},
+            "Remove the variable before torch_xla is imported",
+            marks=pytest.mark.skipif(IS_2_8, reason="torch_xla 2.8 ends the process where it cannot open a library"),
+        ),
     ],
 )
+@pytest.mark.may_leave(*(["files"] if IS_2_8 else []))  # torch's, when the process is ended after the error
 def test_a_libtpu_that_is_missing_or_another_is_named(variables: dict[str, str], words: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", "from nb_accelerate import Accelerator; Accelerator()"],
