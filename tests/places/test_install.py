@@ -12,8 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nbformat
 import pytest
 from fixtures.distributions import ROOT, pip
+from fixtures.kernels import Kernel
 
 from nb_accelerate.config.versions import LOWEST, is_too_old
 
@@ -86,6 +88,34 @@ def test_without_an_index_a_wheel_is_installed_and_launches(
     pip(python, "install", "--no-index", "--no-deps", distributions.wheel)
     files = _launch(python, tmp_path)
     assert {Path(file).is_relative_to(tmp_path / "bare") for file in files} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "folder"), [("10_tpu_colab", "working"), ("11_tpu_kaggle", "input/wheels")])
+def test_the_notebooks_for_tpus_install_the_wheel_that_the_reader_has(
+    name: str,
+    folder: str,
+    distributions: Distributions,
+    make_bare_python: Callable[[], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for one in ("working", folder):
+        (tmp_path / one).mkdir(parents=True, exist_ok=True)
+    shutil.copy(distributions.wheel, tmp_path / folder)
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
+    (install,) = (cell.source for cell in cells if "%pip" in cell.source)
+    monkeypatch.chdir(tmp_path / "working")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    kernel = Kernel(make_bare_python())
+    try:
+        assert kernel.run("import nb_accelerate").error == "ModuleNotFoundError"
+        kernel.run(install).ok()
+        file = kernel.run("import nb_accelerate; print(nb_accelerate.__file__)").ok().stdout.strip()
+    finally:
+        kernel.close()
+    assert Path(file).is_relative_to(tmp_path / "bare")
 
 
 @pytest.mark.slow
