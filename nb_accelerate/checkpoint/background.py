@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from nb_accelerate.checkpoint.presence import OtherRanks, wait_for_keys
 from nb_accelerate.errors import CheckpointError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 
@@ -87,11 +88,11 @@ class StoreExchange:
         Raises:
             CheckpointError: it failed on one of them, on all ranks; or a rank did not come.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         result: object = None
         try:
             result = action()
-        except Exception as caught:
+        except BaseException as caught:  # SystemExit too: the others wait for what this rank says
             error = caught
         told = self._tell((None if error is None else f"{type(error).__name__}: {error}", result))
         if error is not None:
@@ -160,7 +161,7 @@ class CheckpointHandle:
         self._has_agreed = threading.Event()
         self._begun = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="nb_accelerate-save", daemon=True)
+        self._thread = HelperThread(self._run, write, name="save")
 
     def begin(self) -> None:
         """Begin to write.
@@ -276,7 +277,7 @@ class BackgroundSaves:
         def run() -> None:
             try:
                 write(exchange)
-            except Exception:
+            except BaseException:
                 handle.agree_on_step(exchange)
                 raise
             finally:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch.distributed as dist
 
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 from nb_accelerate.topology.rank_lists import named
@@ -42,6 +43,9 @@ logger = logging.getLogger("nb_accelerate")
 
 REPORT_INTERVAL = 0.1
 """Seconds between two looks of the thread whether somebody asks. A look takes some microseconds."""
+
+_MOST_FAILURES = 10
+"""Looks of the thread in a row that may fail: the main thread may be just about to leave the group, say."""
 
 _MOST_LOOKS = 1000
 """Looks a second of all ranks together, at most: all of them go to the one process that serves the store."""
@@ -296,7 +300,7 @@ class Reporter:
         """Tell which process this is, and begin to listen. Can be repeated."""
         self._join_group()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="nb_accelerate-presence", daemon=True)
+            self._thread = HelperThread(self._run, name="presence")
             self._thread.start()
             atexit.register(self.close)
 
@@ -326,14 +330,20 @@ class Reporter:
 
     def _run(self) -> None:
         said: Report | None = None
+        num_failures = 0
         while not self._ends.wait(self._interval):
             try:
                 self._join_group()
                 if self._other_ranks is not None and self._other_ranks is not self._failed:
                     said = self._other_ranks.report(said)
-            except Exception:  # who serves the store has gone; another group has another one
+                num_failures = 0
+            except (dist.DistError, OSError):  # who serves the store has gone; another group has another one
                 logger.debug("this rank cannot tell how far it is", exc_info=True)
                 self._failed = self._other_ranks
+            except Exception:
+                num_failures += 1
+                if num_failures == _MOST_FAILURES:  # others may wait for what is told here
+                    raise
 
 
 def other_ranks_here() -> OtherRanks | None:

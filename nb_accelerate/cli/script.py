@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing_extensions import override
 from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.errors import ConfigError, LaunchError, RankDiedError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.launch.launch import Launch
 from nb_accelerate.launch.neighbours import gpu_warnings
 from nb_accelerate.launch.panel import announce
@@ -99,7 +99,7 @@ class _TerminalSink(StreamSink):
         except BrokenPipeError:
             self.is_closed = True
             discard_stdout()
-            threading.Thread(target=self.on_closed, daemon=True).start()
+            HelperThread(self.on_closed, name="stop").start()
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def _stopped_by_signals(launch: Launch) -> Iterator[list[int]]:
     def stop(signum: int, _: FrameType | None) -> None:
         received.append(signum)
         # It waits for the end of the launch, which is the business of this very thread.
-        threading.Thread(target=launch.stop, daemon=True).start()
+        HelperThread(launch.stop, name="stop").start()
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 import time
 import uuid
 from dataclasses import replace
@@ -32,6 +31,7 @@ from nb_accelerate.display.new_pages import answer_new_pages, stop_answering
 from nb_accelerate.display.page_title import REPEAT_EVERY, percent_of, title_script
 from nb_accelerate.display.panel import PAUSE, RESUME, Drawing
 from nb_accelerate.display.strips import kinds_named
+from nb_accelerate.helper_threads import HelperThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -118,14 +118,14 @@ class NotebookPanel(Drawing):
         self._draws = 0
         self._named: frozenset[str] = frozenset()
         self._has_buttons = False
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
         if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
             self._keep_place_for_buttons()
 
     @override
     def draw(self, view: View) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._make, name="nb_accelerate-panel", daemon=True)
+            self._thread = HelperThread(self._make, name="panel")
             self._thread.start()
             answer_new_pages(self._kernel)
         self._draws += 1

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.config.env import variables_set
 from nb_accelerate.errors import StartError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.launch.links import connect_until
 from nb_accelerate.launch.machine_state import INTERRUPTED, JOIN_TIMEOUT, machines_of, no_first_machine, not_all_came
 from nb_accelerate.launch.machines import Machines
@@ -227,7 +228,7 @@ class ElasticRendezvous:
         only_stop = goes_on or self._is_over or is_out_of_reach
         leave = handler._stop_heartbeats if only_stop else handler.shutdown  # noqa: SLF001 - as above
         # In a thread: who asks a machine without network waits for the store's timeout, and heartbeats ask too.
-        leaving = threading.Thread(target=leave, daemon=True)
+        leaving = HelperThread(leave, name="leaving")
         leaving.start()
         if not is_out_of_reach:  # it may be all the same, so not without a limit
             leaving.join(_LEAVING_LIMIT)

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import sys
-import threading
 import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.launch.local import close_all_kernel_ends
 from nb_accelerate.launch.owner import Owner
 from nb_accelerate.launch.rendezvous import close_keepers
@@ -48,7 +48,7 @@ class ForkedServer(RankServer):
         super().__init__()
         self._call = call
         self._handles: Sequence[LocalRank] = ()
-        self._reaper: threading.Thread | None = None
+        self._reaper: HelperThread | None = None
         self._owner: Owner
         importlib.import_module("tqdm.std")  # every rank needs it: imported once, before they are forked
         if "torch" in sys.modules:  # then every rank needs this too, to connect
@@ -98,7 +98,7 @@ class ForkedServer(RankServer):
         # Once its ranks have ended it has only its copy of this process' memory to give back, which takes longer the
         # larger it is: nobody need wait for that.
         owner = Owner(pid, self._channel, serves=True)
-        reaper = threading.Thread(target=_reap, args=(pid,), name="nb_accelerate-reaper", daemon=True)
+        reaper = HelperThread(_reap, pid, name="reaper")
         try:
             reaper.start()
         except RuntimeError as error:

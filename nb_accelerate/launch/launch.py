@@ -6,6 +6,7 @@ Longer than 400 lines, because what users do with a handle and how its ranks are
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from nb_accelerate.errors import (
     StartError,
     UnknownArgumentError,
 )
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.ipython_versions import sources_of_cells
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
@@ -245,8 +247,7 @@ class Launch(Steerable):
     def run_in_background(self) -> None:
         """Run it in a thread of its own. The cell says how it has failed, because nobody may ask for the result."""
         self._is_waited_for = False
-        name = f"nb_accelerate-{self._name}"
-        threading.Thread(target=self._run, kwargs={"tell": True}, name=name, daemon=True).start()
+        HelperThread(functools.partial(self._run, tell=True), name=self._name).start()
         self._has_panel.wait(_PANEL_TIMEOUT)  # so that `attach` in the next line finds it
 
     def _run(self, *, tell: bool = False) -> None:
@@ -267,7 +268,8 @@ class Launch(Steerable):
                 self._has_panel.set()
                 callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
-                callback()
+                with contextlib.suppress(RuntimeError):  # the event loop of that coroutine has been closed
+                    callback()
 
     def _attempts(self) -> Values:
         options, plan = self._options, self._plan

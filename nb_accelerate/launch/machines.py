@@ -25,6 +25,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ConfigError, MachineError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.launch.links import Link, connect_until
 from nb_accelerate.launch.machine_state import DONE, FAILED, Machine, NotALaunchError, refusal, silence_limit
 
@@ -97,7 +98,8 @@ class Machines:
         self._wake_reads, self._wake_writes = socket.socketpair()
         for end in (self._wake_reads, self._wake_writes):
             end.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="nb_accelerate-machines", daemon=True)
+        self._failure: MachineError | None = None
+        self._thread = HelperThread(self._run, name="machines", on_failure=self._failed)
         self._thread.start()
 
     @classmethod
@@ -166,6 +168,8 @@ class Machines:
             round_id: of the rendezvous that they have gone through.
         """
         with self._changed:
+            if self._failure is not None:
+                return self._failure
             others = [one for one in self._table.values() if one.round_id == round_id and one.number != self._me.number]
         # What a machine says of itself explains more than that another one is gone.
         for one in sorted(others, key=lambda one: not one.failed):
@@ -185,9 +189,14 @@ class Machines:
         Args:
             condition: called again whenever something was heard.
             deadline: until when, as `time.monotonic`.
+
+        Raises:
+            MachineError: nothing will be heard any more.
         """
         with self._changed:
             while not condition():
+                if self._failure is not None:
+                    raise self._failure
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
@@ -288,6 +297,14 @@ class Machines:
                 peer.link.close()
             if self._listener is not None:
                 self._listener.close()
+
+    def _failed(self, _: str, error: BaseException) -> None:
+        """Keep why nothing is heard of other machines, which see that this one is lost."""
+        with self._changed:
+            what = f"the thread that talks to the other machines has failed ({type(error).__name__}: {error})"
+            self._failure = MachineError(what, address=self._me.address)
+            self._failure.__cause__ = error
+            self._changed.notify_all()
 
     def _beat(self) -> None:
         if self.is_first and self.is_waited_for():

@@ -10,6 +10,7 @@
       <----------------------------- Display ..., InputRequest
       InputReply --------------------------------->
       <----------------------------- CellEnd
+      <----------------------------- ThreadFailed  at any time, from another thread
       Quit --------------------------------------->      leaves its groups, flushes, ends
 
 What is printed does not travel here but through two pipes of its own (see `nb_accelerate.worker.streams`), so that
@@ -181,6 +182,21 @@ class Failure:
     peer_lost: bool = False
     result_of_call: bool = True
     returned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadFailed:
+    """A thread of the rank that belongs to this package has failed, so that the rank is of no use any more.
+
+    Attributes:
+        name: of the thread.
+        error: type and text of what it has raised, in one line.
+        traceback: of that, as Python prints it.
+    """
+
+    name: str
+    error: str
+    traceback: str
 
 
 @dataclass(frozen=True, kw_only=True)

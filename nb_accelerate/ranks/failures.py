@@ -25,6 +25,7 @@ from nb_accelerate.ranks.same_failure import (
     failed_alike,
     failed_otherwise,
     interrupted_at,
+    lost_as_well,
     meanwhile,
     one_line,
     whose,
@@ -185,12 +186,14 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     if not incidents:
         return None
     cause = first_cause(incidents)
+    lost = lost_as_well(cause, incidents)
     wording, world_size = request.wording, request.world_size
     if cause.kind is IncidentKind.INTERRUPTED:
-        return interrupted(f"{wording.what} was {cause.how}", interrupted_at(request.answers, request.stacks))
+        places = interrupted_at(request.answers, request.stacks)
+        return interrupted(f"{wording.what} was {cause.how}", "\n".join(filter(None, (places, *lost))))
     number = cause.rank.rank if cause.rank is not None else None
     stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
-    footer = meanwhile(request.answers, stacks, cause=number)
+    footer = "\n".join(filter(None, (meanwhile(request.answers, stacks, cause=number), *lost)))
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
@@ -202,8 +205,8 @@ def error_of(request: Request, *others: Request) -> BaseException | None:
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
     add_note(error, cause.memory)
-    if not isinstance(error, DeadlockError):  # which says where the ranks are
-        add_note(error, footer)
+    # A DeadlockError says where the ranks are.
+    add_note(error, "\n".join(lost) if isinstance(error, DeadlockError) else footer)
     return error
 
 

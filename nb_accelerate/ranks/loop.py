@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nb_accelerate.errors import PoolError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.protocol.messages import DebuggerResumed, InputRequest, Ready
 from nb_accelerate.ranks.failures import oom_kills
 from nb_accelerate.ranks.guard import OutputGuard, short_text
@@ -105,7 +105,7 @@ class RankLoop:
         self._last_small_read = 0.0
         self._oom_kills = 0
         self._oom_kills_read_at = -NEVER
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
         self._sources = Sources(lambda _: self._posted.run())
         self._posted = PostedActions(lambda: self._sources.ring(b"!"))
         self.reader = RankReader(self._sources, self)
@@ -116,7 +116,7 @@ class RankLoop:
 
     def start(self) -> None:
         """Run in a thread of its own, until `close`."""
-        self._thread = threading.Thread(target=self._run, name="nb_accelerate-ranks", daemon=True)
+        self._thread = HelperThread(self._run, name="ranks")
         self._thread.start()
 
     def run(self, request: Request) -> None:

@@ -20,7 +20,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nb_accelerate.protocol.messages import Display
+from nb_accelerate.errors import RemoteError
+from nb_accelerate.protocol.messages import Display, ThreadFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +131,10 @@ class RankReader:
         while rank.inbox:
             message, fds = rank.inbox.popleft()
             self._read_output(rank)
-            self._events.on_message(rank, message, fds)
+            if isinstance(message, ThreadFailed):
+                self._thread_failed(rank, message)
+            else:
+                self._events.on_message(rank, message, fds)
 
     def _on_stdout(self, rank: RankProxy) -> None:
         data = self._read(rank.handle.stdout)
@@ -190,8 +194,25 @@ class RankReader:
         """Kill a rank whose messages cannot be read."""
         logger.warning("A message of rank %s cannot be read; it is killed.", rank.rank, exc_info=error)
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        rank.why_lost = f"what it sent to the notebook cannot be read ({text}), so it was killed"
-        rank.lost_by = error
+        self._lose(rank, f"what it sent to the notebook cannot be read ({text}), so it was killed", error)
+
+    def _thread_failed(self, rank: RankProxy, message: ThreadFailed) -> None:
+        """Kill a rank of which a thread has failed: what that thread was for would be waited for in vain."""
+        logger.warning("Rank %s is killed: its thread %s has failed.\n%s", rank.rank, message.name, message.traceback)
+        error = RemoteError(message.traceback, rank=rank.rank, type_name=message.error.partition(":")[0])
+        self._lose(rank, f"its thread {message.name} has failed ({message.error}), so it was killed", error)
+
+    def _lose(self, rank: RankProxy, why: str, error: Exception) -> None:
+        """Kill a rank that is of no use any more.
+
+        Args:
+            rank: the rank.
+            why: see `RankProxy.why_lost`.
+            error: see `RankProxy.lost_by`.
+        """
+        if rank.why_lost:  # and told
+            return
+        rank.why_lost, rank.lost_by = why, error
         self._sources.drop(rank.handle.channel)
         kill(rank)
         self._events.on_end(rank)

@@ -38,6 +38,12 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
     return [f"Rank {rank} failed as well: {one_line(other)}" for rank, other in sorted(others, key=_rank)[:_MAX_OTHERS]]
 
 
+def lost_as_well(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
+    """Return a line for each rank that is of no use any more, although its process did not end by itself."""
+    lost = {one.rank.rank: one.rank.why_lost for one in incidents if one.rank is not None and one is not cause}
+    return [f"Rank {rank} is lost: {why}." for rank, why in sorted(lost.items()) if why]
+
+
 def _is_same(one: ErrorReport, other: ErrorReport) -> bool:
     """Return whether two reports tell a user the same. Frames of libraries and causes may differ from rank to rank."""
     if one == other:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing_extensions import override
 from nb_accelerate.display.panel import PAUSE, RESUME, Action
 from nb_accelerate.display.words import capitalized
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError, NbAccelerateError
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.progress_page import Phase
 from nb_accelerate.progress_page.commands import NO_EPOCH_LOOP, NO_FOLDER, NO_LOOP, Command, CommandKind, check_text
 from nb_accelerate.protocol.interrupts import interrupts_later
@@ -260,7 +260,7 @@ class _Buttons:
         self._request = request
         self._steered = RequestSteering(request, world_size, note)
         self._note, self._say = note, say
-        self._threads: list[threading.Thread] = []
+        self._threads: list[HelperThread] = []
         self._without_effect: list[str] = []
         self.actions = (
             self._button(PAUSE, "pause training before its next batch, or go on", self._pause, self._no_pause),
@@ -283,11 +283,9 @@ class _Buttons:
             self._say(f"{names} had no effect: {why}")
 
     def _button(self, title: str, hint: str, give: Callable[[], None], why_not: Callable[[], str]) -> Action:
-        def start() -> threading.Thread:
+        def start() -> HelperThread:
             name = RESUME if title == PAUSE and self._steered.is_paused else title
-            thread = threading.Thread(
-                target=self._run, args=(name.lower(), give), name="nb_accelerate-steering", daemon=True
-            )
+            thread = HelperThread(self._run, name.lower(), give, name="steering", on_failure=self._failed)
             self._threads.append(thread)
             thread.start()
             return thread
@@ -306,6 +304,9 @@ class _Buttons:
                 self._without_effect.append(name)
         except NbAccelerateError as error:
             self._say(str(error))
+
+    def _failed(self, _: str, error: BaseException) -> None:
+        self._say(f"the command could not be given ({type(error).__name__}: {error})")
 
     def _pause(self) -> None:
         (self._steered.resume if self._steered.is_paused else self._steered.pause)()

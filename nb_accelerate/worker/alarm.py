@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.protocol.messages import CutOff
+from nb_accelerate.worker.connections import connections
 from nb_accelerate.worker.groups import abort_groups
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Alarm:
 
     def listen(self, channel: Channel) -> None:
         """Answer alarms from now on, also while the main thread is blocked."""
-        threading.Thread(target=self._listen, args=(channel,), name="nb_accelerate-alarm", daemon=True).start()
+        HelperThread(self._listen, channel, name="alarm").start()
 
     def begin_rendezvous(self, rendezvous: int) -> None:
         """Begin a rendezvous: alarms about those before it have no effect from now on.
@@ -77,11 +79,13 @@ class Alarm:
             return True
 
     def _listen(self, channel: Channel) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
+        while True:
+            try:
                 message, _ = channel.recv()
-                if isinstance(message, CutOff):
-                    self.answer(message)
+            except EOFError:  # the kernel has gone, or has done with this rank
+                return
+            if isinstance(message, CutOff):
+                self.answer(message)
 
 
 def cut_connections(peers: tuple[int, ...]) -> int:
@@ -92,13 +96,16 @@ def cut_connections(peers: tuple[int, ...]) -> int:
 
     Returns:
         How many were broken.
+
+    Raises:
+        psutil.Error: the system does not tell which connections there are.
     """
     theirs = set()
     for pid in peers:
-        with contextlib.suppress(psutil.Error):
-            theirs |= {connection.laddr for connection in psutil.Process(pid).net_connections("tcp")}
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            theirs |= {connection.laddr for connection in connections(psutil.Process(pid))}
     cut = 0
-    for connection in psutil.Process().net_connections("tcp"):
+    for connection in connections(psutil.Process()):
         if connection.raddr not in theirs or connection.fd < 0:
             continue
         with contextlib.suppress(OSError):  # closed meanwhile

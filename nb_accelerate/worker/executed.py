@@ -13,6 +13,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from typing_extensions import override
 
 from nb_accelerate.errors import StartError
+from nb_accelerate.helper_threads import tell_failures
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.interpreter import command
@@ -271,10 +273,18 @@ def fresh_rank() -> NoReturn:
     run_rank(ends, bytes.fromhex(mark), int(server), scratch=scratch, broken=broken)
 
 
+def _end_with_traceback(_: str, error: BaseException) -> NoReturn:
+    """End a server one of whose threads has failed. The kernel quotes what it writes."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(os.EX_SOFTWARE)
+
+
 def main() -> NoReturn:
     """Run the server. The command line has a descriptor, the kernel's process id, and the modules to import."""
     set_name("nb-server")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the kernel's group is not for us
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the kernel blocked it until this line; the user may have others
+    tell_failures(_end_with_traceback)
     control_fd, parent, *preload = sys.argv[1:]
     _ExecutedServer(Channel.from_fd(int(control_fd)), int(parent), tuple(preload)).run()

@@ -7,12 +7,13 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from nb_accelerate.helper_threads import HelperThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ def die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_watch_parent, args=(parent,), name="nb_accelerate-parent", daemon=True).start()
+        HelperThread(_watch_parent, parent, name="parent").start()
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
 
@@ -56,7 +57,7 @@ def ending_with(parent: int) -> Iterator[None]:
         if process in wait([process, wake_read]):
             os._exit(1)
 
-    thread = threading.Thread(target=watch, name="nb_accelerate-parent")
+    thread = HelperThread(watch, name="parent")
     thread.start()
     try:
         yield

@@ -19,14 +19,17 @@ import linecache
 import multiprocessing
 import os
 import sys
+import traceback
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nb_accelerate.diagnostics.report import readable
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.errors import StartError
+from nb_accelerate.helper_threads import tell_failures
 from nb_accelerate.progress_page import install
 from nb_accelerate.protocol.channel import Channel
-from nb_accelerate.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready
+from nb_accelerate.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
@@ -75,12 +78,13 @@ def run_rank(
     replace_streams(ends.stdout, ends.stderr, mark)
     install(ends.page, functools.partial(send_record, mark))
     gate = InterruptGate(ends.interrupt)
+    channel = Channel.from_fd(ends.control)
+    tell_failures(functools.partial(_tell_failure, channel, os.getpid()))
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
     write_stacks_on_request(ends.stack_requests, ends.stacks)
     atexit._clear()  # noqa: SLF001 - what runs at the end of this process is what is registered from here on
-    channel = Channel.from_fd(ends.control)
     sys.path[:] = own_path = list(own_path or sys.path)
     store: object = None
     is_usable = False
@@ -160,6 +164,25 @@ def _send(channel: Channel, message: object, packed: Packed | None) -> None:
     channel.send(message, packed.fds if packed else ())
     if packed:
         packed.close()
+
+
+def _tell_failure(channel: Channel, rank: int, name: str, error: BaseException) -> None:
+    """Tell the kernel that a helper thread of this rank has failed, for which the kernel ends the rank.
+
+    Args:
+        channel: to the kernel.
+        rank: process id of the rank. A process that users' code has forked from it has the same channel, and is not it.
+        name: of the thread.
+        error: what it has raised.
+    """
+    if os.getpid() != rank:
+        raise error
+    try:
+        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        lines = readable("".join(traceback.format_exception(error)))
+        channel.send(ThreadFailed(name=name, error=readable(text), traceback=lines))
+    except BaseException:  # nothing can be told any more, and the kernel notices when the rank ends
+        os._exit(os.EX_SOFTWARE)
 
 
 def patch_libraries() -> None:

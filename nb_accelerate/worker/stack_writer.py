@@ -31,6 +31,8 @@ _CHUNK = 1 << 12
 def write_stacks_on_request(requests: int, stacks: int) -> None:
     """Start the thread. It ends when nobody can ask any more.
 
+    If it fails, Python prints why, and `faulthandler` answers from then on.
+
     It needs the interpreter's lock, so it answers while the main thread runs Python code, or waits in C code that has
     released the lock, and does not answer while C code holds it. `faulthandler` answers then. It is no substitute: it
     reads frames that may change meanwhile, and CPython 3.11 crashed in it.

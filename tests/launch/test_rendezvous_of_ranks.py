@@ -17,6 +17,7 @@ import pytest
 from fixtures.ranks import RunRanks
 
 from nb_accelerate import notebook_launcher
+from nb_accelerate.worker.connections import connections
 
 
 def test_groups_are_made_again_and_again_whoever_makes_them(run_ranks: RunRanks) -> None:
@@ -181,10 +182,10 @@ def listening() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            connections = process.net_connections("tcp")
+            sockets = connections(process)
         except psutil.Error:
             continue
-        found |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        found |= {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
     return found
 
 

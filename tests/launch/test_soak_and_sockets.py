@@ -8,6 +8,8 @@ import psutil
 import pytest
 from fixtures.kernels import Kernel
 
+from nb_accelerate.worker.connections import connections
+
 SETUP = """
 import functools, os, torch
 from nb_accelerate import Accelerator, notebook_launcher
@@ -53,7 +55,7 @@ def listeners(kernel: Kernel) -> dict[tuple[str, int], set[int]]:
     """By address and port that the kernel or a process of its listens on, the process ids."""
     found: dict[tuple[str, int], set[int]] = {}
     for process in (psutil.Process(kernel.pid), *kernel.processes()):
-        for connection in process.net_connections("inet"):
+        for connection in connections(process, "inet"):
             if connection.status == psutil.CONN_LISTEN:
                 found.setdefault(connection.laddr, set()).add(process.pid)
     return found

@@ -1,0 +1,23 @@
+"""The connections of a process, by whichever psutil is installed: all that depends on its version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
+
+
+def connections(process: psutil.Process, kind: str = "tcp") -> list[Any]:
+    """Return the sockets of a process, as psutil describes them.
+
+    Args:
+        process: of this user.
+        kind: of sockets, in psutil's words.
+
+    Raises:
+        psutil.Error: the process has ended, or may not be asked.
+    """
+    # Its name since psutil 6, which warns of the one before.
+    ask: Any = getattr(process, "net_connections", None) or process.connections
+    return list(ask(kind))

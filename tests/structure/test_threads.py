@@ -1,0 +1,28 @@
+"""Every thread that the package starts tells what it has failed with."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "nb_accelerate"
+
+ALLOWED = {
+    "helper_threads.py": {"Thread"},
+    "worker/stack_writer.py": {"start_new_thread"},  # Python prints why it has failed, and C code answers instead
+    # Whoever has submitted something to a pool asks for its result.
+    "checkpoint/checksums.py": {"ThreadPoolExecutor"},
+    "checkpoint/reading.py": {"ThreadPoolExecutor"},
+}
+STARTING = {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor"}
+
+
+def test_threads_are_helper_threads() -> None:
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        used = [node.func for node in nodes if isinstance(node, ast.Call)]
+        used += [base for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+        if starting := {ast.unparse(one).rpartition(".")[2] for one in used} & STARTING:
+            found[file.relative_to(PACKAGE).as_posix()] = starting
+    assert found == ALLOWED
