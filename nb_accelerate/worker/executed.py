@@ -2,7 +2,8 @@
 
 It imports torch once; a rank forked from it starts in milliseconds, with none of the kernel's threads, locks, sockets
 or CUDA state. A few idle processes, as many as the last launches had ranks, are forked beforehand. A server that
-imports nothing starts ranks that are fresh interpreters themselves.
+imports nothing starts ranks that are fresh interpreters themselves. So does one whose imports have failed: each rank
+then imports what it needs, and no rank fails by what it does not need, or by a module that was left half imported.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _ExecutedServer(Server):
     Args:
         control: this end of the control channel.
         parent: process id of the kernel.
-        preload: modules to import first. One that fails is reported by every rank that is started.
+        preload: modules to import first.
     """
 
     def __init__(self, control: Channel, parent: int, preload: tuple[str, ...]) -> None:
@@ -79,7 +80,7 @@ class _ExecutedServer(Server):
         # Nothing is gained by forking a process beforehand that becomes a fresh interpreter.
         self._keeps_idle = bool(preload)
         self._wanted = 2 if self._keeps_idle else 0
-        self._broken = self._import(tuple(module for module in preload if module not in LATER))
+        self._has_failed = not self._import(tuple(module for module in preload if module not in LATER))
         self._later = tuple(module for module in preload if module in LATER)
         if self._is_waited_for():
             gc.freeze()  # with what the imports have left over, which is collected when there is time
@@ -95,16 +96,16 @@ class _ExecutedServer(Server):
 
     def _import_later(self) -> None:
         modules, self._later = self._later, ()
-        self._broken = self._broken or self._import(modules)
+        self._has_failed = self._has_failed or not self._import(modules)
 
-    def _import(self, modules: tuple[str, ...]) -> BaseException | None:
+    def _import(self, modules: tuple[str, ...]) -> bool:
         if not modules:
-            return None
+            return True
         try:
             with enough_room(), ending_with(self._parent):  # it takes seconds, and nobody else looks meanwhile
                 return _import_all(modules)
-        except StartError as error:
-            return error
+        except StartError:
+            return False
 
     def _freeze(self) -> None:
         """Keep the collector from touching, and so copying, pages in every rank: what is alive now stays alive."""
@@ -208,14 +209,14 @@ class _ExecutedServer(Server):
     def _wait_to_be_a_rank(self, channel: Channel, server: int) -> NoReturn:
         set_name("nb-idle")
         die_with_parent(server)
-        broken = self._broken or prepare_process(is_fork=False)
+        broken = None if self._has_failed else prepare_process(is_fork=False)
         try:
             (message, scratch), fds = channel.recv()
         except EOFError:
             os._exit(0)
         channel.close()
         ends = RankEnds.from_tuple(fds)
-        if message.fresh:
+        if message.fresh or self._has_failed:
             _exec_rank(ends, message.mark, server, scratch)
         run_rank(ends, message.mark, server, scratch=scratch, broken=broken)
 
@@ -229,7 +230,8 @@ class _ExecutedServer(Server):
             self._idle.pop(pid).close()
 
 
-def _import_all(modules: tuple[str, ...]) -> BaseException | None:
+def _import_all(modules: tuple[str, ...]) -> bool:
+    """Import modules, and return whether all could be imported. Who needs one that could not learns why."""
     gc.disable()  # it would look again and again through all that is being defined, for a sixth of torch's import
     try:
         for module in modules:
@@ -238,11 +240,11 @@ def _import_all(modules: tuple[str, ...]) -> BaseException | None:
         # Packages may be installed from now on; a rank lists the folders when it imports something. In each idle
         # process this would take longer than all else.
         importlib.invalidate_caches()
-    except Exception as error:
-        return error
+    except Exception:
+        return False
     finally:
         gc.enable()
-    return None
+    return True
 
 
 def _exec_rank(ends: RankEnds, mark: bytes, server: int, scratch: str) -> NoReturn:

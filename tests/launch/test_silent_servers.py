@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import re
 import select
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,41 @@ def test_an_interrupt_of_the_first_launch_does_not_wait_until_all_is_imported(
     # The next launch has it, and what was interrupted never runs.
     assert notebook_launcher(os.getppid, (), 1, start_method="forkserver", progress="off", timeout=45) == [server]
     assert not begun.exists()
+
+
+BROKEN = """
+import sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise ImportError("broken on purpose")
+
+sys.meta_path.insert(0, Broken())
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["nb_accelerate.checkpoint.sharded", pytest.param("nb_accelerate.accelerator", marks=pytest.mark.slow)]
+)
+def test_a_module_that_the_server_cannot_import_fails_only_who_needs_it(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs(name: str) -> None:
+        importlib.import_module(name)
+
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(module=module))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    close_warm_server()
+    try:
+        server = warm_server()
+        assert wait([server._channel.fileno()], 45)  # it has imported all that it can, as an idle one does
+        assert notebook_launcher(os.getppid, (), 1, start_method="forkserver", progress="off") == [server.pid]
+        with pytest.raises(ImportError, match="broken on purpose"):
+            notebook_launcher(needs, (module,), 1, start_method="forkserver", progress="off")
+        assert warm_server() is server
+    finally:
+        close_warm_server()
 
 
 def test_a_server_that_is_still_importing_is_not_waited_for(
