@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError
@@ -45,9 +46,13 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
         ShippingError: a part of it cannot be pickled; it says which.
     """
     call = (options.function, options.args, dict(options.kwargs))
+    # In a process that multiprocessing has spawned, the user's script is a module of this name, which only such
+    # processes have.
+    script = sys.modules.get("__mp_main__")
+    by_value = options.by_value if script is None else (*options.by_value, script)
     whole = f"the call of {name}"
     try:
-        return pack(call, name=whole, advice=_ADVICE, by_value=options.by_value)
+        return pack(call, name=whole, advice=_ADVICE, by_value=by_value)
     except ShippingError as error:
         text, path = str(error), error.path
         for index, part in enumerate((name, "args", "kwargs")):

@@ -61,7 +61,7 @@ def _reached(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Yield what a call can reach of the notebook, with the name it has there or in the call."""
     function = getattr(function, "func", function)  # functools.partial
     found = getattr(function, "__globals__", {})
-    if found.get("__name__") == "__main__":
+    if found.get("__name__") in ("__main__", "__mp_main__"):  # the second: see `pack_call`
         yield from list(found.items())
     code = getattr(function, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()

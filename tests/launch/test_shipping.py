@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -131,3 +132,52 @@ def test_code_keeps_the_name_of_its_file() -> None:
     arrived = round_trip(names["outer"])
     assert arrived.__code__.co_filename == "cell 7"
     assert arrived().__code__.co_filename == "cell 7"
+
+
+SCRIPT = """
+import multiprocessing, sys
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+class OwnError(ValueError):
+    pass
+
+def doubled(point):
+    return Point(point.x * 2)
+
+def fails(point):
+    raise OwnError(point.x)
+
+def launch(method, answers):
+    from nb_accelerate import notebook_launcher
+
+    options = dict(start_method=method, progress="off", timeout=40)
+    values = notebook_launcher(doubled, (Point(3),), 2, **options)
+    answers.put([(type(value) is Point, value.x) for value in values])
+    try:
+        notebook_launcher(fails, (Point(3),), 2, **options)
+    except OwnError as error:
+        answers.put(error.args)
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.SimpleQueue()
+    process = spawn.Process(target=launch, args=(sys.argv[1], answers))
+    process.start()
+    process.join()
+    print(answers.get(), answers.get())
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["forkserver", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fork", "spawn"))]
+)
+def test_a_process_that_multiprocessing_has_spawned_launches_what_its_script_defines(
+    method: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, script, method], capture_output=True, text=True, timeout=55, check=False)
+    assert ran.stdout == "[(True, 6), (True, 6)] (3,)\n", ran.stderr
