@@ -16,6 +16,7 @@ pytest_plugins = [
     "pytester",
     "fixtures.failed",
     "fixtures.limits",
+    "fixtures.old_torch",
     "fixtures.devices",
     "fixtures.distributions",
     "fixtures.leaks",

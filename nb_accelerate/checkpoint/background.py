@@ -30,7 +30,6 @@ import torch.distributed as dist
 from nb_accelerate.checkpoint.presence import OtherRanks, wait_for_keys
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class StoreExchange:
             name: of the exchange, the same on all ranks, and never used again.
         """
         whole: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
-        store = clone_store(whole)
+        store = whole.clone()  # calls of this one do not wait for those of another thread
         other_ranks = OtherRanks(dist.group.WORLD, store)
         other_ranks.announce()
         prefix = f"nb_accelerate/background saves/{name}"

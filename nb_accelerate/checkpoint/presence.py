@@ -32,7 +32,6 @@ import psutil
 import torch.distributed as dist
 
 from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.process.store_clones import clone_store
 from nb_accelerate.progress_page import here
 from nb_accelerate.topology.rank_lists import named
 
@@ -352,7 +351,7 @@ def other_ranks_here() -> OtherRanks | None:
         return None
     # The only store that all ranks are sure to share.
     store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    return OtherRanks(dist.group.WORLD, clone_store(store))
+    return OtherRanks(dist.group.WORLD, store.clone())
 
 
 def report_presence() -> None:

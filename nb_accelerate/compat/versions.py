@@ -30,7 +30,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
     Example::
 
-        compare_versions("torch", ">=", "2.6")
+        compare_versions("torch", ">=", "2.8")
 
     Args:
         library_or_version: the name of an installed package, or a parsed version.
@@ -49,9 +49,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether the version of torch is ``operation`` another one: ``is_torch_version(">=", "2.6")``.
+    """Return whether the version of torch is ``operation`` another one: ``is_torch_version(">=", "2.8")``.
 
-    Like `compare_versions`, but a build such as 2.6.0+cu124 counts as 2.6.0.
+    Like `compare_versions`, but a build such as 2.8.0+cu128 counts as 2.8.0.
     """
     return compare_versions(parse(parse(metadata.version("torch")).base_version), operation, version)
 

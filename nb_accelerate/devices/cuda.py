@@ -103,7 +103,7 @@ def pci_address(properties: Any) -> str | None:
     """Return an address as the system writes it, from properties in which torch tells it in numbers."""
     try:
         domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    except AttributeError:  # torch of before 2.8
+    except AttributeError:  # not in every build of torch
         return None
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 

@@ -110,13 +110,13 @@ def _place(
         return {"init_method": options.init_method or url}
     # torchrun's store outlives a process group, and torch would look for the second one's addresses under the names
     # that the first one has left there.
-    from nb_accelerate.process.store_clones import prefix_store  # not where torch was built without torch.distributed
+    from torch._C._distributed_c10d import PrefixStore  # not where torch was built without it
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     timeout = options.timeout or rendezvous.default_pg_timeout
     store, _, _ = next(rendezvous.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
     if environment.has_agent_store:
-        store = prefix_store(f"nb_accelerate/group {next(_numbers)}", store)
+        store = PrefixStore(f"nb_accelerate/group {next(_numbers)}", store)
     if uuid:
         claim(store, topology.rank, device, uuid)
     return {"store": store}

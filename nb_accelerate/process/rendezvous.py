@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from typing_extensions import override
 
 from nb_accelerate.process import loopback
-from nb_accelerate.process.store_clones import clone_store, prefix_store
 from nb_accelerate.progress_page import here
 from nb_accelerate.topology.rank_lists import named
 
@@ -135,7 +134,7 @@ class RendezvousHandler:
         """
         number = self._groups[world_size]
         self._groups[world_size] += 1
-        part = prefix_store(f"{world_size} ranks, group {number}", store)
+        part = PrefixStore(f"{world_size} ranks, group {number}", store)
         part.set_timeout(timeout)
         if part.add(_key(rank), 1) > 1:
             raise dist.DistStoreError(
@@ -227,7 +226,7 @@ class _PollingStore(Store):
         self._clones: list[Store] = []  # see `RendezvousHandler`
 
     def clone(self) -> Store:
-        store = clone_store(self._store)
+        store: Store = self._store.clone()  # type: ignore[attr-defined] # no stub
         clone = _PollingStore(store, self._waiting.of(store))
         clone.set_timeout(self.timeout)  # type: ignore[attr-defined] # no stub
         self._clones.append(clone)

@@ -9,6 +9,7 @@ drawing is passed on.
 from __future__ import annotations
 
 import codecs
+import re
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,12 @@ _TAIL_LINES = 20
 
 _MAX_UNFINISHED = 1 << 20
 """Characters without a newline that are held back; more are passed on as a line."""
+
+
+_OF_GLOO = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\n"
+)
+"""What gloo of PyTorch 2.8 to 2.10 prints to standard output, in C++ and past every log level, for each group."""
 
 
 class RankOutput:
@@ -123,6 +130,8 @@ class RankOutput:
             line.add(rest)
             if line.size > _MAX_UNFINISHED:
                 text += line.take() + "\n"
+        if "[Gloo] Rank " in text:
+            text = _OF_GLOO.sub("", text)
         if text:
             self._emit(chunk.stream, text)
 

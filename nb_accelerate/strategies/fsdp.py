@@ -11,6 +11,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+from packaging.version import parse
 from typing_extensions import override
 
 from nb_accelerate.comm.data_parallel import share_random_numbers
@@ -30,7 +32,7 @@ from nb_accelerate.strategies.unwrapping import innermost
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
+    import torch.distributed as dist
     from torch import Tensor, nn
 
     from nb_accelerate.comm import Collectives
@@ -229,6 +231,27 @@ class FSDPStrategy(DTensorStrategy):
     @override
     def saves_shards(self) -> bool:  # type: ignore[override]
         return self._options.saves_shards
+
+
+def check_averaging(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Refuse ranks that do not average the gradients of shards.
+
+    Args:
+        group: of all ranks.
+        device: of this one.
+
+    Raises:
+        ConfigError: they use gloo of PyTorch before 2.9, whose reduce_scatter adds up where it should average.
+    """
+    if group is None or parse(torch.__version__).release >= (2, 9):
+        return
+    backend: Any = group._get_backend(device)  # noqa: SLF001 - the one for this device, of maybe several
+    if backend.name() == "gloo":
+        raise ConfigError(
+            f"FSDP was asked for (fsdp_plugin, parallelism_config or ACCELERATE_USE_FSDP) on CPUs with PyTorch "
+            f"{torch.__version__}, which adds up the gradients of ranks there instead of averaging them, so the model "
+            "would train wrongly. Install a newer one (pip install 'torch>=2.9'), or leave FSDP out and train with DDP."
+        )
 
 
 def _check_group(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ all ranks of a group compute the same loss from the same rows. What no plan name
 from __future__ import annotations
 
 import fnmatch
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +67,9 @@ class TensorParallelizer:
             return
         layers = self.plan(model)
         ties = _ties(model)
-        # All ranks have the weights whole. PyTorch 2.6 has no such argument, and sends those of the first nevertheless.
-        named = inspect.signature(parallelize_module).parameters
-        from_own: dict[str, Any] = {"src_data_rank": None} if "src_data_rank" in named else {}
         for layer in layers:
             fill_layer(layer.module)
-            parallelize_module(layer.module, self._mesh, layer.style, **from_own)
+            parallelize_module(layer.module, self._mesh, layer.style, src_data_rank=None)  # all ranks have them whole
         names = {layer.name for layer in layers}
         for tied in ties:
             if tied[0][0] in names:

@@ -20,7 +20,7 @@ from nb_accelerate.config.parallelism import resolve_parallelism
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.ddp import DDPStrategy
-from nb_accelerate.strategies.fsdp import FSDPStrategy
+from nb_accelerate.strategies.fsdp import FSDPStrategy, check_averaging
 from nb_accelerate.strategies.mesh import layout_for_fsdp, layout_of
 from nb_accelerate.strategies.single import SingleStrategy
 from nb_accelerate.strategies.tensor_parallel import TensorParallelStrategy
@@ -227,6 +227,7 @@ def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy
             )
         return TensorParallelStrategy(process.device, collectives, process.distributed_type, layout=layout, plan=plan)
     if engines.fsdp is not None:
+        check_averaging(process.group, process.device)
         layout = layout or layout_for_fsdp(engines.fsdp, process.topology)
         return FSDPStrategy(process.device, collectives, options=engines.fsdp, layout=layout, plan=plan)
     return DDPStrategy(

@@ -76,9 +76,7 @@ def shard_model(
         if parallelize is not None:
             parallelize(model, fill)
         ignored = ignored_parameters(model, options)
-        arguments: dict[str, Any] = {"mesh": mesh, **_offload_policy(options, device)}
-        if ignored:  # an argument that PyTorch 2.6 lacks
-            arguments["ignored_params"] = ignored
+        arguments: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored, **_offload_policy(options, device)}
         policies = _Policies(options, dtype)
         reshard = options.reshard_after_forward
         resharded: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}

@@ -225,6 +225,13 @@ class _ExecutedServer(Server):
         return self._idle.keys()
 
     @override
+    def _tidy(self) -> None:
+        # PyTorch before 2.10 makes a folder as it is imported, and no exit handlers run here.
+        folder = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
+        if folder is not None:
+            folder.cleanup()
+
+    @override
     def _has_ended(self, pid: int) -> None:
         if pid in self._idle:  # somebody killed it
             self._idle.pop(pid).close()

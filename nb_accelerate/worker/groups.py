@@ -71,8 +71,7 @@ def abort_groups() -> None:
         own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
         try:
             for group in sorted(names, key=names.get, reverse=True):
-                with_abort = group if hasattr(group, "abort") else group._get_backend(torch.device(backend.device))  # noqa: SLF001
-                with_abort.abort()  # groups have none before PyTorch 2.7
+                group.abort()
         finally:
             own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
 

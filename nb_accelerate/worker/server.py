@@ -184,6 +184,9 @@ class Server:
         """Return the process ids of children that are no ranks."""
         return ()
 
+    def _tidy(self) -> None:
+        """Remove what this process has left, at its end."""
+
     def _has_ended(self, pid: int) -> None:
         """Forget a child that was no rank and has ended."""
 
@@ -251,6 +254,7 @@ class Server:
         with contextlib.suppress(OSError):  # the kernel has gone
             self._control.send(Quit())
         remove_abandoned()
+        self._tidy()
         os._exit(0)
 
 

@@ -288,3 +288,13 @@ def test_a_launch_in_a_console_that_knows_no_umlauts_shows_escapes():
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     assert "gr\\xfc\\xdfe \\ud800 \\U0001f389\n" in done.stdout
+
+    @pytest.mark.parametrize("alone", [True, False])
+    def test_the_line_that_gloo_prints_of_each_group_is_left_out(self, alone: bool):
+        seen = []
+        output = RankOutput(MARK, lambda _, text: seen.append(text), alone=alone)
+        line = "[Gloo] Rank 0 is connected to {} peer ranks. Expected number of connected peer ranks is : {}\n"
+        for text in ("mine, ", line.format(1, 1), "and on\n", line.format(12, 12), line.format(1, 3), "last\n"):
+            output.feed(text.encode())
+        output.finish()
+        assert "".join(seen) == output.text == "mine, and on\n" + line.format(1, 3) + "last\n"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from fixtures.block_models import Block, Model, Tied
+from fixtures.old_torch import SHARDS_ON_CPUS
+from fixtures.ranks import RunRanks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin, resolve_fsdp
 from nb_accelerate.errors import ConfigError
@@ -131,3 +135,28 @@ def test_what_accelerates_launcher_sets_without_being_asked_is_no_error(policy, 
 def test_options_that_the_environment_adds_nothing_to_stay_the_users_object():
     plugin = Plugin()
     assert resolve_fsdp(plugin, Environment({})) is plugin
+
+
+def test_fsdp_on_cpus_is_refused_where_pytorch_adds_up_what_it_should_average(run_ranks: RunRanks):
+    def shard() -> str:
+        if SHARDS_ON_CPUS:
+            torch.__version__ = "2.8.0+cu128"  # type: ignore[assignment]
+        with pytest.raises(ConfigError) as caught:
+            Accelerator(cpu=True, fsdp_plugin=Plugin())
+        return str(caught.value)
+
+    said = run_ranks(shard)
+    assert all("PyTorch 2.8.0" in one and "pip install 'torch>=2.9'" in one and "DDP" in one for one in said)
+
+
+def test_gloo_averages_the_gradients_of_shards(run_ranks: RunRanks):
+    def average() -> list[float]:
+        Accelerator(cpu=True)
+        part = torch.empty(1)
+        # What FSDP2 does with gradients. PyTorch 2.8 returns 2 and 4.
+        dist.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]), op=dist.ReduceOp.AVG)
+        return part.tolist()
+
+    if not SHARDS_ON_CPUS:
+        pytest.skip(f"PyTorch {torch.__version__} adds up, and FSDP on CPUs is refused")
+    assert run_ranks(average) == [[1.0], [2.0]]
