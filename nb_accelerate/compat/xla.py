@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import subprocess
 import sys
+
+from nb_accelerate.config.installed import is_installed
 
 _WHEELS = (
     "https://storage.googleapis.com/libtpu-releases/index.html",
@@ -23,7 +24,7 @@ def install_xla(upgrade: bool = False) -> None:
         RuntimeError: this is not Colab, where packages belong to the user and not to us.
         CalledProcessError: pip failed; it says why.
     """
-    if importlib.util.find_spec("google.colab") is None:
+    if not is_installed("google.colab"):
         raise RuntimeError(
             "install_xla was called outside of Google Colab. Install torch_xla as the rest of your environment: "
             f"pip install {_requirement()}."

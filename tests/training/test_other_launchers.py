@@ -100,11 +100,12 @@ def test_cores_are_left_alone_where_there_is_no_device_or_no_word_of_it(tmp_path
 
 
 def test_torch_xla_is_installed_on_colab_only(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google", None)  # no package of that name is installed
     with pytest.raises(RuntimeError, match=r"outside of Google Colab.*pip install torch_xla\[tpu\]~=\d+\.\d+\.0"):
         utils.install_xla()
     for name in ("google", "google.colab"):
         module = types.ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
+        module.__spec__ = ModuleSpec(name, None, origin="a file")
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
     ran = []
