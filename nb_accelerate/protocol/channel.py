@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import contextlib
 import io
+import os
 import pickle
 import socket
 import struct
@@ -32,7 +33,10 @@ _MAX_FDS = 17
 """Descriptors in one message, at most: 16 of the sender's, and that of a file with the message."""
 
 _LONGEST_INLINE = 1 << 15
-"""Bytes of a pickled message in a frame. Several such frames fit into the smallest buffer of a socket in use."""
+"""Bytes of a pickled message in a frame, at most."""
+
+_FRAMES_IN_BUFFER = 4
+"""Frames that fit into the buffer of a socket, at least. It has 200 kB on Linux and 8 kB on macOS."""
 
 _CHUNK = 1 << 16
 """Bytes that are read at once."""
@@ -50,6 +54,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        buffer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self._longest_inline = min(_LONGEST_INLINE, buffer // _FRAMES_IN_BUFFER - _HEADER.size)
         self._sending = threading.Lock()
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
@@ -78,7 +84,7 @@ class Channel:
         """
         body = pickle.dumps(message, protocol=5)
         with contextlib.ExitStack() as stack:
-            in_file = len(body) > _LONGEST_INLINE
+            in_file = len(body) > self._longest_inline
             if in_file:
                 file = stack.enter_context(write_segment([memoryview(body)]))
                 fds = [file.fileno(), *fds]
@@ -148,7 +154,7 @@ class Channel:
 
 def _recv_fds(sock: socket.socket, flags: int) -> tuple[bytes, Sequence[int]]:
     # socket.recv_fds does not set close-on-exec, and a descriptor that leaks into a subprocess of the user's hides
-    # the end of a stream from us.
+    # the end of a stream from us. macOS cannot set it in the same call.
     fds = array.array("i")
     space = socket.CMSG_SPACE(_MAX_FDS * fds.itemsize)
     cloexec = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -156,4 +162,6 @@ def _recv_fds(sock: socket.socket, flags: int) -> tuple[bytes, Sequence[int]]:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    for fd in fds if not cloexec else ():
+        os.set_inheritable(fd, False)
     return data, fds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from itertools import pairwise
 
 import pytest
@@ -58,6 +59,34 @@ def test_a_large_message_to_a_process_that_does_not_read_holds_up_nobody() -> No
     assert len(Channel(there).drain()[0][0].message) == 10_000_000
     here.close()
     there.close()
+
+
+def test_several_messages_to_a_process_that_does_not_read_fit_into_the_small_buffers_of_macos() -> None:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    ends[0].settimeout(5)  # a send that waits for the other end fails
+    here, other = map(Channel, ends)
+    sizes = (30_000, 5_000, 1_900)
+    for size in sizes:
+        here.send(b"x" * size)
+    assert [len(received.message) for received in other.drain()[0]] == [*sizes]
+    here.close()
+    other.close()
+
+
+def test_descriptors_that_arrive_are_not_inherited_where_the_system_cannot_say_so_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(socket, "MSG_CMSG_CLOEXEC")  # macOS has none
+    here, there = Channel.pair()
+    other = Channel(there)
+    here.send("with a descriptor", [0])
+    (fd,) = other.recv().fds
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+    here.close()
+    other.close()
 
 
 def test_half_a_message_does_not_hold_up_whoever_drains() -> None:
