@@ -140,8 +140,10 @@ class OtherRanks:
 
     def announce(self) -> None:
         """Tell which process this rank is. Can be repeated."""
-        process = [_machine(), os.getpid(), psutil.Process().create_time()]
-        self._store.set(f"process {self.rank}", json.dumps(process))
+        started = 0.0
+        with contextlib.suppress(psutil.Error):  # of a machine that tells nobody about its processes
+            started = psutil.Process().create_time()
+        self._store.set(f"process {self.rank}", json.dumps([_machine(), os.getpid(), started]))
         self._store.delete_key(f"left {self.rank}")  # a group before, which torch may have given the same keys
 
     def leave(self) -> None:
@@ -379,12 +381,16 @@ def _machine() -> str:
 
 def _lives(pid: int, started: float) -> bool:
     try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    try:
         process = psutil.Process(pid)
         # The number may have been given to a new process, which was started later.
         return abs(process.create_time() - started) < _CLOCK and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:  # of a machine that tells nobody about its processes
+    except psutil.Error:  # it has just ended, or the machine tells nobody about its processes
         return True
 
 

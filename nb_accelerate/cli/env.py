@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.versions import LOWEST, installed_version, is_too_old
+from nb_accelerate.devices.host import num_cpus
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.version import __version__
 
@@ -74,9 +75,7 @@ def _configuration() -> str:
 
 
 def _cores() -> str:
-    total = os.cpu_count() or 1
-    # A container or a batch system may lend this process fewer than the machine has.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    total, usable = os.cpu_count() or 1, num_cpus()
     return str(total) if usable == total else f"{usable} of {total}"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from nb_accelerate.errors import LaunchError
+
 _SERVER = "nb-server"
 _RANK = re.compile(r"nb-rank(\d+)")
 
@@ -36,9 +38,17 @@ class Run:
 
 
 def find_runs() -> list[Run]:
-    """Return all runs whose processes may be seen, by the process id of their owner. Idle servers are no runs."""
+    """Return all runs whose processes may be seen, by the process id of their owner. Idle servers are no runs.
+
+    Raises:
+        LaunchError: the system lists no processes.
+    """
     ranks: dict[int, list[psutil.Process]] = {}
-    for process in psutil.process_iter():
+    try:
+        every = list(psutil.process_iter())
+    except (OSError, IndexError) as error:  # whichever psutil raises where it finds no processes
+        raise LaunchError("this system does not list its processes. Is /proc mounted here?") from error
+    for process in every:
         with contextlib.suppress(psutil.Error):
             if _RANK.fullmatch(process.name()):
                 owner = _owner_of(process)

@@ -1,7 +1,9 @@
-"""Memory of the host, as far as this process may have it."""
+"""Memory and processors of the host, as far as this process may have them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -9,11 +11,22 @@ _CGROUP = Path("/sys/fs/cgroup")
 """Where a container sees its own limits, with version 2 of control groups."""
 
 
+def num_cpus() -> int:
+    """Return how many cores this process may use: a container or a batch system may lend it fewer than there are."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # macOS has none, and a sandbox may refuse it
+        return os.cpu_count() or 1
+
+
 def memory_used() -> int:
-    """Return the bytes of main memory that this process holds (RSS)."""
+    """Return the bytes of main memory that this process holds (RSS); 0 if the system does not say."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except psutil.Error:  # no /proc
+        return 0
 
 
 def memory_peak() -> int:
@@ -26,18 +39,20 @@ def memory_peak() -> int:
 
 
 def memory_left(ranks: int) -> int:
-    """Return the bytes that this process could have in addition.
+    """Return the bytes that this process could have in addition; 0 if the system does not say.
 
     Args:
         ranks: of this machine. What is free is taken to be shared out among them.
     """
     import psutil
 
-    free = psutil.virtual_memory().available
-    in_container = _left_in_container(_CGROUP)
-    left = (free if in_container is None else min(free, in_container)) // max(1, ranks)
-    of_process = _left_of_process()
-    return int(left if of_process is None else min(left, of_process))
+    with contextlib.suppress(OSError, psutil.Error):  # no /proc
+        free = psutil.virtual_memory().available
+        in_container = _left_in_container(_CGROUP)
+        left = (free if in_container is None else min(free, in_container)) // max(1, ranks)
+        of_process = _left_of_process()
+        return int(left if of_process is None else min(left, of_process))
+    return 0
 
 
 def _left_in_container(folder: Path) -> int | None:

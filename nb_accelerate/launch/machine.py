@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -17,6 +18,7 @@ from nb_accelerate.config.env import Environment
 from nb_accelerate.config.file import read_config
 from nb_accelerate.config.versions import check_versions
 from nb_accelerate.devices import DEVICE_KINDS
+from nb_accelerate.devices.host import num_cpus
 from nb_accelerate.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def look(env: Mapping[str, str]) -> MachineFacts:
     file = read_config()
     variables = {**(file.as_variables() if file is not None else {}), **os.environ, **env}
     return MachineFacts(
-        num_cpus=_num_cpus(),
+        num_cpus=num_cpus(),
         accelerators=tuple(_accelerators(variables, env)),
         prefers_cpu=bool(Environment(variables).use_cpu),
         num_threads=Environment(variables).num_threads,
@@ -97,12 +99,6 @@ def look(env: Mapping[str, str]) -> MachineFacts:
         can_fork=hasattr(os, "fork"),
         shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
     )
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _accelerators(variables: Mapping[str, str], changed: Mapping[str, str]) -> list[VisibleDevices]:
@@ -139,8 +135,9 @@ def _loopback() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has `address`, or None."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
-            return name
+    """Return the name of the network interface that has `address`; None if there is none, or the system lists none."""
+    with contextlib.suppress(OSError):  # a sandbox without netlink sockets; `process/loopback.py` tells
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
+                return name
     return None

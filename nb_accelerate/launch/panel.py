@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import string
 import uuid
 from typing import TYPE_CHECKING
 
+from nb_accelerate.devices.host import num_cpus
 from nb_accelerate.display.view import Facts
 
 if TYPE_CHECKING:
@@ -40,11 +40,7 @@ def facts_of(name: str, plan: LaunchPlan) -> Facts:
         name: name of the function or cell.
         plan: how it runs.
     """
-    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe(), cores=_cores())
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Facts(name=name, setup=_setup(plan), brief=plan.brief, details=plan.describe(), cores=num_cpus())
 
 
 def _setup(plan: LaunchPlan) -> tuple[str, ...]:

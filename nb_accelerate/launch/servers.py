@@ -310,8 +310,8 @@ class WarmStatus:
 
     Attributes:
         pid: process id of the warm server.
-        idle: process ids of the idle processes it keeps.
-        memory: bytes that these processes do not share with others.
+        idle: process ids of the idle processes it keeps; none if the system does not say.
+        memory: bytes that these processes do not share with others; 0 if the system does not say.
     """
 
     pid: int
@@ -319,9 +319,9 @@ class WarmStatus:
     memory: int
 
     def __str__(self) -> str:
+        held = f" with {len(self.idle)} idle processes, {size(self.memory)} of their own" if self.memory else ""
         return (
-            f"warm server {self.pid} with {len(self.idle)} idle processes, {size(self.memory)} of their own; "
-            f"nb_accelerate.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
+            f"warm server {self.pid}{held}; nb_accelerate.launch.close() ends it, NB_ACCELERATE_KEEP_WARM=0 keeps none"
         )
 
 
@@ -330,14 +330,16 @@ def warm_status() -> WarmStatus | None:
     with _lock:
         if _warm is None or not _warm.alive():
             return None
-        server = psutil.Process(_warm.pid)
-        idle, memory = [], server.memory_full_info().uss
-        for child in server.children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                if child.name() == "nb-idle":
-                    memory += child.memory_full_info().uss
-                    idle.append(child.pid)
-        return WarmStatus(pid=server.pid, idle=tuple(idle), memory=memory)
+        idle, memory = [], 0
+        with contextlib.suppress(psutil.Error):  # macOS tells this of no other process, and Linux of none without /proc
+            server = psutil.Process(_warm.pid)
+            memory = server.memory_full_info().uss
+            for child in server.children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    if child.name() == "nb-idle":
+                        memory += child.memory_full_info().uss
+                        idle.append(child.pid)
+        return WarmStatus(pid=_warm.pid, idle=tuple(idle), memory=memory)
 
 
 def _forget() -> None:

@@ -28,10 +28,13 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     address = kind.pci_address(local_process_index)
     if address is None or not hasattr(os, "sched_setaffinity"):
         return
-    cores = near_cores(address) & os.sched_getaffinity(0)
-    if not cores:
+    try:
+        cores = near_cores(address) & os.sched_getaffinity(0)
+        if not cores:
+            return
+        os.sched_setaffinity(0, cores)
+    except OSError:  # a sandbox may refuse it; the process is slower then, and no less right
         return
-    os.sched_setaffinity(0, cores)
     if Environment().debug_mode if verbose is None else verbose:
         logger.info("Process %d runs on %d cores: %s", local_process_index, len(cores), sorted(cores))
 

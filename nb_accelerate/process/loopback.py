@@ -86,9 +86,14 @@ def _checked(original: Any) -> Any:
             return isinstance(instance, original)
 
         def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
-            if size == 1 or args or set(kwargs) != {"timeout"}:  # with options of its own it is not torch that asks
-                return original(store, rank, size, *args, **kwargs)
-            return _connect(original, store, rank, size, kwargs["timeout"])
+            try:
+                if size == 1 or args or set(kwargs) != {"timeout"}:  # with options of its own it is not torch that asks
+                    return original(store, rank, size, *args, **kwargs)
+                return _connect(original, store, rank, size, kwargs["timeout"])
+            except RuntimeError as error:
+                if why := _why_no_interfaces():
+                    raise dist.DistBackendError(why) from error
+                raise
 
     return Meta(original.__name__, (original,), {"__module__": original.__module__, "__doc__": original.__doc__})
 
@@ -139,6 +144,19 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
             raise _disturbed(found)
         group = None
     raise AssertionError
+
+
+def _why_no_interfaces() -> str:
+    """Return why gloo can connect nothing, because it is not told which network interfaces there are; else ""."""
+    try:
+        socket.if_nameindex()
+    except OSError as error:
+        return (
+            f"gloo cannot be used here: it lists the network interfaces of this machine, and a sandbox refuses that "
+            f"({error.strerror}). Have netlink sockets allowed; without, only functions on one rank, or on ranks that "
+            f"exchange no tensors, can be launched: notebook_launcher(function, num_processes=1)"
+        )
+    return ""
 
 
 def _said_by_all(store: Any, what: str, uids: set[int], rank: int, size: int) -> set[int]:

@@ -9,9 +9,8 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-import psutil
-
 from nb_accelerate.devices import DEVICE_KINDS
+from nb_accelerate.devices.host import memory_used
 
 _HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__|open")
 
@@ -75,7 +74,7 @@ def reset(kept: tuple[str, ...]) -> None:
 
 def memory() -> dict[str, int]:
     """Return the bytes this process holds: ``rss`` of main memory, ``gpu`` of its device if it uses one."""
-    found = {"rss": psutil.Process().memory_info().rss}
+    found = {"rss": memory_used()}
     if "torch" in sys.modules:
         used = [kind.memory_reserved() for kind in DEVICE_KINDS if kind.is_initialized()]
         if used:

@@ -30,9 +30,7 @@ def die_with_parent(parent: int) -> None:
     Call it in a child that `parent` forked from its main thread: Linux sends the signal when the *thread* that
     forked ends.
     """
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
+    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         HelperThread(_watch_parent, parent, name="parent").start()
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
@@ -70,13 +68,12 @@ def ending_with(parent: int) -> Iterator[None]:
 
 def adopt_orphans() -> bool:
     """Become the parent of descendants whose own parent ends. Return False where the system cannot do that."""
-    return sys.platform == "linux" and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:
     """Set the name that ``top`` and ``ps -o comm`` show: at most 15 characters."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    _prctl(_PR_SET_NAME, name.encode())
 
 
 def step_back() -> None:
@@ -90,10 +87,13 @@ def children() -> list[int]:
     """Return the process ids of the children of this process, which must have one thread; zombies too.
 
     Linux lists them within microseconds, the newest last. A child leaves the list only when this process reaps it.
+    There are none where the system lists no processes, which is Linux without ``/proc``.
     """
     listed = _read(f"/proc/self/task/{os.getpid()}/children")
     if listed is None:  # not Linux, or built without it
-        return [child.pid for child in psutil.Process().children()]
+        with contextlib.suppress(psutil.Error):
+            return [child.pid for child in psutil.Process().children()]
+        return []
     return [int(pid) for pid in listed.split()]
 
 
@@ -119,16 +119,18 @@ def send_signal(pid: int, signum: int, *, process: int = -1) -> bool:
     Args:
         pid: its process id.
         signum: the signal.
-        process: its descriptor, which is used instead of `pid` unless it is -1: the system may have given the id to
+        process: its descriptor, or -1. It is used instead of `pid` where it can be: the system may have given the id to
             another process meanwhile.
 
     Returns:
         False if it belongs to another user, as one that was started with sudo does.
     """
     try:
-        if process >= 0:
+        try:
             signal.pidfd_send_signal(process, signum)
-        else:
+        except ProcessLookupError:
+            raise
+        except (AttributeError, OSError):  # there is no descriptor; or a sandbox knows the call that opens one only
             os.kill(pid, signum)
     except ProcessLookupError:
         return True
@@ -167,12 +169,13 @@ def _read(file: str) -> bytes | None:
     return data
 
 
-def _prctl(option: int, value: int) -> bool:
-    return bool(_LIBC.prctl(option, value, 0, 0, 0) == 0)
+def _prctl(option: int, value: int | bytes) -> bool:
+    """Set something for this process. Return False where that is not Linux', or a sandbox refuses it."""
+    return _LIBC is not None and bool(_LIBC.prctl(option, value, 0, 0, 0) == 0)
 
 
 def _watch_parent(parent: int) -> None:
-    # macOS has no parent-death signal; a change of parent is all there is to see.
+    # Without a parent-death signal a change of parent is all there is to see.
     while os.getppid() == parent:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -44,7 +44,14 @@ from nb_accelerate.protocol.messages import Quit
 from nb_accelerate.worker.call import fail
 from nb_accelerate.worker.ends import RankEnds
 from nb_accelerate.worker.limits import why_no_room
-from nb_accelerate.worker.process_tree import adopt_orphans, children, is_tracker, leave_group, send_signal
+from nb_accelerate.worker.process_tree import (
+    adopt_orphans,
+    children,
+    is_tracker,
+    leave_group,
+    open_process,
+    send_signal,
+)
 from nb_accelerate.worker.scratch import remove_abandoned
 
 if TYPE_CHECKING:
@@ -140,11 +147,10 @@ class Server:
         self._own_fds += [wakeup_read, wakeup_write]
         self._selector.register(wakeup_read, selectors.EVENT_READ, "child")
         self._selector.register(self._control, selectors.EVENT_READ, "control")
-        with contextlib.suppress(AttributeError, OSError):  # not on macOS, not on old or emulated kernels
-            # The channel's end may be hidden: a process the notebook forked holds a copy of the kernel's side.
-            pidfd = os.pidfd_open(self._parent)
-            self._own_fds.append(pidfd)
-            self._selector.register(pidfd, selectors.EVENT_READ, "parent")
+        # The channel's end may be hidden: a process the notebook forked holds a copy of the kernel's side.
+        if (parent := open_process(self._parent)) >= 0:
+            self._own_fds.append(parent)
+            self._selector.register(parent, selectors.EVENT_READ, "parent")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # a thread of the kernel's may have blocked it
         self._reap()  # who ended before there was a handler
         while os.getppid() == self._parent:

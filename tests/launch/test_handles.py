@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -248,6 +249,18 @@ def test_what_stays_between_launches_is_named_with_its_memory_and_can_be_ended(n
     assert notebook.processes() == []
     notebook.run("warm_up()").ok()
     assert notebook.run("print(launch(rank, (), 2))").ok().stdout == "[0, 1]\n"
+
+
+def test_what_stays_is_named_also_where_the_system_tells_nothing_of_other_processes(notebook: Kernel) -> None:
+    """As macOS, where only this process may ask for its memory."""
+    refuse = (
+        "import psutil\nfrom nb_accelerate.launch import close, warm_status, warm_up\n"
+        "def refused(process): raise psutil.AccessDenied(process.pid)\n"
+        "usual, psutil.Process.memory_full_info = psutil.Process.memory_full_info, refused"
+    )
+    notebook.run(f"{refuse}\nwarm_up()").ok()
+    shown = notebook.run("print(warm_status())\npsutil.Process.memory_full_info = usual").ok().stdout
+    assert re.match(r"warm server \d+; nb_accelerate\.launch\.close\(\) ends it", shown)
 
 
 IDLE = """

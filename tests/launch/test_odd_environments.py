@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from fixtures.ranks import RunRanks
+from fixtures.refusals import place_without, why_no_place
 
 from nb_accelerate import notebook_launcher
 from nb_accelerate.errors import StartError
@@ -101,3 +103,52 @@ def test_a_process_that_a_function_forks_ends_with_it_and_answers_nothing(run_ra
     assert run_ranks(fork, "raises") == [(0, 1)] * 2
     assert run_ranks(fork, "exits") == [(0, 7)] * 2
     assert run_ranks(fork, "exits below zero") == [(0, 255)] * 2
+
+
+CHILD = """
+import os, time
+from nb_accelerate.worker.process_tree import die_with_parent
+parent = os.getpid()
+if os.fork() == 0:
+    die_with_parent(parent)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+os.wait()
+"""
+
+
+def test_a_rank_ends_with_its_parent_where_the_system_refuses_to_end_it() -> None:
+    if reason := why_no_place("prctl"):
+        pytest.skip(reason)
+    command = [*place_without("prctl"), sys.executable, "-c", CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+SIGNALS = """
+import os, signal, subprocess, sys
+from nb_accelerate.worker.process_tree import open_process, send_signal
+child = subprocess.Popen(["sleep", "60"])
+process = open_process(child.pid)
+assert process >= 0
+assert send_signal(child.pid, signal.SIGKILL, process=process)
+assert child.wait() == -signal.SIGKILL
+"""
+
+
+def test_a_signal_is_sent_by_number_where_a_sandbox_knows_descriptors_of_processes_only_by_half() -> None:
+    if reason := why_no_place("pidfd_send_signal"):
+        pytest.skip(reason)
+    command = [*place_without("pidfd_send_signal"), sys.executable, "-c", SIGNALS]
+    subprocess.run(command, check=True, timeout=50)
+
+
+def test_the_command_line_says_where_no_processes_are_listed() -> None:
+    if reason := why_no_place("/proc"):
+        pytest.skip(reason)
+    command = [*place_without("/proc"), sys.executable, "-m", "nb_accelerate", "status"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert ran.stderr == "nb-accelerate: this system does not list its processes. Is /proc mounted here?\n"
