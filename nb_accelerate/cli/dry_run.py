@@ -63,7 +63,6 @@ def _changed_environ(plan: LaunchPlan, options: LaunchOptions, local_rank: int) 
         interface="INTERFACE" if several else plan.loopback,
         run_id=options.rdzv_id,
         listener=None,
-        file=0,
         keeps_interface=several,
     )
     environ = rank_environ(plan, rendezvous, local_rank, base=os.environ, extra=options.env)

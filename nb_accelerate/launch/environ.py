@@ -49,7 +49,9 @@ def rank_environ(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
     }
-    if rendezvous.file < 0:  # every rank is a client of the store; rank 0 serves it on a socket that was bound for it
+    # For programs that ranks start: they find the store at the master's address, where a rank of ours serves it. On one
+    # machine nothing listens there, and they serve one by themselves.
+    if rendezvous.num_nodes > 1:
         environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     else:
         environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL
 from nb_accelerate.progress_page import PageReader
+from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.output import new_mark
@@ -82,7 +83,7 @@ class LocalRank(RankHandle):
         with contextlib.ExitStack() as undo:
             if store_fd >= 0:
                 undo.callback(os.close, store_fd)
-            self.page = PageReader()
+            self.page = PageReader(anonymous_file())
             undo.callback(self.page.close)
             self.channel, there = Channel.pair()
             undo.callback(self.channel.close)

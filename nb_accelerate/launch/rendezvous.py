@@ -3,7 +3,8 @@
 ``local``: on one machine the store is a file without a name, made here before any rank starts. Each rank gets its
 descriptor, and nobody else can open it: nothing listens, so other users of the machine have nowhere to write keys or
 garbage to. The port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of its own there. Where
-there are no such files (macOS), the store listens on a socket that is bound here, to loopback, and given to rank 0.
+torch cannot open such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound
+here, to loopback, and given to rank 0.
 
 ``static`` and ``c10d``: on several machines the socket is bound to the address that the others use. Which machine is
 which is said by ``node_rank``, or agreed on through torch elastic's rendezvous.
@@ -29,6 +30,7 @@ from nb_accelerate.launch.elastic import ElasticRendezvous
 from nb_accelerate.launch.machine import interface_of
 from nb_accelerate.launch.machine_state import silence_limit
 from nb_accelerate.launch.static import StaticRendezvous
+from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
 
@@ -63,13 +65,14 @@ class Rendezvous:
 
     Attributes:
         address: of the store, as every rank reaches it.
-        port: of the store.
+        port: of the store, or one beside it that is kept free for code in ranks.
         node_rank: number of this machine.
         interface: network interface for gloo and NCCL.
         keeps_interface: a network interface that the environment names is kept: a cluster knows of faster ones.
         run_id: names the launch.
         listener: the bound socket if this machine serves the store, else None.
         file: descriptor of the file that is the store, or -1.
+        store_port: of the store, if `port` is another one; else 0.
         num_nodes: machines that take part.
         world_size: ranks on all machines.
         polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
@@ -83,6 +86,7 @@ class Rendezvous:
     run_id: str
     listener: socket.socket | None
     file: int = -1
+    store_port: int = 0
     keeps_interface: bool = False
     num_nodes: int = 1
     world_size: int = 1
@@ -101,7 +105,14 @@ class Rendezvous:
         elif self.listener is not None and local_rank == 0:
             # Only that rank keeps the socket: if it ends, connecting fails at once, and does not wait for an accept.
             kind, fd = "server", self.listener.detach()
-        spec = StoreSpec(kind=kind, address=self.address, port=self.port, world_size=self.world_size, polls=self.polls)
+        spec = StoreSpec(
+            kind=kind,
+            address=self.address,
+            port=self.port,
+            store_port=self.store_port or self.port,
+            world_size=self.world_size,
+            polls=self.polls,
+        )
         return spec, fd
 
 
@@ -145,15 +156,15 @@ def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBacke
 def _meet_here(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
     with contextlib.ExitStack() as stack:
         listener = None
+        store_port = 0
         with interrupts_later():  # or nobody would close it
             file = _file_without_name()
             if file >= 0:
                 stack.callback(os.close, file)
-        if file >= 0:
-            port = _keep_free(int(options.use_port or 0), stack, alone=plan.num_processes == 1)
-        else:
-            listener = stack.enter_context(_listen(_LOOPBACK, int(options.use_port or 0)))
-            port = listener.getsockname()[1]
+        port = _keep_free(int(options.use_port or 0), stack, alone=plan.num_processes == 1)
+        if file < 0:
+            listener = stack.enter_context(_listen(_LOOPBACK, 0))
+            store_port = listener.getsockname()[1]
         yield Rendezvous(
             address=_LOOPBACK,
             port=port,
@@ -162,25 +173,24 @@ def _meet_here(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]
             run_id=f"nb_accelerate-{secrets.token_hex(4)}",
             listener=listener,
             file=file,
+            store_port=store_port,
             world_size=plan.world_size,
             polls=backend_named(plan.backend).polls_store,
         )
 
 
 def _file_without_name() -> int:
-    """Return a descriptor of a file that others can open only by a descriptor they were given; -1 if there are none."""
-    if not hasattr(os, "memfd_create"):
-        return -1
+    """Return a descriptor of a file that others can open only by a descriptor they were given.
+
+    It is -1 where a file cannot be opened anew by its descriptor: on macOS, or without ``/proc``.
+    """
+    file = anonymous_file()
     try:
-        file = os.memfd_create("nb_accelerate-store", os.MFD_CLOEXEC)
-    except OSError:  # a sandbox without them
-        return -1
-    try:
-        os.close(os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC))  # as torch will
+        return os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_CLOEXEC)  # as torch will
     except OSError:
-        os.close(file)
         return -1
-    return file
+    finally:
+        os.close(file)
 
 
 def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
@@ -359,7 +369,7 @@ def _holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    except psutil.Error:  # only root may ask, on macOS; or it has just ended
+    except (psutil.Error, OSError):  # only root may ask, on macOS; nobody without /proc; or it has just ended
         pass
     return ""
 

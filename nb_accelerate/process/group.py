@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from nb_accelerate.topology import Topology
 
 logger = logging.getLogger(__name__)
-
-_numbers = itertools.count()
-"""Numbers the process groups that are made here."""
 
 _GLOO_RELEASE = 0.001
 """Seconds in which a thread of gloo's drops its last reference to a Python object."""
@@ -116,7 +112,9 @@ def _place(
     timeout = options.timeout or rendezvous.default_pg_timeout
     store, _, _ = next(rendezvous.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
     if environment.has_agent_store:
-        store = PrefixStore(f"nb_accelerate/group {next(_numbers)}", store)
+        # Counted in the store: ranks that have another one in common than before begin anew, all of them.
+        number = store.add(f"nb_accelerate/groups of rank {topology.rank}", 1)
+        store = PrefixStore(f"nb_accelerate/group {number}", store)
     if uuid:
         claim(store, topology.rank, device, uuid)
     return {"store": store}

@@ -6,7 +6,8 @@
         --> a part of the store for this process group alone --> wait until all ranks are there --> gloo or nccl
 
 On one machine the store is a file without a name, whose descriptor only the ranks have: nothing listens, so no other
-user of the machine can write keys or garbage into it. On several machines it is torch's own, at the master's address.
+user of the machine can write keys or garbage into it. Where torch cannot open such a file, and on several machines, it
+is torch's own, which a rank serves.
 
 Each process group of all ranks has a part of the store to itself. In one part for all, the second group would find the
 addresses that the first one left there.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from typing_extensions import override
 
 from nb_accelerate.process import loopback
@@ -60,10 +61,11 @@ class RendezvousHandler:
     Args:
         address: of the store, as ``MASTER_ADDR`` has it. Requests for another address are left to torch.
         port: of the store, as ``MASTER_PORT`` has it.
+        store_port: where the store listens, if it is no file.
         file: descriptor of the file that is the store, which has to stay open as long as this process lives; None on
             several machines.
-        polls: wait for keys of the file in Python. It takes a fraction of a millisecond where torch looks every 10 ms,
-            and can be interrupted. Not for nccl, whose own threads use the store: they would have to wait for Python.
+        polls: wait for keys in Python, which can be interrupted. Of a file that takes a fraction of a millisecond, and
+            torch looks every 10 ms. Not for nccl, whose own threads use the store: they would have to wait for Python.
         is_given_up: called while this rank waits; True ends the wait.
 
     Attributes:
@@ -75,11 +77,13 @@ class RendezvousHandler:
         address: str,
         port: int,
         *,
+        store_port: int = 0,
         file: int | None = None,
         polls: bool = False,
         is_given_up: Callable[[], bool] = _never,
     ) -> None:
         self._place = (address, port)
+        self._store_place = (address, store_port)
         self._polls = polls
         self._is_given_up = is_given_up
         # Without a number of workers: with one, the last of them would remove the file.
@@ -120,9 +124,7 @@ class RendezvousHandler:
             yield from original(url, timeout=timeout, **options)
             return
         _, rank, world_size = asked
-        store: Store | None = self._file
-        if store is None:
-            store, _, _ = next(original(url, timeout=timeout, **options))
+        store = self._file or TCPStore(*self._store_place, is_master=False, wait_for_workers=False, timeout=timeout)
         yield self._meet(store, rank, world_size, timeout), rank, world_size
         raise RuntimeError("the ranks of this group are connected already. To connect them anew, make another group")
 
@@ -142,7 +144,7 @@ class RendezvousHandler:
                 "Does code in a rank start processes that make one too? Remove RANK from their environment"
             )
         waiting = _Waiting(part, rank, world_size, self._is_given_up)
-        if self._file is None or not self._polls:
+        if not self._polls:
             waiting.wait([_key(other) for other in range(world_size)], timeout)
             return part
         polling = _PollingStore(part, waiting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
 import time
 from typing import TYPE_CHECKING
 
@@ -21,11 +20,12 @@ if TYPE_CHECKING:
 class PageReader:
     """The memory of a progress page, for reading. `close` it.
 
-    It has no name: it is gone when the last process that holds it is.
+    Args:
+        fd: descriptor of an empty file, taken over. One without a name is gone with the last process that holds it.
     """
 
-    def __init__(self) -> None:
-        self._fd = _anonymous_file()
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         os.ftruncate(self._fd, layout.SIZE)
         self._memory = mmap.mmap(self._fd, layout.SIZE)
 
@@ -64,10 +64,3 @@ class PageReader:
         """Let go of the memory."""
         self._memory.close()
         os.close(self._fd)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("nb_accelerate-page", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # macOS
-        return os.dup(file.fileno())

@@ -50,13 +50,15 @@ class StoreSpec:
             the others, which get no descriptor.
         address: what ``MASTER_ADDR`` says.
         port: what ``MASTER_PORT`` says.
+        store_port: where it listens, if it does.
         world_size: number of ranks.
-        polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
+        polls: ranks wait for its keys in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
     """
 
     kind: Literal["file", "server", "client"]
     address: str
     port: int
+    store_port: int
     world_size: int
     polls: bool = False
 

@@ -17,12 +17,12 @@ import mmap
 import os
 import pickle
 import sys
-import tempfile
 from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 
 from nb_accelerate.errors import ShippingError, TooLargeError
+from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
@@ -185,7 +185,7 @@ def write_segment(parts: list[memoryview]) -> io.FileIO:
         OSError: there is no room for it.
     """
     with interrupts_later():
-        file = _anonymous_file()
+        file = io.FileIO(anonymous_file(), "r+")
     try:
         offset = 0
         for part in parts:
@@ -199,13 +199,6 @@ def write_segment(parts: list[memoryview]) -> io.FileIO:
         file.close()
         raise
     return file
-
-
-def _anonymous_file() -> io.FileIO:
-    if hasattr(os, "memfd_create"):
-        return io.FileIO(os.memfd_create("nb_accelerate", os.MFD_CLOEXEC), "r+")
-    with tempfile.TemporaryFile() as file:
-        return io.FileIO(os.dup(file.fileno()), "r+")
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

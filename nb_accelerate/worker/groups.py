@@ -94,14 +94,24 @@ def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lam
     """
     is_file = store.kind == "file"
     handler = named(_HANDLER)(
-        store.address, store.port, file=fd if is_file else None, polls=store.polls, is_given_up=is_given_up
+        store.address,
+        store.port,
+        store_port=store.store_port,
+        file=fd if is_file else None,
+        polls=store.polls,
+        is_given_up=is_given_up,
     )
     if store.kind == "server":
         from torch._C._distributed_c10d import TCPStore
 
         # On a socket that the kernel has bound: no port to guess, and none open to more than it has to be.
         handler.served = TCPStore(
-            store.address, store.port, store.world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd
+            store.address,
+            store.store_port,
+            store.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=fd,
         )
     handler.install()
     return cast("StoreAccess", handler)

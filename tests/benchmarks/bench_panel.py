@@ -24,6 +24,7 @@ from nb_accelerate.display.panel import Action, Panel
 from nb_accelerate.display.seen import Seen
 from nb_accelerate.display.view import Facts
 from nb_accelerate.progress_page import PageReader, Phase, ProgressPage, layout
+from nb_accelerate.protocol.anonymous_file import anonymous_file
 
 RANKS = 64
 STEPS = 20
@@ -264,7 +265,7 @@ def _widgets_on(wire: _Wire) -> Iterator[None]:
 def _watching() -> list[str]:
     wire = _Wire()
     with ExitStack() as stack:
-        readers = [PageReader() for _ in range(RANKS)]
+        readers = [PageReader(anonymous_file()) for _ in range(RANKS)]
         for reader in readers:
             stack.callback(reader.close)
         fds = [reader.fd for reader in readers]

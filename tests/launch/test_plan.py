@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -300,20 +301,28 @@ def test_the_port_of_a_launch_is_nobody_elses_and_ranks_can_listen_on_it() -> No
             assert server.getsockname() == ("127.0.0.1", place.port)
 
 
-def test_where_files_without_names_cannot_be_made_the_store_listens_on_loopback(
+def test_the_store_is_a_file_too_where_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", _refused)
+    with open_rendezvous(options(), plan()) as place:
+        assert os.fstat(place.file).st_nlink == 0
+
+
+def test_where_torch_cannot_open_a_file_without_a_name_the_store_listens_on_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def cannot(_name: str, _flags: int) -> int:
-        raise OSError("no such thing here")
-
-    monkeypatch.setattr(os, "memfd_create", cannot)
+    monkeypatch.setattr(os, "open", _refused)
     with open_rendezvous(options(), plan()) as place:
         assert place.listener is not None
-        assert place.listener.getsockname() == ("127.0.0.1", place.port)
+        assert place.listener.getsockname() == ("127.0.0.1", place.store_port)
+        assert place.store_port != place.port
         assert place.store_for(1)[0].kind == "client"
         store, fd = place.store_for(0)
         os.close(fd)
-        assert store.kind == "server"
+        assert (store.kind, store.port, store.store_port) == ("server", place.port, place.store_port)
+
+
+def _refused(*_: object, **__: object) -> int:
+    raise PermissionError(errno.EPERM, "not here")
 
 
 def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:

@@ -20,6 +20,13 @@ from nb_accelerate import notebook_launcher
 from nb_accelerate.worker.connections import connections
 
 
+@pytest.fixture(params=["a file", "a socket"])
+def any_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks meet in a file without a name, or, as on macOS, in a store that one of them serves."""
+    if request.param == "a socket":
+        monkeypatch.setattr("nb_accelerate.launch.rendezvous._file_without_name", lambda: -1)
+
+
 def test_groups_are_made_again_and_again_whoever_makes_them(run_ranks: RunRanks) -> None:
     def again() -> tuple[int, list[int]]:
         import torch
@@ -67,6 +74,7 @@ def test_the_store_of_a_group_does_what_torchs_do(run_ranks: RunRanks) -> None:
     assert run_ranks(use) == [[b"one", b"two", b"two", False, 3, b"two", True, True, False]] * 2
 
 
+@pytest.mark.usefixtures("any_store")
 def test_an_address_and_a_store_of_the_ranks_own_work_beside_it(run_ranks: RunRanks) -> None:
     def meet(port: int) -> tuple[list[float], list[int]]:
         import torch
@@ -125,6 +133,7 @@ def test_who_does_not_come_is_named_when_the_time_is_over(run_ranks: RunRanks, t
     assert "Accelerator() or init_process_group()" in said
 
 
+@pytest.mark.usefixtures("any_store")
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupt_reaches_a_rank_that_waits_for_others(run_ranks: RunRanks, tmp_path: Path, late: bool) -> None:
     end = tmp_path / "end"

@@ -9,6 +9,7 @@ import pytest
 from nb_accelerate import notebook_launcher
 from nb_accelerate.progress_page import Collective, PageReader, Phase, ProgressPage, Sample, layout
 from nb_accelerate.progress_page.sample import read
+from nb_accelerate.protocol.anonymous_file import anonymous_file
 
 
 class Clock:
@@ -82,7 +83,7 @@ def test_a_second_backward_through_a_loss_is_no_exchange(clock: Clock) -> None:
 
 
 def test_a_copy_for_another_machine_has_the_time_until_then_whatever_clock_that_one_has(clock: Clock) -> None:
-    reader = PageReader()
+    reader = PageReader(anonymous_file())
     try:
         page = ProgressPage(mmap.mmap(reader.fd, layout.SIZE))
         page.begin_request()

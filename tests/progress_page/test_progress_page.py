@@ -17,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 from nb_accelerate import progress_page as pages
 from nb_accelerate.progress_page import Collective, PageReader, Phase, ProgressPage, Sample, layout
 from nb_accelerate.progress_page.sample import read
+from nb_accelerate.protocol.anonymous_file import anonymous_file
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def page(memory: bytearray) -> ProgressPage:
 
 @pytest.fixture
 def reader() -> Iterator[PageReader]:
-    one = PageReader()
+    one = PageReader(anonymous_file())
     yield one
     one.close()
 
