@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.devices.kind import DeviceKind, by_name, name_and_memory
@@ -31,7 +30,7 @@ def visible_devices(visible: str | None, changed: bool) -> tuple[str, ...]:
     torch counts through NVML, without starting CUDA here. Importing it takes seconds, so a process that has not done so
     is only made to when there is a driver to ask.
     """
-    has_driver = any(Path(driver).exists() for driver in _DRIVERS)
+    has_driver = any(os.path.exists(driver) for driver in _DRIVERS)  # noqa: PTH110 - pathlib raises where it may not look
     if "torch" not in sys.modules and not has_driver:
         return ()
     import torch

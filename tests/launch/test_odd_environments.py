@@ -14,6 +14,7 @@ from fixtures.ranks import RunRanks
 from fixtures.refusals import place_without, why_no_place
 
 from nb_accelerate import notebook_launcher
+from nb_accelerate.devices import cuda
 from nb_accelerate.errors import StartError
 
 
@@ -103,6 +104,32 @@ def test_a_process_that_a_function_forks_ends_with_it_and_answers_nothing(run_ra
     assert run_ranks(fork, "raises") == [(0, 1)] * 2
     assert run_ranks(fork, "exits") == [(0, 7)] * 2
     assert run_ranks(fork, "exits below zero") == [(0, 255)] * 2
+
+
+def test_ranks_meet_where_the_owners_of_connections_are_not_told(run_ranks: RunRanks) -> None:
+    def meet() -> float:
+        import torch
+
+        from nb_accelerate import Accelerator
+        from nb_accelerate.process import loopback
+
+        loopback._uid_of = lambda *_: None
+        loopback._TABLES = ("/proc/self",)  # a folder, which cannot be read
+        return Accelerator(cpu=True).reduce(torch.ones(1)).item()
+
+    assert run_ranks(meet) == [2.0] * 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root can become somebody who may not look")
+def test_a_driver_that_may_not_be_looked_for_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setattr(cuda, "_DRIVERS", (str(closed / "driver"),))
+    os.seteuid(65534)
+    try:
+        assert cuda.visible_devices("", False) == ()
+    finally:
+        os.seteuid(0)
 
 
 CHILD = """
