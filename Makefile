@@ -23,7 +23,7 @@ DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-deepspeed test-xla docs notebooks picture screenshots soak lint format
+.PHONY: help setup demo test test-slow test-places test-deepspeed test-xla docs notebooks picture screenshots soak lint format
 .PHONY: bench bench-deepspeed clean
 
 help: ## Show this list
@@ -43,6 +43,9 @@ test: $(READY) ## Run the tests, except the slow ones
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser
 	@$(RUN) -m pytest -m "slow or browser" $(ARGS) || [ $$? -eq 5 ]
+
+test-places: ## Run a session and quick tests with the versions of Colab, of Kaggle, the oldest and the newest; ARGS='colab lowest'
+	@$(PYTHON) tests/places/run.py $(ARGS)
 
 test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed or torchao, in an environment with them
 	@$(WITH_DEEPSPEED)/bin/python -m pytest tests/with_deepspeed $(ARGS)
@@ -83,7 +86,7 @@ bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of D
 	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) .venv-places $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml

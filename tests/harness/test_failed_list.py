@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,10 @@ def test_failures_in_every_phase_of_a_test_are_listed_once(pytester: pytest.Pyte
             pass
         """,
     )
-    assert listed == ["inner.py::test_call[a b]", "inner.py::test_call[c]"]
+    python, name = listed[0].split("\t")
+    assert (pytester.path / python).samefile(sys.executable)
+    assert name == "inner.py::test_call[a b]"
+    assert listed[1:] == [f"{python}\tinner.py::test_call[c]"]
 
 
 def test_a_run_that_is_cut_off_lists_nothing(pytester: pytest.Pytester) -> None:
@@ -79,7 +83,7 @@ class Project:
         Args:
             **commands: what targets run, with ``_`` for ``-`` in their names; the others succeed.
         """
-        targets = ("lint", "test", "demo", "docs", "test-slow", "test-deepspeed", "test-xla")
+        targets = ("lint", "test", "demo", "docs", "test-slow", "test-places", "test-deepspeed", "test-xla")
         lines = (f"{target}:\n\t@{commands.get(target.replace('-', '_'), 'true')}\n" for target in targets)
         (self.folder / "Makefile").write_text("".join(lines))
 
@@ -101,7 +105,7 @@ class Project:
         )
 
 
-FAIL_ONE = r"mkdir -p build; echo 'tests/a.py::test_b[x y]' >> $$FAILED_TESTS; exit 1"
+FAIL_ONE = r"mkdir -p build; printf '.venv/bin/python\ttests/a.py::test_b[x y]\n' >> $$FAILED_TESTS; exit 1"
 
 
 @pytest.fixture
@@ -135,13 +139,14 @@ def test_ci_fails_on_a_test_that_fails_alone_too(project: Project) -> None:
     assert "FLAKY" not in result.stdout
 
 
-@pytest.mark.parametrize(("folder", "target"), [("with_deepspeed", "test_deepspeed"), ("xla", "test_xla")])
-def test_ci_reruns_a_test_in_the_environment_that_it_belongs_to(project: Project, folder: str, target: str) -> None:
-    project.write_makefile(**{target: FAIL_ONE.replace("tests/a.py", f"tests/{folder}/a.py")})
-    project.make_reruns_end_with("exit 0", venv=".venv-" + target.removeprefix("test_"))
+@pytest.mark.parametrize(("venv", "target"), [(".venv-places/colab", "test_places"), (".venv-xla", "test_xla")])
+def test_ci_reruns_a_test_in_the_environment_where_it_failed(project: Project, venv: str, target: str) -> None:
+    project.write_makefile(**{target: FAIL_ONE.replace(".venv", venv)})
+    project.make_reruns_end_with("exit 0", venv=venv)
     result = project.run()
     assert result.returncode == 0, result.stderr
-    assert result.stdout.rstrip().endswith(f"FLAKY tests/{folder}/a.py::test_b[x y]")
+    assert f"once more, alone: tests/a.py::test_b[x y] ({venv}/bin/python)" in result.stdout
+    assert result.stdout.rstrip().endswith("FLAKY tests/a.py::test_b[x y]")
 
 
 @pytest.mark.parametrize("target", [{"test": "exit 1"}, {"demo": "exit 1"}, {"docs": "exit 1"}])

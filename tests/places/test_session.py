@@ -12,6 +12,8 @@ import ipykernel
 import pytest
 from fixtures.kernels import Kernel, start_in_lab
 
+pytestmark = pytest.mark.slow
+
 SETUP = """
 import os, sys, time, torch, matplotlib
 import matplotlib.pyplot as plt
