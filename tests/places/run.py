@@ -52,8 +52,8 @@ PLACES = {
     "newest": Place("3.13", "2.14.1", WIDGETS),
 }
 
-BESIDE = ("matplotlib", "pandas", "setuptools", "sympy", "networkx", "jinja2", "filelock", "fsspec")
-"""What the session and PyTorch import, where a list does not have it."""
+BESIDE = ("hypothesis", "matplotlib", "pandas", "setuptools", "sympy", "networkx", "jinja2", "filelock", "fsspec")
+"""What tests and PyTorch import, where a list does not have it."""
 
 
 def main(arguments: list[str]) -> int:
@@ -106,7 +106,7 @@ def find_python(version: str) -> str | None:
 
 def install(environment: Path, python: str, versions: Path, torch: str) -> None:
     """Make an environment anew."""
-    pinned = re.findall(r"^(?:pytest|hypothesis)==.*", (ROOT / "tests/requirements-dev.txt").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^pytest==.*", (ROOT / "tests/requirements-dev.txt").read_text(), re.MULTILINE)
     listed = [line for line in versions.read_text().splitlines() if line and not line.startswith(("#", "torch=="))]
     subprocess.run([python, "-m", "venv", "--clear", environment], check=True)
     own = environment / "bin" / "python"
