@@ -206,6 +206,14 @@ sys.meta_path.insert(0, Broken())
 """
 
 
+def test_folders_that_torch_makes_when_it_is_imported_end_with_the_server() -> None:
+    close_warm_server()
+    before = os.listdir(tempfile.gettempdir())
+    assert wait([warm_server()._channel.fileno()], 45)  # it has imported all that it can
+    close_warm_server()
+    assert os.listdir(tempfile.gettempdir()) == before
+
+
 @pytest.mark.parametrize(
     "module", ["nb_accelerate.checkpoint.sharded", pytest.param("nb_accelerate.accelerator", marks=pytest.mark.slow)]
 )
