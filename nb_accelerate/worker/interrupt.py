@@ -30,7 +30,7 @@ from nb_accelerate.worker.ends import NUDGE, NUMBER
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-_LOOPS = ("asyncio", "selectors")
+_LOOPS = ("asyncio", "selectors", "nest_asyncio")
 
 
 class InterruptGate:
