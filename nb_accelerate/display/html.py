@@ -12,10 +12,10 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from nb_accelerate.display.loss_chart import breaks, with_chart
+from nb_accelerate.display.loss_chart import breaks, pieces, with_chart
 from nb_accelerate.display.strips import legend, strip
 from nb_accelerate.display.view import FIGURES
-from nb_accelerate.records import draw
+from nb_accelerate.records import LABELS, draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ _ONLY_NOW = ' class="nba-only-now"'
 def style() -> str:
     """Return the style sheet, as an element."""
     sheets = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SHEETS)
-    return f"<style>{''.join(sheets)}</style>"
+    return f"<style>{''.join(sheets)}{LABELS}</style>"
 
 
 def render(view: View, *, at: str = "") -> str:
@@ -84,7 +84,7 @@ def _header(view: View) -> str:
         f'<header><span role="img" aria-label="{view.state}" class="{mark}">{view.mark}</span> '
         f"<b>{escape(view.facts.name)}</b> "
         f'<span class="nba-dim nba-setup" title="{escape(view.facts.details or setup)}">{escape(setup)}</span> '
-        f'<span class="nba-time">{times}</span>{with_chart(view, _curve(view))}</header>'
+        f'<span class="nba-time">{times}</span> {with_chart(view, _curve(view))}</header>'
     )
 
 
@@ -111,11 +111,8 @@ def _curve(view: View) -> str:
     low, high = min(values), max(values)
     across = width / ((last - first) or 1.0)
     down = (height - 4) / ((high - low) or 1.0)
-    begins = {0, *breaks(points, view.gaps)}
-    path = "".join(
-        f"{'M' if index in begins else 'L'}{(step - first) * across:.1f},{2 + (high - value) * down:.1f}"
-        for index, ((step, _), value) in enumerate(zip(points, values, strict=True))
-    )
+    at = [(f"{(x - first) * across:.1f},{2 + (high - y) * down:.1f}") for (x, _), y in zip(points, values, strict=True)]
+    path = "".join("M" + "L".join(piece) for piece in pieces(at, breaks(points, view.gaps), width // 2))
     ticks = "".join(_tick((begin - first) * across, (end - first) * across) for begin, end in view.gaps)
     broken = f'<path class="nba-broken" d="{ticks}" fill="none" stroke="#c22f2f"/>' if ticks else ""
     label = f"loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"

@@ -6,7 +6,9 @@
     whatever else was logged, such as the learning rate                         a low picture each, over the same steps
 
 Values appear as the browser's own tooltips. A script of one line, where scripts run, keeps the chart open when the
-panel is drawn again.
+panel is drawn again. All numbers are attributes, see `nb_accelerate.records.curves`.
+
+While the run is on the chart has fewer points, because it is sent with each drawing.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import math
 from dataclasses import dataclass
 from html import escape
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.display import words
+from nb_accelerate.records import label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 Points = tuple[tuple[float, float], ...]
 Gaps = tuple[tuple[float, float], ...]
+T = TypeVar("T")
 
 _WIDTH, _LEFT, _RIGHT = 640, 58, 18
 """Pixels: of the picture where no style sheet makes it as wide as the cell, and on both sides of what is plotted."""
@@ -42,8 +46,11 @@ _HEIGHT, _LOW_HEIGHT, _GAP, _BOTTOM = 200, 62, 26, 22
 _MOST_LOW = 4
 """Charts below that of the losses."""
 
-_MOST_BANDS = 32
-"""Places along the axis with a tooltip."""
+_MOST_POINTS, _MOST_BANDS = 240, 32
+"""Points of a line, and places along the axis with a tooltip."""
+
+_MOST_POINTS_NOW, _MOST_BANDS_NOW = 80, 12
+"""The same while the run is on."""
 
 _LEAST_BAND = 4
 """Width of the band where the loss was not finite, at least, in units across."""
@@ -93,6 +100,7 @@ def with_chart(view: View, curve: str) -> str:
     """Return the small curve with the chart that opens when it is clicked on; the curve alone if there is none yet."""
     if len(view.curve) < 2 or not curve.endswith("</svg>") or "<path" not in curve:
         return curve
+    is_on = view.state in ("starting", "running")
     key = escape(view.key)
     keeps = (
         f' data-nba="{key}" ontoggle="(window.nbaOpen=window.nbaOpen||{{}})[\'{key}\']=this.open"' if view.key else ""
@@ -105,7 +113,7 @@ def with_chart(view: View, curve: str) -> str:
     )
     return (
         f'<details class="nba-chart"{keeps}><summary title="chart of the loss" aria-label="chart of the loss">{curve}'
-        f"</summary>{draw_losses(view.curve, view.logged, view.before, view.gaps)}</details>{script}"
+        f"</summary>{draw_losses(view.curve, view.logged, view.before, view.gaps, is_on=is_on)}</details>{script}"
     )
 
 
@@ -121,7 +129,16 @@ def breaks(points: Points, gaps: Gaps) -> list[int]:
     return sorted(index for index in found if 0 < index < len(points))
 
 
-def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Curve] = (), gaps: Gaps = ()) -> str:
+def pieces(points: Sequence[T], at: Sequence[int], most: int) -> list[list[T]]:
+    """Return the pieces of a line that is interrupted before these indices, of about so many of its points in all."""
+    every = max(1, math.ceil(len(points) / most))
+    ends = itertools.pairwise([0, *at, len(points)])
+    return [[*points[begin : end - 1 : every], points[end - 1]] for begin, end in ends]
+
+
+def draw_losses(
+    loss: Points, logged: Sequence[Curve] = (), before: Sequence[Curve] = (), gaps: Gaps = (), *, is_on: bool = False
+) -> str:
     """Return the chart with its legend, as HTML.
 
     Args:
@@ -129,7 +146,9 @@ def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Cur
         logged: other values by step. Losses of validation share the chart of the loss.
         before: losses of earlier runs.
         gaps: (first, last) steps at which the loss was not finite; infinity for now.
+        is_on: the run is on, so that the chart is drawn again soon.
     """
+    most = _MOST_POINTS_NOW if is_on else _MOST_POINTS
     beside = [curve for curve in logged if is_loss_of_validation(curve.name)]
     low = [curve for curve in logged if curve not in beside][:_MOST_LOW]
     lines = [
@@ -143,24 +162,28 @@ def draw_losses(loss: Points, logged: Sequence[Curve] = (), before: Sequence[Cur
     steps = _scale([step for line in lines for step, _ in line.points], 0, _ACROSS, is_log=False)
     losses = [value for line in lines for _, value in line.points]
     is_log = min(losses) > 1 / _HUGE and max(losses) > _WIDE * min(losses)
-    body = _chart(
-        lines, steps, _scale(losses, _HEIGHT, 14, is_log=is_log), "loss, logarithmic" if is_log else "loss", 0
-    )
+    scale = _scale(losses, _HEIGHT, 14, is_log=is_log)
+    body = _chart(lines, steps, scale, most)
+    labels = _labels(scale, "loss, logarithmic" if is_log else "loss", 0)
     bottom = _HEIGHT
     for curve in low:
         top, bottom = bottom + _GAP, bottom + _GAP + _LOW_HEIGHT
         values = _scale([value for _, value in curve.points], bottom, top + 4, is_log=False, num_ticks=2)
-        body += _chart([_Line(curve.name, curve.points, "low", "#6a4fb0")], steps, values, curve.name, top - 14)
-    body += _axis(steps, bottom) + "".join(_not_finite(gap, loss, steps, bottom) for gap in gaps)
-    body += _bands([*lines, *(_Line(one.name, one.points, "", "") for one in low)], steps, bottom)
+        body += _chart([_Line(curve.name, curve.points, "low", "#6a4fb0")], steps, values, most)
+        labels += _labels(values, curve.name, top - 14)
+    body += "".join(_not_finite(gap, loss, steps, bottom) for gap in gaps)
+    labels += _axis(steps, bottom)
+    named = [*lines, *(_Line(one.name, one.points, "", "") for one in low)]
+    bands = _bands(named, steps, bottom, _MOST_BANDS_NOW if is_on else _MOST_BANDS)
     height = bottom + _BOTTOM + 14
-    label = (
+    said = (
         f"loss from {words.measured(loss[0][1])} to {words.measured(loss[-1][1])} in {words.count(loss[-1][0])} steps"
     )
     return (
-        f'<div class="nba-big">{_legend(lines, has_gaps=bool(gaps))}<svg width="{_WIDTH - _LEFT - _RIGHT}" '
-        f'height="{height}" style="height:{height}px;margin-left:{_LEFT}px;overflow:visible" role="img" '
-        f'aria-label="{label}" font-size="11" fill="currentColor">{body}</svg></div>'
+        f'<div class="nba-big">{_legend(lines, has_gaps=bool(gaps))}<div class="nba-plot" style="height:{height}px;'
+        f'margin-left:{_LEFT}px;font-size:11px"><svg width="{_WIDTH - _LEFT - _RIGHT}" height="{height}" '
+        f'style="overflow:visible" role="img" aria-label="{said}">{body}</svg>'
+        f'<div aria-hidden="true">{labels}{bands}</div></div></div>'
     )
 
 
@@ -236,30 +259,31 @@ def _log_ticks(low: float, high: float) -> tuple[float, ...]:
     return tuple(found[:: max(1, len(found) // 6)])
 
 
-def _chart(lines: Sequence[_Line], steps: _Scale, values: _Scale, title: str, top: float) -> str:
+def _labels(values: _Scale, title: str, top: float) -> str:
+    ticks = "".join(label("y", f"left:-6px;top:{values.place(tick):.1f}px", f"{tick:.4g}") for tick in values.ticks)
+    return ticks + label("", f"left:0;top:{top + 1}px", title)
+
+
+def _chart(lines: Sequence[_Line], steps: _Scale, values: _Scale, most: int) -> str:
     grid = "".join(
         f'<line x1="0" x2="100%" y1="{values.place(tick):.1f}" y2="{values.place(tick):.1f}" stroke="#8885"/>'
-        f'<text x="-6" y="{values.place(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
         for tick in values.ticks
     )
-    title = f'<text x="0" y="{top + 10}">{escape(title)}</text>'
-    drawn = "".join(_drawn(line, steps, values) for line in lines)
+    drawn = "".join(_drawn(line, steps, values, most) for line in lines)
     marks = "".join(_marks(line, steps, values) for line in lines)
     return (
-        f'{grid}{title}<svg class="nba-lines" viewBox="0 0 {_ACROSS} {_HEIGHT}" preserveAspectRatio="none" '
+        f'{grid}<svg class="nba-lines" viewBox="0 0 {_ACROSS} {_HEIGHT}" preserveAspectRatio="none" '
         f'width="100%" height="{_HEIGHT}" overflow="visible">{drawn}</svg>{marks}'
     )
 
 
-def _drawn(line: _Line, steps: _Scale, values: _Scale) -> str:
-    at = [(steps.place(step), values.place(value)) for step, value in line.points]
+def _drawn(line: _Line, steps: _Scale, values: _Scale, most: int) -> str:
+    at = [f"{steps.place(step):.0f},{values.place(value):.1f}" for step, value in line.points]
     dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
     look = f'class="nba-c-{line.look}" stroke="{line.stroke}" vector-effect="non-scaling-stroke"'
-    pieces = (at[begin:end] for begin, end in itertools.pairwise([0, *line.breaks, len(at)]))
     return "".join(
-        f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in piece)}" fill="none" stroke-width="1.6"{dash} '
-        f"{look}/>"
-        for piece in pieces
+        f'<polyline points="{" ".join(piece)}" fill="none" stroke-width="1.6"{dash} {look}/>'
+        for piece in pieces(at, line.breaks, most)
         if len(piece) > 1
     )
 
@@ -280,11 +304,10 @@ def _percent(place: float) -> str:
 
 
 def _axis(steps: _Scale, bottom: float) -> str:
-    labels = "".join(
-        f'<text x="{_percent(steps.place(tick))}" y="{bottom + 16}" text-anchor="middle">{words.count(tick)}</text>'
-        for tick in steps.ticks
+    ticks = (
+        label("x", f"left:{_percent(steps.place(tick))};top:{bottom + 7}px", words.count(tick)) for tick in steps.ticks
     )
-    return f'{labels}<text x="50%" y="{bottom + 31}" text-anchor="middle">step</text>'
+    return "".join(ticks) + label("x", f"left:50%;top:{bottom + 22}px", "step")
 
 
 def _not_finite(gap: tuple[float, float], loss: Points, steps: _Scale, bottom: float) -> str:
@@ -298,17 +321,17 @@ def _not_finite(gap: tuple[float, float], loss: Points, steps: _Scale, bottom: f
     )
 
 
-def _bands(lines: Sequence[_Line], steps: _Scale, bottom: float) -> str:
+def _bands(lines: Sequence[_Line], steps: _Scale, bottom: float, most: int) -> str:
     """Return invisible bands, each with a tooltip that has the values there."""
     every = sorted({step for line in lines if line.look in ("loss", "validation") for step, _ in line.points})
-    chosen = every[:: math.ceil(len(every) / _MOST_BANDS)]
+    chosen = every[:: math.ceil(len(every) / most)]
     places = [steps.place(step) for step in chosen]
     edges = [0, *((a + b) / 2 for a, b in itertools.pairwise(places)), _ACROSS]
-    return "".join(
-        f'<rect class="nba-c-band" x="{_percent(left)}" y="0" width="{_percent(right - left)}" height="{bottom}" '
-        f'fill="transparent"><title>{escape(_values_at(lines, step))}</title></rect>'
+    bands = "".join(
+        f'<i style="width:{_percent(right - left)}" title="{escape(_values_at(lines, step))}"></i>'
         for step, left, right in zip(chosen, edges[:-1], edges[1:], strict=True)
     )
+    return f'<div class="nba-bands" style="height:{bottom}px">{bands}</div>'
 
 
 def _values_at(lines: Sequence[_Line], step: float) -> str:
@@ -319,7 +342,7 @@ def _values_at(lines: Sequence[_Line], step: float) -> str:
         until = bisect.bisect_right(line.points, step, key=itemgetter(0))
         if until:
             said.append(f"{line.name} {words.measured(line.points[until - 1][1])}")
-    return "\n".join(said)
+    return "; ".join(said)
 
 
 def _legend(lines: Sequence[_Line], *, has_gaps: bool) -> str:

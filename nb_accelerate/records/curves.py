@@ -1,4 +1,8 @@
-"""Curves as a small SVG picture: no library, no script, and it survives in a saved notebook."""
+"""Curves as a small SVG picture: no library, no script, and it survives in a saved notebook.
+
+Some sites drop the tags of a picture and keep its text, of which numbers at axes would be left, one after the other. So
+the numbers are attributes of elements over the picture, and the style sheet shows them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,13 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 320, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 24, 22
+
+LABELS = (
+    ".nba-plot{position:relative}.nba-plot i{position:absolute;font-style:normal;line-height:1;white-space:nowrap}"
+    ".nba-plot i::before{content:attr(data-t)}.nba-plot .nba-y{transform:translate(-100%,-50%)}"
+    ".nba-plot .nba-x{transform:translate(-50%,0)}.nba-plot .nba-e{transform:translate(-100%,0)}"
+)
+"""Style sheet of labels in an element of class ``nba-plot``."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +42,29 @@ class Plot:
 
     def _repr_html_(self) -> str:
         pictures = "".join(f'<div style="display:inline-block">{draw(curve)}</div>' for curve in self.curves)
-        return f"<div><b>{escape(self.title)}</b><br>{pictures or 'nothing logged yet'}</div>"
+        style = f"<style>{LABELS}</style>"
+        return f"<div>{style}<b>{escape(self.title)}</b><br>{pictures or 'nothing logged yet'}</div>"
 
     def __repr__(self) -> str:
         last = ", ".join(f"{curve.name}={curve.points[-1][1]:.4g}" for curve in self.curves if curve.points)
         return f"Plot({self.title!r}: {last})"
 
 
+def label(kind: str, place: str, text: str) -> str:
+    """Return an element that shows a text at its place, and has none.
+
+    Args:
+        kind: what of it is at the place: "y" the middle of its right side, "x" of its top, "e" its right end, "" its
+            left one.
+        place: ``left`` and ``top``, as CSS.
+        text: to show.
+    """
+    look = f' class="nba-{kind}"' if kind else ""
+    return f'<i{look} style="{place}" data-t="{escape(text)}"></i>'
+
+
 def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
-    """Return a curve as SVG. Points that are not finite are left out, and interrupt the line.
+    """Return a curve as HTML, which needs `LABELS`. Points that are not finite are left out, and interrupt the line.
 
     Args:
         curve: what is drawn.
@@ -47,7 +72,7 @@ def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
     """
     finite = _finite(curve)
     if not finite:
-        return _frame(curve.name, "no finite value", "")
+        return _frame(curve.name, "no finite value", "", "")
     shown = [*finite, *(point for other in earlier for point in _finite(other))]
     left, right = _span([x for x, _ in shown])
     low, high = _span([y for _, y in shown])
@@ -58,23 +83,24 @@ def draw(curve: Curve, earlier: Sequence[Curve] = ()) -> str:
             HEIGHT - _BOTTOM - (y - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM),
         )
 
+    heights = (low, (low + high) / 2, high)
+    labels = [label("y", f"left:{_LEFT - 4}px;top:{place(left, y)[1]:.1f}px", f"{y:.3g}") for y in heights]
+    labels += [
+        label("x", f"left:{place(x, low)[0]:.1f}px;top:{HEIGHT - 16}px", f"{x:g}")
+        for x in sorted({finite[0][0], finite[-1][0]})
+    ]
     body = "".join(
-        f'<text x="{_LEFT - 4}" y="{place(left, y)[1] + 3:.1f}" text-anchor="end">{y:.3g}</text>'
         f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{place(left, y)[1]:.1f}" y2="{place(left, y)[1]:.1f}" '
         'stroke="#8884"/>'
-        for y in (low, (low + high) / 2, high)
-    )
-    body += "".join(
-        f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{x:g}</text>'
-        for x in sorted({finite[0][0], finite[-1][0]})
+        for y in heights
     )
     for other in earlier:
-        title = f"<title>{escape(other.name)}</title>"
+        title = f"<title> {escape(other.name)} </title>"
         for piece in _pieces(other.points):
             body += _line([place(x, y) for x, y in piece], 'stroke="#8888"', title)
     for piece in _pieces(curve.points):
         body += _line([place(x, y) for x, y in piece], 'class="nba-current" stroke="#2a78d6"')
-    return _frame(curve.name, f"{finite[-1][1]:.4g}", body)
+    return _frame(curve.name, f"{finite[-1][1]:.4g}", body, "".join(labels))
 
 
 def _finite(curve: Curve) -> list[tuple[float, float]]:
@@ -105,10 +131,11 @@ def _pieces(points: tuple[tuple[float, float], ...], most: int = 300) -> list[li
     return [piece for piece in pieces if piece]
 
 
-def _frame(name: str, last: str, body: str) -> str:
+def _frame(name: str, last: str, body: str, labels: str) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-        f'font-size="10" fill="currentColor" role="img" aria-label="{escape(name)}: {last}">'
-        f'<text x="{_LEFT}" y="14" font-size="12">{escape(name)}</text>'
-        f'<text x="{WIDTH - _RIGHT}" y="14" text-anchor="end">{last}</text>{body}</svg>'
+        f'<div class="nba-plot" style="width:{WIDTH}px;height:{HEIGHT}px;font:10px sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'aria-label="{escape(name)}: {last}">{body}</svg><div aria-hidden="true">'
+        f'<i style="left:{_LEFT}px;top:4px;font-size:12px">{escape(name)}</i> '
+        f'<i class="nba-e" style="left:{WIDTH - _RIGHT}px;top:6px">{last}</i> {labels}</div></div>'
     )

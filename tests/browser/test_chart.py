@@ -40,7 +40,7 @@ def train(lr, steps=60):
 """
 RUNS = ("notebook_launcher(train, (0.02,), num_processes=2)", "notebook_launcher(train, (0.05, 120), num_processes=2)")
 
-_SVG = "document.querySelectorAll('.jp-Notebook .jp-Cell')[2]?.querySelector('details.nba-chart[open] .nba-big>svg')"
+_SVG = "document.querySelectorAll('.jp-Notebook .jp-Cell')[2]?.querySelector('details.nba-chart[open] .nba-plot>svg')"
 
 
 @pytest.mark.parametrize(("where", "theme"), [("lab", "light"), ("nb7", "dark")])
@@ -60,10 +60,11 @@ def test_a_chart_opens_and_stays_open(open_notebook: OpenNotebook, where: Where,
     notebook.screenshot(f"chart-running-{where}-{theme}", cell=2)
     notebook.wait_until_done(90)
     notebook.wait_until(f"() => {_SVG} != null", timeout=30)
-    legend = notebook.evaluate(f"() => {_SVG}.parentElement.querySelector('p').innerText")
+    legend = notebook.evaluate(f"() => {_SVG}.closest('.nba-big').querySelector('p').innerText")
     assert "val_loss" in legend
     assert "train, " in legend  # the run before
-    titles = notebook.evaluate(f"() => [...{_SVG}.querySelectorAll('rect title')].map(one => one.textContent)")
+    titles = notebook.evaluate(f"() => [...{_SVG}.parentElement.querySelectorAll('i[title]')].map(one => one.title)")
+    assert len(titles) > 8
     assert all("loss" in one for one in titles[1:])
     notebook.scroll_to(2)
     notebook.screenshot(f"chart-done-{where}-{theme}", cell=2)

@@ -13,7 +13,7 @@ from nb_accelerate.display import html, logged_values
 from nb_accelerate.display.logged_values import earlier_runs, remember
 from nb_accelerate.display.loss_chart import Points, draw_losses, is_loss_of_validation, smoothed
 from nb_accelerate.display.view import View
-from nb_accelerate.records import Curve
+from nb_accelerate.records import Curve, draw
 
 NOISY: Points = tuple((10.0 * step, 2 * math.exp(-step / 40) + 0.05 * (-1) ** step + 0.1) for step in range(1, 101))
 
@@ -23,8 +23,8 @@ def no_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logged_values, "_earlier", [])
 
 
-def texts(chart: str) -> list[str]:
-    return [(element.text or "") for element in ET.fromstring(chart).iter("text")]
+def labels(chart: str) -> list[str]:
+    return [element.get("data-t", "") for element in ET.fromstring(chart).iter("i")]
 
 
 def legend(chart: str) -> list[str]:
@@ -35,11 +35,11 @@ def legend(chart: str) -> list[str]:
 
 def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_scale_and_another_is_not() -> None:
     far = tuple((float(step), 10.0 * 0.9**step) for step in range(60))
-    assert "loss, logarithmic" in texts(draw_losses(far))
+    assert "loss, logarithmic" in labels(draw_losses(far))
     near = tuple((float(step), 3.0 - step / 60) for step in range(60))
-    assert {"loss", "2.2", "2.4", "2.6", "2.8"} <= set(texts(draw_losses(near)))
+    assert {"loss", "2.2", "2.4", "2.6", "2.8"} <= set(labels(draw_losses(near)))
     below_zero = tuple((float(step), 5.0 - step) for step in range(60))
-    assert "loss" in texts(draw_losses(below_zero))
+    assert "loss" in labels(draw_losses(below_zero))
 
 
 def test_points_that_are_higher_are_drawn_higher_on_both_scales() -> None:
@@ -78,10 +78,33 @@ def test_other_values_have_low_charts_over_the_same_steps_and_tooltips_say_all()
     logged = [Curve("val_loss", ((300.0, 1.5), (600.0, 0.9))), Curve("lr", ((1.0, 0.001), (500.0, 0.0005)))]
     chart = draw_losses(NOISY, logged)
     assert "val_loss" in legend(chart)
-    assert "lr" in texts(chart)
-    tips = [element.text or "" for element in ET.fromstring(chart).iter("title")]
+    assert "lr" in labels(chart)
+    tips = [element.attrib["title"] for element in ET.fromstring(chart).iter("i") if element.get("title")]
     assert len(tips) <= 33
-    assert re.fullmatch(r"step 9\d0\nloss, smoothed 0\.\d+\nval_loss 0\.9000\nlr 5\.00e-04", tips[-2])
+    assert re.fullmatch(r"step 9\d0; loss, smoothed 0\.\d+; val_loss 0\.9000; lr 5\.00e-04", tips[-2])
+
+
+def without_pictures(markup: str) -> str:
+    """What is left to read where a site drops the tags of pictures and keeps their text."""
+    return " ".join(re.sub(r"<[^>]*>", "", re.sub(r"<(style|script)\b.*?</\1>", "", markup, flags=re.S)).split())
+
+
+def test_where_tags_are_dropped_no_numbers_of_axes_are_left() -> None:
+    assert without_pictures(draw_losses(NOISY, [Curve("lr", ((1.0, 0.001), (500.0, 0.0005)))])) == (
+        "loss, smoothed each step"
+    )
+    assert without_pictures(draw(Curve("accuracy", ((1.0, 0.25), (9.0, 0.5))), [Curve("before", NOISY)])) == (
+        "before accuracy 0.5"
+    )
+    said = without_pictures(html.render(trained(lr=0.01).view))
+    assert " loss from 2 to 0.05 val_loss loss, smoothed each step rank" in said
+
+
+def test_while_a_run_is_on_its_chart_has_fewer_points_and_ends_where_the_loss_does() -> None:
+    now, then = draw_losses(NOISY, is_on=True), draw_losses(NOISY)
+    (points_now, *_), (points_then, *_) = (re.findall(r'points="([^"]+)"', one) for one in (now, then))
+    assert 40 < len(points_now.split()) <= 81 < len(points_then.split()) == 100
+    assert points_now.split()[-1] == points_then.split()[-1]
 
 
 def test_strange_values_make_no_strange_chart() -> None:
