@@ -47,7 +47,7 @@ from nb_accelerate.ranks.status import RankStatus, state_of
 from nb_accelerate.ranks.steering import Steerable, steering_actions
 from nb_accelerate.ranks.steps import StepKind, call_steps, quit_steps
 from nb_accelerate.ranks.timeouts import Timeouts
-from nb_accelerate.ranks.waiting import goes_on_if_interrupted, interrupts_call
+from nb_accelerate.ranks.waiting import goes_on_if_interrupted, interrupts_call, wait
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Launch(Steerable):
             KeyboardInterrupt: the wait was interrupted. The launch goes on.
         """
         with goes_on_if_interrupted(self._name, ends_by=".stop()"):
-            return self._done.wait(timeout)
+            return wait(self._done, timeout)
 
     def result(self, timeout: float | None = None) -> Values:
         """Wait for the end of the launch, and return the values of the ranks.
@@ -203,7 +203,7 @@ class Launch(Steerable):
         with self._lock:
             self._stopping = True
             self._interrupt_requests(StepKind.TERMINATE, STOPPED)
-        self._done.wait()
+        wait(self._done)
 
     @override
     def _steered(self) -> tuple[Request | None, int]:

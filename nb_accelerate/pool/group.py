@@ -29,7 +29,7 @@ from nb_accelerate.ranks.failures import death, error_of, how_it_ended
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.request import Awaits, Request
 from nb_accelerate.ranks.steps import StepKind
-from nb_accelerate.ranks.waiting import wait_for
+from nb_accelerate.ranks.waiting import wait, wait_for
 from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class RankGroup:
         request = self._request(alive, send, steps=steps, wording=_CELL, awaits=Awaits.END)
         with interrupts.go_to(lambda: self.loop.interrupt(request)):
             self.loop.begin(request)
-            request.done.wait()
+            wait(request.done)
 
     def _on_rank_end(self, rank: RankProxy) -> None:
         if not rank.is_leaving:

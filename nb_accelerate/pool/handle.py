@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from nb_accelerate.ranks.failures import summary
 from nb_accelerate.ranks.steering import Steerable
-from nb_accelerate.ranks.waiting import goes_on_if_interrupted
+from nb_accelerate.ranks.waiting import goes_on_if_interrupted, wait
 from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class CellHandle(Steerable):
             KeyboardInterrupt: the wait was interrupted. The cell goes on.
         """
         with goes_on_if_interrupted("the cell", ends_by=".interrupt()"):
-            return self.request.done.wait(timeout)
+            return wait(self.request.done, timeout)
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt on the ranks."""

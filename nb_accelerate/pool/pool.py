@@ -31,7 +31,7 @@ from nb_accelerate.ranks.sinks import sink_here
 from nb_accelerate.ranks.status import RankStatus, locate_ranks, look_at
 from nb_accelerate.ranks.steps import StepKind
 from nb_accelerate.ranks.timeouts import Timeouts
-from nb_accelerate.ranks.waiting import Interrupts, interrupts_call, wait_for
+from nb_accelerate.ranks.waiting import Interrupts, interrupts_call, wait, wait_for
 from nb_accelerate.topology.rank_lists import named
 from nb_accelerate.worker import namespace as remote
 
@@ -330,7 +330,7 @@ class Pool:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no cell runs, at most `timeout` seconds, and return whether none does."""
         running = self._running
-        return running is None or running.done.wait(timeout)
+        return running is None or wait(running.done, timeout)
 
     def interrupt(self) -> None:
         """Interrupt the cell that runs. A second time, kill ranks that cannot be interrupted. For any thread."""

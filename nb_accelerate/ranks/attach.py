@@ -25,8 +25,7 @@ def attach(name: str | None = None) -> None:
     """Show the panel of a run here too: one that is on moves, one that is over shows its end and its log.
 
     After the page was loaded anew, say, or far below the cell that has started it. The cell that calls it ends at once,
-    with ipykernel 7 also while another cell waits for the run, if nothing else is in it. The last eight runs of this
-    notebook are known.
+    also while another cell waits for the run, if nothing else is in it. The last eight runs of this notebook are known.
 
     Args:
         name: of the run: the function of a launch, or a cell as in ``"cell 7"``. None is the newest run that is on, or

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,12 +82,16 @@ class InputRequests:
             self._closed = True
             self._changed.notify_all()
 
-    def get(self) -> PendingInput | None:
-        """Wait for the next request, and return it; None after `close`. For one thread only."""
+    def get(self, meanwhile: Callable[[], float] = lambda: math.inf) -> PendingInput | None:
+        """Wait for the next request, and return it; None after `close`. For one thread only.
+
+        Args:
+            meanwhile: called now and then while it waits. It returns after how many seconds to call it again, at most.
+        """
         with self._changed:
             while True:
-                self._wait_for(self._has_news)
-                self._wait_for(lambda: not self._talks or self._has_more_of_same_rank())
+                self._wait_for(self._has_news, meanwhile)
+                self._wait_for(lambda: not self._talks or self._has_more_of_same_rank(), meanwhile)
                 self._changed.wait_for(lambda: self._rank < 0 or self._has_more_of_same_rank(), _NEXT_LINE_TIMEOUT)
                 if self._closed:
                     return None
@@ -97,9 +102,14 @@ class InputRequests:
             self._rank, self._talks = request.rank.rank, True
             return request
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        while not self._changed.wait_for(condition, _MAX_WAIT):
-            pass
+    def _wait_for(self, condition: Callable[[], bool], meanwhile: Callable[[], float]) -> None:
+        seconds = 0.0
+        while not self._changed.wait_for(condition, min(seconds, _MAX_WAIT)):
+            self._changed.release()  # what it calls may need what another thread holds that waits for this lock
+            try:
+                seconds = meanwhile()
+            finally:
+                self._changed.acquire()
 
     def _has_news(self) -> bool:
         return self._closed or bool(self._waiting)

@@ -24,6 +24,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nb_accelerate.display.shell_channel import read_shell_channel
 from nb_accelerate.errors import PoolError
 from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.protocol.messages import DebuggerResumed, InputRequest, Ready
@@ -240,8 +241,9 @@ class RankLoop:
         """
         if any(one.is_being_ended for one in self.requests):
             self._processes.look_soon()
+        until_read = read_shell_channel()
         seconds = self._next_deadline() - time.monotonic()
-        self._sources.wait(seconds)
+        self._sources.wait(min(seconds, until_read))
         self._finish_requests()
         if seconds <= 0:  # what had come by then has been read, so that it is not late
             self._act_on_deadlines()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
+from nb_accelerate.display.shell_channel import read_shell_channel
 from nb_accelerate.ranks.failures import interrupted
 
 if TYPE_CHECKING:
@@ -23,9 +26,20 @@ if TYPE_CHECKING:
 def wait_for(loop: RankLoop, request: Request) -> None:
     """Wait until a request is done. Interrupts are passed on, and debuggers of ranks can ask the user for input."""
     with interrupts_call(lambda: loop.interrupt(request)):
-        while (asked := request.input_requests.get()) is not None:
+        while (asked := request.input_requests.get(read_shell_channel)) is not None:
             _ask_user(loop, request, asked)
-        request.done.wait()
+        wait(request.done)
+
+
+def wait(event: threading.Event, timeout: float | None = None) -> bool:
+    """Wait for an event as its own method does, and let the buttons of panels be pressed meanwhile."""
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        seconds = min(read_shell_channel(), until - time.monotonic())
+        if event.wait(None if seconds == math.inf else max(0.0, seconds)):
+            return True
+        if time.monotonic() >= until:
+            return False
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -262,6 +263,15 @@ def _widgets_on(wire: _Wire) -> Iterator[None]:
         comm.create_comm = before
 
 
+def _kernel() -> Any:
+    """What stands for a kernel whose panels have buttons; nobody presses one."""
+    loop = SimpleNamespace(add_callback=lambda *_: None)
+    stream = SimpleNamespace(io_loop=loop)
+    return SimpleNamespace(
+        shell_stream=stream, schedule_dispatch=print, dispatch_shell=print, _parents={}, comm_manager=stream
+    )
+
+
 def _watching() -> list[str]:
     wire = _Wire()
     with ExitStack() as stack:
@@ -279,7 +289,7 @@ def _watching() -> list[str]:
         writer.stdout.readline()
         stack.enter_context(_widgets_on(wire))
         watched = _Ranks(readers, writer.pid)
-        drawing = NotebookPanel(wire, None, range(RANKS), watched, str)
+        drawing = NotebookPanel(wire, _kernel(), range(RANKS), watched, str)
         panel = Panel(Facts(name="train", setup=(f"{RANKS} ranks", "CPU")), range(RANKS), drawing, watched)
         _refresh_for(panel, 3.0)  # until it is drawn, and the widgets are made
         before = wire.messages, wire.bytes
