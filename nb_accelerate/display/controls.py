@@ -134,7 +134,7 @@ class Controls:
         if self._again.is_asked_for:
             at = time.strftime("%H:%M:%S on %d %B")
             missing = _LINES_MISSING if self._has_log else ""
-            self._again.value = html.style() + html.render(view, at=at) + html.render_charts(view) + missing
+            self._again.value = html.render(view, at=at) + html.render_charts(view) + missing
             if missing and not self._has_opened_log:  # once: who closes it wants it closed
                 self._has_opened_log = True
                 self._open_log()

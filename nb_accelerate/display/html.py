@@ -52,7 +52,7 @@ _ONLY_NOW = ' class="nba-only-now"'
 def style() -> str:
     """Return the style sheet, as an element."""
     sheets = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _SHEETS)
-    return f"<style>{''.join(sheets)}{LABELS}</style>"
+    return f'<style class="nba-sheet">{"".join(sheets)}{LABELS}</style>'
 
 
 def render(view: View, *, at: str = "") -> str:

@@ -88,12 +88,17 @@ class Lines(Drawing):
             self._paper.write(self._paper.own_stream, f"{text.line(view)}\n")
 
 
-def bundle(view: View) -> dict[str, Any]:
-    """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel."""
+def bundle(view: View, *, with_style: bool = True) -> dict[str, Any]:
+    """Return a view as the content of a message that displays it, good for ever: nothing in it needs a kernel.
+
+    Args:
+        view: of a run.
+        with_style: with its style sheet; False where the page has that already.
+    """
     at = time.strftime("%H:%M:%S on %d %B") if view.state in ("starting", "running") else ""
     return {
         "data": {
-            "text/html": html.style() + html.render(view, at=at) + html.render_charts(view),
+            "text/html": (html.style() if with_style else "") + html.render(view, at=at) + html.render_charts(view),
             "text/plain": text.table(view),
         },
         "metadata": {},

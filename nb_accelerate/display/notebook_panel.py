@@ -3,6 +3,7 @@
 ::
 
     View --> HTML --display_data, then update_display_data--> the table: stays in the saved notebook, needs no kernel
+    style sheet --display_data, once-----------------------> for the table while it moves; the last table has its own
     buttons, a log, stacks --comm of ipywidgets------------> below it, and gone when the run is over
     HTML, once a page asks for all widgets ----------------> in a page that was loaded anew, in place of the table
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from nb_accelerate.display import html
 from nb_accelerate.display.controls import Controls
 from nb_accelerate.display.lines import bundle
 from nb_accelerate.display.panel import Drawing
@@ -72,6 +74,7 @@ class NotebookPanel(Drawing):
         self._kernel = kernel
         self._id = place or uuid.uuid4().hex
         self._buttons_id = uuid.uuid4().hex
+        self._style_id = uuid.uuid4().hex
         self._controls = Controls(kernel, ranks, watched, where, self._buttons_id) if can_answer(kernel) else None
         self._last: dict[str, Any] = {}
         self._is_shown = self.is_announced = bool(place)
@@ -81,19 +84,23 @@ class NotebookPanel(Drawing):
         self._thread: HelperThread | None = None
         if self.is_announced:  # the table has its place already, and what ranks print before it is drawn goes below
             self._keep_place(self._buttons_id)
+            self._keep_place(self._style_id)
 
     @override
     def draw(self, view: View) -> None:
-        if not self._draws and self._controls is not None:
-            answer_messages(self._kernel)
-            # ipywidgets takes a while to import.
-            self._thread = HelperThread(self._make, self._controls, name="panel")
-            self._thread.start()
+        if not self._draws:
+            kind = "update_display_data" if self.is_announced else "display_data"
+            self._send(kind, self._style_id, {"text/html": html.style(), "text/plain": ""})
+            if self._controls is not None:
+                answer_messages(self._kernel)
+                # ipywidgets takes a while to import.
+                self._thread = HelperThread(self._make, self._controls, name="panel")
+                self._thread.start()
         self._draws += 1
         self._named |= kinds_named(view.times, self._named)
         view = replace(view, named=self._named)
         if not view.charts or self._draws % _CHARTS_EVERY == 1:
-            content = bundle(view)
+            content = bundle(view, with_style=False)
             if content != self._last:
                 self._last = content
                 self._show(content["data"])
@@ -120,6 +127,7 @@ class NotebookPanel(Drawing):
             self._show({"text/plain": f"{view.facts.brief}{took}" if self.is_announced else ""})
         if self._draws:
             self._send("update_display_data", self._buttons_id, {})
+            self._send("update_display_data", self._style_id, {})
         if controls is not None:
             controls.close(view)
         if self._thread is not None:

@@ -178,11 +178,12 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     shown: dict[str, list[set[str]]] = {}
     for content in sent.of("display_data", "update_display_data"):
         shown.setdefault(content["transient"]["display_id"], []).append(set(content["data"]))
-    panel, buttons = shown.values()
+    panel, buttons, style = shown.values()
     assert panel[0] == {"text/plain"}
     assert all(kinds == {"text/html", "text/plain"} for kinds in panel[1:])
     view = {"application/vnd.jupyter.widget-view+json", "text/plain"}
     assert buttons == [set(), view, set()], "shown once, and gone at the end"
+    assert style == [set(), {"text/html", "text/plain"}, set()]
     frames = sent.tables
     assert all(one.startswith(("○ train", "● train")) for one in frames[:-1])
     assert frames[-1].startswith("✓ train")
@@ -190,7 +191,7 @@ def test_a_panel_is_plain_output_with_buttons_that_go_when_it_ends(notebook: Ker
     heads = {html.split("<thead>")[1].split("</thead>")[0] for html in sent.html}
     assert len(heads) == 1, "columns that come and go"
     assert ["No news since" in html for html in sent.html] == [True] * (len(frames) - 1) + [False]
-    assert sum(map(len, sent.html)) + sent.num_bytes <= 40_000 + 40_000 * sent.seconds, "bytes"
+    assert sum(map(len, sent.html)) + sent.num_bytes <= 40_000 + 20_000 * sent.seconds, "bytes"
     assert notebook.run(LEFT).ok().stdout == "[] 0 0\n"
 
 
@@ -258,10 +259,11 @@ def test_in_a_cell_without_a_prepared_loader_buttons_are_grey_and_commands_are_n
 def test_what_ranks_print_at_once_stands_below_the_table_and_its_buttons(notebook: Kernel) -> None:
     sent = everything(notebook, "notebook_launcher(says, (1.6,), 2, progress='widget')")
     order = [message["msg_type"] for message in sent.messages if message["msg_type"] in ("display_data", "stream")]
-    assert order == ["display_data", "display_data", "stream"]
-    table, place = sent.of("display_data")
+    assert order == ["display_data", "display_data", "display_data", "stream"]
+    table, place, style = sent.of("display_data")
     assert table["data"]
     assert not place["data"]
+    assert not style["data"]
     buttons = [
         one for one in sent.of("update_display_data") if "application/vnd.jupyter.widget-view+json" in one["data"]
     ]
