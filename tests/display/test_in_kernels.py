@@ -61,10 +61,9 @@ notebook_launcher(quick, num_processes=2, progress="off")
 RANKS_THAT_STAY = "%%distributed --num-processes 2\nimport time\nfrom tqdm import trange"
 
 LEFT = """
-import ipywidgets, comm
+import ipywidgets
 print(sorted(t.name for t in threading.enumerate() if "panel" in t.name),
-      len(comm.get_comm_manager().comms), len(ipywidgets.Widget._instances if hasattr(ipywidgets.Widget, "_instances")
-      else ipywidgets.Widget.widgets))
+      len(get_ipython().kernel.comm_manager.comms), len(ipywidgets.Widget.widgets))
 """
 
 
