@@ -50,7 +50,8 @@ class MultiProcessAdapter(_Adapter):
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn the first time this is called with these arguments, and never again."""
         kwargs.setdefault("stacklevel", 3)
-        self.warning(*args, **kwargs)
+        # Not by `warning`, which is a frame of `logging`: Python 3.10 would count it.
+        self.log(logging.WARNING, *args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

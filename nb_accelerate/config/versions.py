@@ -20,7 +20,7 @@ LOWEST = {
     "nbformat": "5.10.4",
     "pyzmq": "24.0",
     "traitlets": "5.7.1",
-    "safetensors": "0.4.3",
+    "safetensors": "0.7",
     "huggingface_hub": "0.24",
     "PyYAML": "6.0",
     "psutil": "5.9.5",

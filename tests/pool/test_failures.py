@@ -14,6 +14,7 @@ import psutil
 import pytest
 from fixtures.kernels import BLOCKED_RANKS, Kernel
 from fixtures.leaks import name_of
+from fixtures.old_torch import SHARDS_ON_CPUS
 
 from nb_accelerate.pool import Pool
 
@@ -169,6 +170,8 @@ class TestExceptions:
     ):
         if ranks == 1:
             pytest.skip("one rank is not sharded")
+        if not SHARDS_ON_CPUS:
+            pytest.skip("FSDP on CPUs is refused with PyTorch before 2.9")
         notebook.run(
             "%%distributed\nfrom nb_accelerate import Accelerator\n"
             "from nb_accelerate.utils import FullyShardedDataParallelPlugin\n"

@@ -26,9 +26,8 @@ def test_a_process_that_a_cell_forks_takes_no_cells(notebook: Kernel):
 
 def test_closed_event_loops_in_the_kernel_and_in_ranks_are_no_hindrance(notebook: Kernel):
     notebook.run("import asyncio\nloop = asyncio.new_event_loop()\nloop.close()\nasyncio.set_event_loop(loop)").ok()
-    notebook.run(
-        "%%distributed\nfrom IPython.core.async_helpers import get_asyncio_loop\nget_asyncio_loop().close()"
-    ).ok()
+    notebook.run("%%distributed\nimport asyncio\nloop = asyncio.get_running_loop()\nawait asyncio.sleep(0)").ok()
+    notebook.run("%%distributed\nloop.close()").ok()
     assert notebook.run("%%distributed\nimport asyncio\nawait asyncio.sleep(0)\nprint(1)").ok().stdout == "1\n"
 
 

@@ -213,14 +213,16 @@ def test_accelerate_loads_what_we_saved_and_we_what_it_saved(run_ranks: RunRanks
             accelerator.save_model(model, f"{folder}/weights")
             accelerator.wait_for_everyone()
             drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
-            expected = [w.tolist() for w in _weights(model)], scheduler.state_dict(), drawn
+            expected = [[w.tolist() for w in _weights(model)], scheduler.state_dict(), drawn]
             accelerator.free_memory()
 
             accelerator = loader.Accelerator(cpu=True)
             model, optimizer, scheduler, batches = _parts(accelerator)
             accelerator.load_state(folder)
             drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
-            got = [w.tolist() for w in _weights(model)], scheduler.state_dict(), drawn
+            got = [[w.tolist() for w in _weights(model)], scheduler.state_dict(), drawn]
+            if loader is accelerate and np.lib.NumpyVersion(np.__version__) < "1.25.0":
+                del expected[2], got[2]  # with those it cannot load random states, its own either
             found[saver.__name__] = expected == got, expected, got
             accelerator.free_memory()
             plain = accelerator.unwrap_model(model)
