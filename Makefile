@@ -42,7 +42,7 @@ test: $(READY) ## Run the tests, except the slow ones
 
 # pytest ends with 5 when it selected nothing, which is no failure here.
 test-slow: $(READY) ## Run the slow tests and those that need a browser
-	@$(RUN) -m pytest -m "slow or browser" $(ARGS) || [ $$? -eq 5 ]
+	@$(RUN) -m pytest -m "slow or browser" --ignore tests/places $(ARGS) || [ $$? -eq 5 ]
 
 test-places: ## Run a session and quick tests with the versions of Colab, of Kaggle, the oldest and the newest; ARGS='colab lowest'
 	@$(PYTHON) tests/places/run.py $(ARGS)

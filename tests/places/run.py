@@ -38,10 +38,7 @@ QUICK = (
     "tests/pool/test_debugger.py",
     "tests/pool/test_names.py",
     "tests/launch/test_displays.py",
-    "tests/launch/test_interrupt_gate.py",
-    "tests/launch/test_mistakes.py",
     "tests/launch/test_notebook_launcher.py",
-    "tests/launch/test_shipping_from_cells.py",
     *WIDGETS,
 )
 
