@@ -82,7 +82,7 @@ def run(name: str, place: Place, options: list[str]) -> str:
         install(environment, python, ours, place.torch)
         ready.touch()
     print(f"=== {name}: running the tests", flush=True)
-    pytest = [environment / "bin" / "python", "-m", "pytest", "-m"]
+    pytest = [environment / "bin" / "python", "-m", "pytest", "--disable-warnings", "-m"]
     commands = ([*pytest, "not browser", "tests/places"], [*pytest, "not browser and not slow", *place.tests])
     codes = [subprocess.run([*command, *options], cwd=ROOT, check=False).returncode for command in commands]
     print(f"=== {name}: {time.monotonic() - began:.0f} s", flush=True)
