@@ -114,7 +114,7 @@ def test_interrupt_and_stop_end_a_handle(notebook: Kernel) -> None:
             "print(handle.status(), [r.state for r in handle.ranks])\nhandle.result()"
         )
         assert cell.error == "KeyboardInterrupt"
-        assert cell.stdout.startswith(f"{status} [")
+        assert cell.stdout.splitlines()[-1].startswith(f"{status} [")  # ranks may have begun, and printed
 
 
 INTERRUPTED_WAIT = """

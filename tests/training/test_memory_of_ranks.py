@@ -55,7 +55,9 @@ def test_each_rank_holds_what_arithmetic_says(run_ranks, sharded, ranks):
             assert found.optimizer == pytest.approx(optimizer * share, rel=0.1)
             assert found.pending == pytest.approx((3 - gradients - optimizer) * share, rel=0.1)
             assert found.sharding == (f"FSDP, dp_shard {ranks}" if is_spread else "")
-            assert found.states + found.base <= found.used <= min(found.peak, found.limit)
+            # Memory that imports have freed is still the process', and may hold the parameters.
+            assert found.states + found.base <= found.used + WHOLE
+            assert found.base <= found.used <= min(found.peak, found.limit)
         assert (freed.states, freed.sharding) == (0, "")
 
 
