@@ -103,13 +103,13 @@ class InputRequests:
             return request
 
     def _wait_for(self, condition: Callable[[], bool], meanwhile: Callable[[], float]) -> None:
-        seconds = 0.0
-        while not self._changed.wait_for(condition, min(seconds, _MAX_WAIT)):
+        while not condition():
             self._changed.release()  # what it calls may need what another thread holds that waits for this lock
             try:
                 seconds = meanwhile()
             finally:
                 self._changed.acquire()
+            self._changed.wait_for(condition, min(seconds, _MAX_WAIT))
 
     def _has_news(self) -> bool:
         return self._closed or bool(self._waiting)
