@@ -92,7 +92,7 @@ class TestSession:
             "for batch in rows:\n"
             "    acc.backward(model(batch).sum())\n"
             "    optimizer.step()\n"
-            "    time.sleep(0.03)\n"
+            "    time.sleep(0.1)\n"  # for more than the second after which a panel appears
             "acc.save_state(folder)\n"
             "acc.load_state(folder)"
         ).ok()
