@@ -37,8 +37,8 @@ def cell_number(shell: InteractiveShell, filename: str) -> int | None:
     return None
 
 
-def is_cell_itself(code_name: str) -> bool:
-    """Return whether a code object with this name is a module or a cell, and not a function in it."""
+def is_module_level(code_name: str) -> bool:
+    """Return whether the code object of this name is a whole module or cell, and not a function in it."""
     return code_name == "<module>" or code_name.startswith("<cell line: ")  # 7.31 to 8
 
 
@@ -55,7 +55,7 @@ def _names_of(get_code_name: Callable[[str, str, int], str], code: str, number: 
     return get_code_name(code, code, number), get_code_name(f"{code}\n", f"{code}\n", number)
 
 
-class Place(NamedTuple):
+class Cursor(NamedTuple):
     """Where somebody types and asks for completions.
 
     Attributes:
@@ -85,7 +85,7 @@ class Completions(NamedTuple):
     only: bool = False
 
 
-def add_completer(shell: InteractiveShell, complete: Callable[[Place], Completions]) -> Callable[[], None]:
+def add_completer(shell: InteractiveShell, complete: Callable[[Cursor], Completions]) -> Callable[[], None]:
     """Have a shell ask for completions too.
 
     Args:
@@ -105,7 +105,7 @@ def add_completer(shell: InteractiveShell, complete: Callable[[Place], Completio
 
     @context_matcher(identifier="nb_accelerate", priority=100)  # type: ignore[untyped-decorator]  # before the others
     def matcher(context: Any) -> dict[str, Any]:
-        found = complete(Place(context.full_text, context.cursor_line, context.cursor_position, context.token))
+        found = complete(Cursor(context.full_text, context.cursor_line, context.cursor_position, context.token))
         texts = [SimpleCompletion(text=text, type=found.kind) for text in found.texts]
         return {"completions": texts, "suppress": found.only}
 
@@ -118,7 +118,7 @@ def add_completer(shell: InteractiveShell, complete: Callable[[Place], Completio
     return remove
 
 
-def _wrap(completer: Any, complete: Callable[[Place], Completions]) -> Callable[[], None]:
+def _wrap(completer: Any, complete: Callable[[Cursor], Completions]) -> Callable[[], None]:
     """Ask before the completer does: its matchers are given the token only, and cannot put others aside."""
     original = completer._complete  # noqa: SLF001 - versions before 8.6 have no other place that sees the cell
 
@@ -126,14 +126,14 @@ def _wrap(completer: Any, complete: Callable[[Place], Completions]) -> Callable[
         text = rest.get("full_text") or rest.get("line_buffer") or ""
         line = text.split("\n")[cursor_line] if text else ""
         token = completer.splitter.split_line(line, cursor_pos)
-        found = complete(Place(text, cursor_line, cursor_pos, token))
+        found = complete(Cursor(text, cursor_line, cursor_pos, token))
         origins = [found.kind] * len(found.texts)
         if found.only:
             return token, found.texts, origins, ()
-        theirs, texts, whence, rest_of_it = original(cursor_line=cursor_line, cursor_pos=cursor_pos, **rest)
-        if not found.texts or theirs != token:
-            return theirs, texts, whence, rest_of_it
-        return token, [*found.texts, *texts], [*origins, *whence], rest_of_it
+        its_token, texts, its_origins, of_jedi = original(cursor_line=cursor_line, cursor_pos=cursor_pos, **rest)
+        if not found.texts or its_token != token:
+            return its_token, texts, its_origins, of_jedi
+        return token, [*found.texts, *texts], [*origins, *its_origins], of_jedi
 
     completer._complete = ask  # noqa: SLF001 - see above
 

@@ -21,7 +21,7 @@ from nb_accelerate.errors.traceback_lines import (
     line_in_cell,
     wants_full,
 )
-from nb_accelerate.ipython_versions import is_cell_itself
+from nb_accelerate.ipython_versions import is_module_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,4 +115,4 @@ def _library(filename: str) -> str:
 def place(frame: Frame | FrameLine) -> str:
     """Return where a frame is, in a few words: ``train, cell 7 line 12``."""
     where = line_in_cell(frame.filename, frame.lineno) or f"{frame.filename}:{frame.lineno}"
-    return where if is_cell_itself(frame.name) else f"{frame.name}, {where}"
+    return where if is_module_level(frame.name) else f"{frame.name}, {where}"

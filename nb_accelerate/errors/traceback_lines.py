@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nb_accelerate.ipython_versions import cell_number, is_cell_itself
+from nb_accelerate.ipython_versions import cell_number, is_module_level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +184,7 @@ def frame_lines(frame: FrameLine, style: Style = PLAIN, *, context: int = 0) -> 
         context: lines of a cell that are shown before and after it.
     """
     cell = cell_name(frame.filename)
-    inside = "" if is_cell_itself(frame.name) else f", in {frame.name}"
+    inside = "" if is_module_level(frame.name) else f", in {frame.name}"
     if cell is None:
         yield f"File {style.where}{frame.filename}:{frame.lineno}{style.end}{inside}"
         text = linecache.getline(frame.filename, frame.lineno).strip()

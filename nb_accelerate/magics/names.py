@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nb_accelerate.ipython_versions import Place
+    from nb_accelerate.ipython_versions import Cursor
     from nb_accelerate.magics.auto import AutoMode
 
 _COMMAND = re.compile(r"\s*%distributed\s+(\w*)$")
@@ -61,25 +61,25 @@ class RankNames:
         for method in _INSPECTORS:
             vars(self._shell).pop(method, None)  # that of its class shows again
 
-    def _complete(self, place: Place) -> Completions:
+    def _complete(self, cursor: Cursor) -> Completions:
         """Complete the commands and options of our magics, and names of rank 0 in a cell for the ranks."""
-        line = place.text.split("\n")[place.line][: place.column]
+        line = cursor.text.split("\n")[cursor.line][: cursor.column]
         words = words_for(line)
         if words:
             return Completions(words, "magic", only=True)
         from nb_accelerate.worker.namespace import complete
 
-        is_theirs = self._auto.is_on or place.text.startswith(("%%distributed", "%%rank"))
-        if not is_theirs or place.token.split(".")[0] in self._shell.user_ns:
+        is_theirs = self._auto.is_on or cursor.text.startswith(("%%distributed", "%%rank"))
+        if not is_theirs or cursor.token.split(".")[0] in self._shell.user_ns:
             return Completions([])
-        above = place.text.split("\n")[: place.line]
-        cursor = sum(len(line) + 1 for line in above) + place.column
-        answer = _ask_rank_0(complete, place.text, cursor)
+        above = cursor.text.split("\n")[: cursor.line]
+        position = sum(len(line) + 1 for line in above) + cursor.column
+        answer = _ask_rank_0(complete, cursor.text, position)
         if answer is None:
             return Completions([])
         start, end, found = answer
         # The part of the token before what is completed stays as it is.
-        before = place.token[: max(0, len(place.token) - (end - start))]
+        before = cursor.token[: max(0, len(cursor.token) - (end - start))]
         return Completions([before + one for one in found], "rank 0")
 
 
