@@ -307,7 +307,7 @@ def test_models_without_anything_to_train_are_prepared_too(run_ranks):
 def test_compiled_models_are_unwrapped_as_asked():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
-    compiled = accelerator.prepare(torch.compile(model))
+    compiled = accelerator.prepare(torch.compile(model, backend="eager"))
     assert accelerator.unwrap_model(compiled) is compiled
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
 
