@@ -10,6 +10,7 @@ from nb_accelerate.config.arguments import suggests_arguments
 from nb_accelerate.config.env import RESUME, RESUME_SINCE, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
+from nb_accelerate.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.display.frontend import choose_front_end, is_in_kernel
 from nb_accelerate.errors.traceback_lines import wants_full
 from nb_accelerate.launch.launch import Launch
@@ -179,8 +180,9 @@ def notebook_launcher(
     Args:
         function: what to run. It makes its own `Accelerator()`.
         args: its positional arguments.
-        num_processes: number of ranks on this machine. None is what the configuration file says (see ``nb-accelerate
-            config``); without one it is one for each TPU chip or GPU, or one on a machine without.
+        num_processes: number of ranks on this machine. None is what ``%distributed config`` has set in this notebook,
+            or else what the configuration file says (see ``nb-accelerate config``); without both it is one for each
+            TPU chip or GPU, or one on a machine without.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: `Accelerator()`'s default in the ranks.
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
         master_addr: on several machines, the address of machine 0 as the others see it.
@@ -241,13 +243,14 @@ def notebook_launcher(
         2 processes on CPU
         [0, 1]
     """
-    of_file = _options_of_file() if num_processes is None and devices is None and num_nodes == 1 else {}
+    is_open = num_processes is None and devices is None and num_nodes == 1
+    defaults, origin = _defaults() if is_open else ({}, "")
     began = {} if resume else {RESUME_SINCE: str(int(time.time() * 1000))}
     options = LaunchOptions(
         function=function,
         args=args,
         kwargs=kwargs or {},
-        num_processes=of_file.get("num_processes", num_processes),
+        num_processes=defaults.get("num_processes", num_processes),
         mixed_precision=mixed_precision,
         use_port=use_port,
         master_addr=master_addr,
@@ -262,7 +265,7 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         log_line_prefix_template=log_line_prefix_template,
         start_method=start_method,
-        devices=of_file.get("devices", devices),
+        devices=defaults.get("devices", devices),
         timeout=timeout,
         progress=progress,
         env={RESUME: str(int(resume)), **began, **(env or {})},
@@ -277,9 +280,9 @@ def notebook_launcher(
     guard = OutputGuard(sink)
     if front_end != "off":
         with guard:
-            if of_file:
-                said = ", ".join(f"{name}={value!r}" for name, value in of_file.items())
-                sink.write("stdout", f"{said}: from {default_path()}\n")
+            if defaults:
+                said = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
+                sink.write("stdout", f"{said}: from {origin}\n")
             place = announce(plan, sink, front_end if plan.method.starter else "text")
         for warning in (*plan.warnings, *gpu_warnings(plan)):
             with guard:
@@ -318,6 +321,12 @@ def run_in_processes(
     return launch
 
 
-def _options_of_file() -> dict[str, Any]:
+def _defaults() -> tuple[dict[str, Any], str]:
+    """Return which ranks to start where the call does not say, and who says so: the notebook before the file."""
+    of_notebook: dict[str, Any] = {
+        name: SESSION_DEFAULTS[name] for name in ("num_processes", "devices") if name in SESSION_DEFAULTS
+    }
+    if of_notebook:
+        return of_notebook, "%distributed config"
     file = read_config()
-    return file.launch_options() if file is not None else {}
+    return (file.launch_options(), str(default_path())) if file is not None else ({}, "")

@@ -71,7 +71,9 @@ COMMANDS = {
     "reset": Command("reset", "Delete all variables of the ranks."),
     "stop": Command("stop", "End the ranks."),
     "auto": Command("auto on|off", "Run every cell on the ranks; %%local keeps one here.", (), (1, 1)),
-    "config": Command("config [options]", "Show, or set, the options that cells and ranks start with.", (*POOL, *SHOW)),
+    "config": Command(
+        "config [options]", "Show, or set, the options that cells, launches and ranks start with.", (*POOL, *SHOW)
+    ),
 }
 
 HELP_TEXT = (

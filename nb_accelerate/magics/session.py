@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nb_accelerate.config.env import Environment
+from nb_accelerate.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.magics.auto import AutoMode
 from nb_accelerate.magics.cells import Cells
 from nb_accelerate.magics.commands import Commands
@@ -20,14 +21,13 @@ class Session:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._defaults: dict[str, Any] = {}
         self._auto = AutoMode(shell)
         self._names = RankNames(shell, self._auto)
 
     def register(self) -> None:
         """Add the magics; take the place of those that are there."""
-        cells = Cells(self._shell, self._auto, self._defaults)
-        commands = Commands(self._shell, self._auto, self._defaults)
+        cells = Cells(self._shell, self._auto, SESSION_DEFAULTS)
+        commands = Commands(self._shell, self._auto, SESSION_DEFAULTS)
         manager = self._shell.magics_manager
         manager.register_function(cells.distributed, magic_kind="cell", magic_name="distributed")
         manager.register_function(cells.rank, magic_kind="cell", magic_name="rank")
@@ -45,6 +45,7 @@ class Session:
         """Take everything back, and end the ranks."""
         self._auto.unregister()
         self._names.unregister()
+        SESSION_DEFAULTS.clear()
         for kind, names in (("cell", ("distributed", "rank", "local", "distribute")), ("line", ("distributed",))):
             for name in names:
                 self._shell.magics_manager.magics[kind].pop(name, None)

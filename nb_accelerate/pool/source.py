@@ -12,6 +12,7 @@ from nb_accelerate.pool.names import free_names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 _ACCELERATOR = re.compile(r"\baccelerator\b")
 
 
@@ -56,7 +57,9 @@ def read_cell(
         SyntaxError: it does not compile. The line number counts from the head.
     """
     text = code if head is None else f"{head}\n{code}"
-    above = 0 if head is None else 1
+    # IPython drops blank lines at the top, and would number the other lines without them.
+    code = _BLANK_LINES.sub("", code)
+    above = text.count("\n") - code.count("\n")
     try:
         source = transform(code)
         tree = ast.parse(source, filename)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections import deque
@@ -42,6 +43,8 @@ _BAR_WIDTH = 500
 
 _LINES_AT_ONCE = 200
 """Lines that are given to the sink together. It looks at its limits in between."""
+
+_NUMBER = re.compile(r"\d[\d.]*(?:e[-+]?\d+)?")
 
 _Line: TypeAlias = "tuple[StreamName, str]"
 """The name of a stream, and a line with its newline. A tuple, because there may be very many."""
@@ -107,7 +110,7 @@ class RequestOutput:
         self._is_in_line = False
         hold = NEVER if style == "group" else hold
         apart = _never if style == "group" or prefix is not None else _is_for_all
-        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart)
+        self._merge: Merge[_Item] = Merge(self._ranks, self._show, hold=hold, apart=apart, kind=_without_figures)
         self._bars: _Bars | None = None
 
     @property
@@ -321,6 +324,14 @@ def _as_message(display: Display) -> dict[str, Any]:
 
 def _is_for_all(item: _Item) -> bool:
     return isinstance(item, tuple) and item[0] == "for_all"
+
+
+def _without_figures(item: _Item) -> str | None:
+    """Return a line without its numbers; None for one that has no number, and for a display."""
+    if isinstance(item, _Shown):
+        return None
+    text, numbers = _NUMBER.subn("0", item[1])
+    return text if numbers else None
 
 
 def _never(_: _Item) -> bool:

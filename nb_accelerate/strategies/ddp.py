@@ -17,7 +17,7 @@ from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor, nn
@@ -80,6 +80,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "DistributedDataParallelKwargs(find_unused_parameters=True)]); if never, set requires_grad=False "
                 "before prepare."
             ) from error
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            if any(name.startswith("module.") for name in state_dict):
+                raise
+            raise RuntimeError(
+                f"{error}\nOn several ranks the prepared model is a wrapper around your {type(self.module).__name__}, "
+                "and its names begin with 'module.'. Write accelerator.unwrap_model(model).load_state_dict(...)."
+            ) from None
 
     @override
     def __getattr__(self, name: str) -> Any:

@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 import types
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.diagnostics.report import readable
@@ -193,6 +194,8 @@ def patch_libraries() -> None:
     spawn_by_value()
     bars_as_rows()
     trainers_as_loops()
+    # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.
+    warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
 
 
 def prepare_process(*, is_fork: bool) -> Exception | None:

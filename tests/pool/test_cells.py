@@ -297,6 +297,15 @@ class TestNames:
         cell = notebook.run("%distributed pull minee")
         assert plain(cell.traceback) == "NameError: no rank has a variable 'minee'. Did you mean: 'mine'?"
 
+    def test_a_scheduler_that_is_sent_knows_the_step_of_its_optimizer(self, notebook: Kernel):
+        notebook.run(
+            "import torch\nsent_model = torch.nn.Linear(1, 1)\n"
+            "sent_optimizer = torch.optim.SGD(sent_model.parameters(), lr=0.1)\n"
+            "sent_scheduler = torch.optim.lr_scheduler.StepLR(sent_optimizer, 1)"
+        ).ok()
+        cell = notebook.run("%%distributed\nsent_optimizer.step()\nsent_scheduler.step()").ok()
+        assert "has been overridden" not in cell.stderr
+
     def test_a_name_that_a_rank_lacks_is_told_in_one_line(self, notebook: Kernel):
         notebook.run("%%rank 0\nonly_here = 1").ok()
         cell = notebook.run("%distributed pull only_here")

@@ -81,3 +81,15 @@ def test_a_thousand_cells_leave_a_kernel_and_its_ranks_as_they_were(kernel: Kern
 
 def memory(kernel: Kernel) -> dict[int, int]:
     return {one.pid: one.memory_info().rss for one in (psutil.Process(kernel.pid), *kernel.processes())}
+
+
+def test_the_number_of_ranks_that_is_set_in_a_notebook_is_that_of_its_launches_too(kernel: Kernel) -> None:
+    kernel.run("%load_ext nb_accelerate").ok()
+    kernel.run("%distributed config -n 2").ok()
+    launch = "import os, nb_accelerate\nnb_accelerate.notebook_launcher(lambda: os.environ['WORLD_SIZE']"
+    cell = kernel.run(f"{launch})").ok()
+    assert "num_processes=2: from %distributed config\n" in cell.stdout
+    assert cell.displays == [{"text/plain": "['2', '2']"}]
+    assert kernel.run(f"{launch}, num_processes=1)").ok().displays == [{"text/plain": "['1']"}]
+    kernel.run("%unload_ext nb_accelerate").ok()
+    assert kernel.run(f"{launch})").ok().displays == [{"text/plain": "['1']"}]
