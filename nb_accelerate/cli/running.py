@@ -1,8 +1,9 @@
-"""Find the runs of this package on this machine, by the names of its processes."""
+"""Find the user's runs of this package on this machine, by the names of its processes."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ class Run:
 
     Attributes:
         pid: process of the notebook's kernel, or of the command.
+        processes: those of the ranks.
         ranks: numbers of the ranks, in order.
         memory: bytes of main memory (RSS) that a rank holds, as the panel shows it; of the one that holds most.
         seconds: since the first rank was started.
         what: the notebook, or the command line.
-        is_notebook: an interrupt ends what the ranks do, and not the process.
+        is_notebook: the process is a notebook's kernel.
     """
 
     pid: int
+    processes: tuple[psutil.Process, ...]
     ranks: tuple[int, ...]
     memory: int
     seconds: float
@@ -38,7 +41,7 @@ class Run:
 
 
 def find_runs() -> list[Run]:
-    """Return all runs whose processes may be seen, by the process id of their owner. Idle servers are no runs.
+    """Return all runs of this user, by the process id of their owner. Idle servers are no runs.
 
     Raises:
         LaunchError: the system lists no processes.
@@ -50,7 +53,7 @@ def find_runs() -> list[Run]:
         raise LaunchError("this system does not list its processes. Is /proc mounted here?") from error
     for process in every:
         with contextlib.suppress(psutil.Error):
-            if _RANK.fullmatch(process.name()):
+            if _RANK.fullmatch(process.name()) and process.uids().real == os.getuid():
                 owner = _owner_of(process)
                 ranks.setdefault(owner.pid, []).append(process)
     found = []
@@ -61,11 +64,15 @@ def find_runs() -> list[Run]:
 
 
 def _owner_of(rank: psutil.Process) -> psutil.Process:
-    """Return the process that launched a rank: the parent of the server that forked it."""
-    for ancestor in rank.parents():
-        if ancestor.name() != _SERVER:
-            return ancestor
-    raise psutil.NoSuchProcess(rank.pid)
+    """Return the process that launched a rank: the parent of the server that forked it.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended, or it is no rank but has the name of one.
+    """
+    owner = next((ancestor for ancestor in rank.parents() if ancestor.name() != _SERVER), None)
+    if owner is None or rank.exe() != owner.exe() or "python" not in Path(rank.exe()).name:
+        raise psutil.NoSuchProcess(rank.pid)
+    return owner
 
 
 def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
@@ -84,10 +91,11 @@ def _describe(owner: psutil.Process, ranks: list[psutil.Process]) -> Run:
     is_notebook = bool(notebook) or any("ipykernel" in word for word in owner.cmdline())
     return Run(
         pid=owner.pid,
+        processes=tuple(ranks),
         ranks=tuple(sorted(numbers)),
         memory=memory,
         seconds=time.time() - began,
-        what=_short(notebook) if notebook else " ".join(map(_short, owner.cmdline())),
+        what=_printable(_short(notebook) if notebook else " ".join(map(_short, owner.cmdline()))),
         is_notebook=is_notebook,
     )
 
@@ -96,3 +104,8 @@ def _short(word: str) -> str:
     """Return a path with ``~`` for the home folder."""
     home = str(Path.home())
     return "~" + word[len(home) :] if word.startswith(home + "/") else word
+
+
+def _printable(text: str) -> str:
+    """Return a text with a space for each character that a terminal would take for a command."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -18,8 +18,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "stop",
         help="end a run on this machine",
-        description="End a run: a command is terminated; a cell of a notebook is interrupted, and the notebook lives "
-        "on. Ranks that stay and wait for cells are ended in their notebook, with `%%distributed stop`.",
+        description="End the ranks of a run, and the command that has started them. A notebook that has started them "
+        "lives on, and no other cell of it is interrupted; the variables of ranks that stay between cells are lost.",
     )
     parser.add_argument("pid", type=int, metavar="PID", help="as `nb-accelerate status` shows it")
     parser.add_argument("--force", action="store_true", help="kill it if it does not end by itself")
@@ -27,7 +27,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import signal
+    import contextlib
 
     import psutil
 
@@ -38,17 +38,12 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no run with pid {arguments.pid}. To see those that there are: nb-accelerate status"
         )
-    owner = psutil.Process(run.pid)
-    watched = [child for child in owner.children(recursive=True) if child.name().startswith("nb-rank")]
-    try:
-        if run.is_notebook:
-            owner.send_signal(signal.SIGINT)
-        else:
-            watched.append(owner)
-            owner.terminate()
-    except psutil.AccessDenied:
-        raise ConfigError(f"the run with pid {run.pid} is another user's") from None
-    _, alive = psutil.wait_procs(watched, timeout=_END_SECONDS)
+    # A command ends its ranks, and starts no others after that. The process of a notebook also does other things.
+    ended = run.processes if run.is_notebook else (psutil.Process(run.pid),)
+    for process in ended:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs({*ended, *run.processes}, timeout=_END_SECONDS)
     if alive and arguments.force:
         for process in alive:
             process.kill()

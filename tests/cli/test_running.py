@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fixtures.kernels import Kernel
 
 from nb_accelerate.cli import main
-from nb_accelerate.cli.running import find_runs
+from nb_accelerate.cli.running import _printable, find_runs
 
 
 @pytest.fixture
@@ -50,3 +51,35 @@ def test_a_command_is_shown_and_ended(job: tuple[subprocess.Popen[str], list[int
 def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):
     assert main(["stop", str(os.getpid())]) == 2
     assert "there is no run with pid" in capsys.readouterr().err
+
+
+def test_a_notebook_loses_its_ranks_and_goes_on_with_its_cell(
+    tmp_path: Path, kernel: Kernel, capsys: pytest.CaptureFixture[str]
+):
+    os.mkfifo(tmp_path / "gate")
+    kernel.run("%load_ext nb_accelerate").ok()
+    kernel.run("%%distributed -n 2\nkept = rank").ok()
+    cell = kernel.start(f"print('waits', flush=True)\nopen({str(tmp_path / 'gate')!r}).read()")
+    kernel.wait_for_output(cell, "waits")
+    assert main(["stop", str(kernel.pid)]) == 0
+    assert "ended 2 ranks" in capsys.readouterr().out
+    (tmp_path / "gate").write_text("went on")
+    assert kernel.finish(cell).ok().value == "'went on'"
+    lost = kernel.run("%%distributed\nkept")
+    assert (lost.error, "SIGTERM" in lost.message) == ("PoolError", True)
+    kernel.run("%unload_ext nb_accelerate").ok()
+
+
+def test_a_process_with_the_name_of_a_rank_is_no_run_and_status_prints_no_control_characters(
+    tmp_path: Path, job: tuple[subprocess.Popen[str], list[int]], capsys: pytest.CaptureFixture[str]
+):
+    false_rank = tmp_path / "nb-rank0"
+    false_rank.write_text("#!/bin/sh\necho started\nread line\n")
+    false_rank.chmod(0o755)
+    parent = ["/bin/sh", "-c", f"{false_rank}; true", "\x1b]0;title\x07"]
+    with subprocess.Popen(parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "started\n"
+        assert [run.pid for run in find_runs() if run.pid in (shell.pid, job[0].pid)] == [job[0].pid]
+        shell.communicate("\n")
+    assert _printable("\x1b]0;title\x07 run.py") == " ]0;title  run.py"
