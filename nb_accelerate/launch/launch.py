@@ -207,7 +207,10 @@ class Launch(Steerable):
 
     @override
     def _steered(self) -> tuple[Request | None, int]:
-        return next(iter(self._requests), None), self._plan.world_size
+        request = next(iter(self._requests), None)
+        if request is not None and request.done.is_set() and not self._done.is_set():
+            request = None  # the launch ends, or starts its ranks again
+        return request, self._plan.world_size
 
     def __await__(self) -> Generator[Any, None, Values]:
         """Wait for the values in a coroutine, and return them; see `result`."""

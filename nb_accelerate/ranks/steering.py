@@ -80,7 +80,10 @@ class Steerable(ABC):
 
     @abstractmethod
     def _steered(self) -> tuple[Request | None, int]:
-        """Return the request whose ranks are steered, None before it began, and how many ranks train together."""
+        """Return the request whose ranks are steered, and how many ranks train together.
+
+        The request is None before it began, and between two attempts.
+        """
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> bool:
@@ -179,7 +182,7 @@ class Steerable(ABC):
         while (steered := self._steered())[0] is None:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{_named(command)}: the ranks have not been started within {timeout:g} s.")
-            if self.wait(_START_LOOK):
+            if self.wait(_START_LOOK) and self._steered()[0] is None:
                 raise LaunchError(f"{_named(command)}: the launch has ended before its ranks were started.")
         request, world_size = steered
         assert request is not None
@@ -193,8 +196,12 @@ class Steerable(ABC):
                 f"{_named(command)}: {len(request.ranks)} of {world_size} ranks are here, and only all together can be "
                 "steered: ranks on other machines, and those that do not run this cell, would obey at another step."
             )
-        with request.steering:
+        if not request.steering.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DeadlineError(f"{capitalized(_named(command))}: another command has not ended within {timeout:g} s.")
+        try:
             return _Attempts(request, command, timeout, deadline, self._at_end).run()
+        finally:
+            request.steering.release()
 
 
 class RequestSteering(Steerable):

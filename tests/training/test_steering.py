@@ -322,6 +322,37 @@ def test_a_rank_that_takes_no_steps_is_named_and_the_others_go_on(tmp_path: Path
         launch.stop()
 
 
+def test_a_command_between_two_attempts_is_for_the_second(tmp_path: Path) -> None:
+    def train(where: str) -> dict[str, Any]:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("the first attempt")
+        return _train(where, 1_000_000, uses_epochs=True)
+
+    launch = notebook_launcher(train, (str(tmp_path),), 2, block=False, progress="off", devices="cpu", max_restarts=1)
+    assert isinstance(launch, Launch)
+    try:
+        while not launch._requests:
+            assert not launch.wait(0.001)
+        launch._requests[0].done.wait()
+        launch.pause()
+        launch.resume()
+        launch.stop_after_epoch()
+        first, second = launch.result(60)
+        assert first["epochs"] == second["epochs"]
+    finally:
+        launch.stop()
+
+
+def test_a_command_waits_for_the_one_before_as_long_as_it_was_told(begin: Any) -> None:
+    launch = begin()
+    launch.pause()
+    request, _ = launch._steered()
+    with request.steering, pytest.raises(DeadlineError, match=r"Resume: another command has not ended within 0\.01 s"):
+        launch.resume(timeout=0.01)
+    launch.resume()
+    launch.stop_after_epoch()
+
+
 @pytest.mark.parametrize(
     "make",
     [
