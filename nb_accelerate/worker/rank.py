@@ -19,6 +19,7 @@ import linecache
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 import types
 import warnings
@@ -198,6 +199,12 @@ def patch_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
 
 
+_FORK_PAUSE = 0.01
+"""Seconds before a rank forks, on Python 3.10. There, a process that is forked while a thread of C++ enters Python
+waits for ever for a lock of the interpreter. Threads of gloo enter it when a collective has ended, to free its tensors,
+and workers of a loader are often forked just then."""
+
+
 def prepare_process(*, is_fork: bool) -> Exception | None:
     """Patch libraries; unless this is a fork of the kernel, make a new ``__main__`` and reseed NumPy too.
 
@@ -211,6 +218,8 @@ def prepare_process(*, is_fork: bool) -> Exception | None:
     """
     try:
         patch_libraries()
+        if sys.version_info < (3, 11):
+            os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
         if not is_fork:
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]
