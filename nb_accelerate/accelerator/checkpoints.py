@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nb_accelerate.accelerator.checkpoint_parts import CheckpointPartsSlice
+from nb_accelerate.accelerator.main_process_only import is_under_main_process
 from nb_accelerate.accelerator.model_files import ModelFilesSlice
 from nb_accelerate.checkpoint import loading, opening, state
 from nb_accelerate.checkpoint.agreement import run_on_all_ranks
-from nb_accelerate.checkpoint.arrivals import arrivals_here
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.checkpoint.numbered import is_taken, read_newest, remove_old
@@ -73,10 +73,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         goes on from there begins with the batch after it. No other loop is counted: its checkpoints have no step, which
         a list of checkpoints shows as a dash.
 
-        Every process calls it, since each has random numbers of its own. Who comes late is waited for as long as it
-        lives, and named. Where only the main process calls it, as in some scripts, it goes on alone when the others
-        wait in a collective that comes later, or have come to their end, and says so. Numbered folders need all
-        processes.
+        Every process calls it, since each has random numbers of its own. Under `if accelerator.is_main_process`, as
+        in some scripts, the main process saves alone, and says so. Numbered folders, `async_save`, and models that
+        are sharded need all processes.
 
         Example::
 
@@ -115,16 +114,14 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         folder = _given(output_dir, "output_dir")
         with self._shown_as_saving():
             collectives = self.core.collectives if async_save else self._who_saves(folder)
-            handle = None
-            if collectives is not None:
-                handle = self._save(
-                    folder,
-                    collectives,
-                    safe_serialization=safe_serialization,
-                    async_save=async_save,
-                    limit=None,
-                    engine_kwargs=save_model_func_kwargs,
-                )
+            handle = self._save(
+                folder,
+                collectives,
+                safe_serialization=safe_serialization,
+                async_save=async_save,
+                limit=None,
+                engine_kwargs=save_model_func_kwargs,
+            )
         self.core.recording.project.iteration += 1
         return folder if handle is None else handle
 
@@ -322,27 +319,18 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
             return project.automatic_checkpoint_naming or project.project_dir is not None
         return folder == "latest" and not Path("latest").is_dir()
 
-    def _who_saves(self, folder: Path) -> Collectives | None:
-        """Return how those talk to each other that save to a folder now: all, or the main process to itself.
-
-        None if the main process has done so without this one.
-        """
+    def _who_saves(self, folder: Path) -> Collectives:
+        """Return how those talk to each other that save to a folder now: all, or the main process to itself."""
         core = self.core
-        known = arrivals_here() if core.collectives.world_size > 1 and core.strategy.is_replicated else None
-        if known is None:
+        is_main_of_many = core.process.topology.is_main and core.collectives.world_size > 1
+        if not (is_main_of_many and core.strategy.is_replicated and is_under_main_process()):
             return core.collectives
-        positions = [list(loader.epoch_and_batch) for loader in core.prepared.loaders]
-        if known.are_complete(str(folder), positions):
-            return core.collectives
-        is_main = core.process.topology.is_main
         logger.warning(
-            "%s %s without %s: resumed there, these go on with other random numbers. All processes are to call "
-            "save_state, and at about the same time: not under `if accelerator.is_main_process`.",
+            "%s is saved without the other processes: resumed there, these go on with other random numbers. All "
+            "processes are to call save_state: not under `if accelerator.is_main_process`.",
             folder,
-            "is saved" if is_main else "was saved by the main process",
-            "the other processes" if is_main else f"rank {core.collectives.rank}",
         )
-        return SingleCollectives() if is_main else None
+        return SingleCollectives()
 
     def _next_folder(self) -> Path:
         number = self.core.recording.project.iteration

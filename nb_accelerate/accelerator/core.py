@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator.losses import LossReport
 from nb_accelerate.accelerator.memory_report import MemoryReport
 from nb_accelerate.accelerator.steering import Steering
-from nb_accelerate.checkpoint.presence import report_presence
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
 from nb_accelerate.config.accumulation import resolve_accumulation
@@ -274,8 +273,6 @@ def build_core(
         engines=engines,
     )
     remember(process, core.choices)
-    if process.topology.world_size > 1:
-        report_presence()
     _note_uses(core, gradient_accumulation_plugin)
     given, counts = gradient_accumulation_steps, core.accumulation.num_steps
     if given not in {None, counts} and process.topology.is_main:

@@ -12,8 +12,9 @@
     the end
 
 Collectives of the default group would get mixed up with those of the training, whose order the main threads decide.
-The store has no order. Ranks are waited for as long as they live. One that is killed, or that was interrupted before
-its thread began, ends the save on all of them; the checkpoint that was there before stays.
+The store has no order. Ranks are waited for as long as their process group is there, and for its timeout. One that is
+killed, or that was interrupted before its thread began, ends the save on all of them; the checkpoint that was there
+before stays.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import json
 import logging
 import os
 import threading
+import time
+import weakref
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from nb_accelerate.checkpoint.presence import OtherRanks, wait_for_keys
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.progress_page import here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 logger = logging.getLogger("nb_accelerate")
@@ -42,24 +45,28 @@ _BEGIN = 1.0
 """Seconds for a thread to begin that may have been started when its start was interrupted."""
 
 
+_WAIT = timedelta(seconds=1)
+"""For what ranks say, until it is looked whether their process group is still there."""
+
+
 class StoreExchange:
     """Tells the ranks of the default process group what each of them has to say, in any thread.
 
     Args:
         store: that all of them share; of this thread alone.
-        other_ranks: who lives.
-        timeout: in seconds, for ranks of which nobody knows whether they live.
+        group: the process group.
+        timeout: in seconds, for what a rank says.
 
     Attributes:
         has_lost_rank: one did not come, so there is no use in waiting for it again.
     """
 
-    def __init__(self, store: Any, other_ranks: OtherRanks, *, timeout: float) -> None:
+    def __init__(self, store: Any, group: dist.ProcessGroup, *, timeout: float) -> None:
         self._store = store
-        self._other_ranks = other_ranks
+        self._group = weakref.ref(group)
         self._timeout = timeout
-        self._rank = other_ranks.rank
-        self._world_size = other_ranks.world_size
+        self._rank = group.rank()
+        self._world_size = group.size()
         self._rounds = 0
         self.has_lost_rank = False
 
@@ -70,12 +77,12 @@ class StoreExchange:
         Args:
             name: of the exchange, the same on all ranks, and never used again.
         """
+        group = dist.group.WORLD
+        assert group is not None
         whole: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one all ranks share
-        store = whole.clone()  # calls of this one do not wait for those of another thread
-        other_ranks = OtherRanks(dist.group.WORLD, store)
-        other_ranks.announce()
-        prefix = f"nb_accelerate/background saves/{name}"
-        return cls(dist.PrefixStore(prefix, store), other_ranks, timeout=whole.timeout.total_seconds())  # type: ignore[attr-defined]
+        # Calls of this one do not wait for those of another thread.
+        store: Any = dist.PrefixStore(f"nb_accelerate/background saves/{name}", whole.clone())  # type: ignore[attr-defined]
+        return cls(store, group, timeout=whole.timeout.total_seconds())
 
     def gather(self, action: Callable[[], object]) -> list[Any]:
         """Return what ``action`` returns on each rank, in rank order. All ranks call it.
@@ -112,10 +119,10 @@ class StoreExchange:
         """Let rank 0, which may serve the store, wait until all have read everything; remove what was said."""
         self._store.set(f"read {self._rank}", b"")
         if self._rank == 0:
-            others = {rank: f"read {rank}" for rank in range(self._world_size)}
-            wait_for_keys(self._store, others, self._other_ranks, timeout=self._timeout)
-            said = [_key(number, rank) for number in range(self._rounds) for rank in others]
-            for key in (*others.values(), *said):
+            read = [f"read {rank}" for rank in range(self._world_size)]
+            self._wait_for(read)
+            said = [_key(number, rank) for number in range(self._rounds) for rank in range(self._world_size)]
+            for key in (*read, *said):
                 self._store.delete_key(key)
 
     def _say(self, value: object) -> None:
@@ -123,19 +130,33 @@ class StoreExchange:
 
     def _tell(self, value: object) -> list[Any]:
         self._say(value)
-        keys = {rank: _key(self._rounds, rank) for rank in range(self._world_size)}
+        keys = [_key(self._rounds, rank) for rank in range(self._world_size)]
         self._rounds += 1
-        lost = wait_for_keys(self._store, keys, self._other_ranks, timeout=self._timeout)
-        if lost:
+        if lost := self._wait_for(keys):
             self.has_lost_rank = True
-            why = (
-                "its process has ended" if self._other_ranks.has_ended(lost[0]) else f"not within {self._timeout:.0f} s"
-            )
-            raise CheckpointError(f"rank {lost[0]} did not finish its part of a checkpoint: {why}.")
+            raise CheckpointError(f"rank {lost[0]} did not finish its part of a checkpoint.")
         try:
-            return [json.loads(self._store.get(key)) for key in keys.values()]
+            return [json.loads(self._store.get(key)) for key in keys]
         except ValueError as error:
             raise CheckpointError(f"what the ranks said of a checkpoint cannot be read: {error}") from error
+
+    def _wait_for(self, keys: Sequence[str]) -> list[int]:
+        """Wait for a key of each rank. Return the ranks that have not set theirs, and will not."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            # Before the keys: a pool makes a new group when it has lost a rank.
+            is_over = self._has_been_replaced or time.monotonic() >= deadline
+            try:
+                self._store.wait(list(keys), _WAIT)
+            except dist.DistStoreError:
+                if is_over:
+                    return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            else:
+                return []
+
+    @property
+    def _has_been_replaced(self) -> bool:
+        return dist.is_initialized() and dist.group.WORLD is not self._group()
 
 
 def _key(number: int, rank: int) -> str:

@@ -13,6 +13,7 @@ rendezvous, and killed only if that does not work: every wait of a rendezvous ha
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.devices import backend_named
@@ -279,7 +280,8 @@ class RankGroup:
                 rank.quit()
             rank.is_leaving = True
 
-        steps = stop_steps(self._timeouts(), seconds=seconds)
+        timeouts = replace(self._timeouts(), save=0.0) if self.missing else self._timeouts()  # a save needs all ranks
+        steps = stop_steps(timeouts, seconds=seconds)
         request = self._request(alive, send, steps=steps, wording=_CELL, awaits=Awaits.END)
         with interrupts.go_to(lambda: self.loop.interrupt(request)):
             self.loop.begin(request)

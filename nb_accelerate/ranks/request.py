@@ -36,7 +36,7 @@ from nb_accelerate.ranks.failures import Incident, IncidentKind, first_cause, oo
 from nb_accelerate.ranks.input_requests import InputRequests
 from nb_accelerate.ranks.process_watch import look_whether_stopped
 from nb_accelerate.ranks.shortage import shortage_on
-from nb_accelerate.ranks.steps import StepKind, ask_for_stacks
+from nb_accelerate.ranks.steps import StepKind, ask_for_stacks, saves_in_background
 from nb_accelerate.ranks.timeouts import NEVER
 from nb_accelerate.topology.rank_lists import label
 
@@ -409,6 +409,8 @@ class Request:
             return False
         if kinds[:1] == [IncidentKind.LATE]:
             return False
+        if any(one.is_gone and saves_in_background(one.handle.page.read()) for one in self.ranks):
+            return False  # its part of the checkpoint will not come
         saving = [one.rank for one in self.waiting if self.step.is_saving(one.handle.page.read())]
         if saving and not self._told_of_save:
             self._told_of_save = True

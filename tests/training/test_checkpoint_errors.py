@@ -140,34 +140,6 @@ def test_saving_on_the_main_process_only_does_not_wait_and_is_said_when_loading(
     assert "main process only" in second[0]
 
 
-def test_a_save_that_a_rank_does_not_come_to_leaves_the_one_before(run_ranks: RunRanks, tmp_path: Path):
-    def save_and_load(where: str) -> Any:
-        from nb_accelerate import Accelerator, DataLoaderConfiguration
-        from nb_accelerate.checkpoint.arrivals import arrivals_here
-
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
-        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24.0), batch_size=2))
-        accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
-        for position, _ in enumerate(loader, 1):
-            if position == 2:
-                accelerator.save_state(where)
-                accelerator.wait_for_everyone()
-                before = torch.get_rng_state()
-                torch.manual_seed(5)
-            if position == 4 and accelerator.is_main_process:  # as if rank 1 had been killed
-                accelerator.core.accumulation.step = 3
-                known = arrivals_here()
-                assert known is not None
-                known.timeout = 0.2
-                with pytest.raises(CheckpointError, match="rank 1 did not come"):
-                    accelerator.save_state(where)
-        accelerator.wait_for_everyone()
-        accelerator.load_state(where)
-        return len(list(loader)), torch.equal(torch.get_rng_state(), before), accelerator.core.accumulation.step
-
-    assert run_ranks(save_and_load, str(tmp_path)) == [(4, True, 0), (4, True, 0)]
-
-
 def test_a_rank_that_left_out_a_save_has_its_numbers_in_the_next(run_ranks: RunRanks, tmp_path: Path):
     def save_and_load(where: str) -> tuple[bool, list[str]]:
         import logging
