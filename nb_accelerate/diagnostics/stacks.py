@@ -38,6 +38,9 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context")
 _WORKER = re.compile(r"nb_accelerate/(?:worker|launch|diagnostics|protocol)/\w+\.py$|^<string>$")
 
 
+ONE_THREAD = "Only one thread runs code of users.\n"
+"""First line of a dump of such a rank, unless `faulthandler` has written it."""
+
 _LAST_LINE = b'  File "<string>", line 1 in <module>\n'
 """Last line of each complete dump: one is written in pieces and ends with the main thread, begun by ``python -c``."""
 
@@ -45,6 +48,11 @@ _LAST_LINE = b'  File "<string>", line 1 in <module>\n'
 def is_whole(dump: bytes | bytearray) -> bool:
     """Return whether all of a rank's dump has come. False for one of stacks that are too deep to be listed whole."""
     return dump.endswith(_LAST_LINE)
+
+
+def has_one_thread(dump: str) -> bool:
+    """Return whether a rank says that no thread of its users lives beside the main thread."""
+    return dump.startswith(ONE_THREAD)
 
 
 def main_thread(dump: str) -> tuple[Frame, ...]:

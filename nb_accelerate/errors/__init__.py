@@ -244,12 +244,12 @@ class DeadlineError(LaunchError, TimeoutError):
 
 
 class DeadlockError(LaunchError):
-    """Ranks wait in collectives for others that have come to the end, or wait in other collectives.
+    """Ranks wait in collectives for others that have come to the end, or do not run this cell.
 
-    It is raised when all ranks that have not come to the end have waited in the same collectives for 30 s, and no
-    process of any rank has computed meanwhile: on CPUs only, because a wait for a device may look the same. PyTorch
-    itself would wait for 30 minutes with gloo, and for 10 with NCCL
-    (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).
+    It is raised when nobody is left who could come, for 30 s: all other ranks run no code of users, no thread of users
+    lives in any rank, and no process of any rank has computed meanwhile. Other waits are told, and not ended. On CPUs
+    only, because a wait for a device may look the same. PyTorch itself would wait for 30 minutes with gloo, and for 10
+    with NCCL (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group).
 
     Attributes:
         stacks: what the ranks that wait were doing, by rank.

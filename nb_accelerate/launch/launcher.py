@@ -231,7 +231,7 @@ def notebook_launcher(
             exception has what other ranks returned, by rank.
         RankDiedError: a rank's process ended before the function returned: carries its signal or exit code.
         DeadlineError: `timeout` has passed.
-        DeadlockError: ranks on CPUs have waited for 30 s for others that never come.
+        DeadlockError: ranks on CPUs have waited for 30 s for others that have returned.
         KeyboardInterrupt: the cell was interrupted. Every rank has ended.
         BaseException: what the function raised in a rank, with its own type. The first cause, if several ranks fail.
 

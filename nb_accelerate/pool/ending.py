@@ -152,5 +152,4 @@ def wording(what: str) -> Wording:
         after_end=_after_end,
         unusable=PoolError,
         unseen=PoolError,
-        when_hung="Interrupt the cell to go on; variables are kept",
     )

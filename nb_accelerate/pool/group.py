@@ -157,9 +157,9 @@ class RankGroup:
         request.idle = lambda: self._idle_beside(request)
         return request
 
-    def _idle_beside(self, request: Request) -> list[int]:
+    def _idle_beside(self, request: Request) -> list[PoolRank]:
         asked = {one.rank for other in (request, *self.loop.requests) for one in other.ranks}
-        return [rank for rank in range(self.size) if rank not in asked]
+        return [rank for number, rank in self.ranks.items() if number not in asked]
 
     def _request(self, ranks: Sequence[PoolRank], send: Callable[[PoolRank], None], **options: Any) -> Request:
         def send_to(rank: RankProxy) -> None:

@@ -117,7 +117,6 @@ class Wording:
         after_end: returns what follows "rank 1 was ended by SIGKILL" about a rank, up to the full stop.
         unusable: type of the error about a rank that is of no use any more.
         unseen: type of the error about a rank whose exit code is not known.
-        when_hung: advice for when ranks wait for one another in vain.
     """
 
     what: str = "the cell"
@@ -125,7 +124,6 @@ class Wording:
     after_end: Callable[[RankProxy], str] = lambda _: ""
     unusable: type[LaunchError] = LaunchError
     unseen: type[LaunchError] = StartError
-    when_hung: str = "Interrupt it to end it"
 
 
 class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an error, not an error

@@ -1,8 +1,8 @@
-"""Report ranks that wait for one another in vain, and end a request whose ranks would do so forever.
+"""Tell who waits for whom when ranks have waited for a while, and end a request whose ranks would do so for ever.
 
-A rank hangs if it waits in a collective while another rank has finished, or stays somewhere else in its code. One that
-computes for an hour without printing does not hang. Where all other ranks have finished, or wait in collectives too,
-the wait cannot end, so the request is ended after a time.
+A rank that waits in a collective while another one is elsewhere in its code, or has finished, may be right: the other
+sorts, reads a disk, or has a thread that brings the rest. So it is told who waits where, and that is all. A request is
+ended only where nobody is left who could come: see `nb_accelerate.ranks.deadlock`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nb_accelerate.topology.rank_lists import label
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nb_accelerate.ranks.proxy import RankProxy
     from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.timeouts import Timeouts
 
@@ -36,13 +37,13 @@ class HangWatch:
     """Watches the ranks of one request. The loop's thread calls `act` when it is due.
 
     Once nothing has come from the ranks for ``quiet`` seconds and their progress pages have not changed either, they
-    are asked for their stacks. If those show a hang it is reported, once. Ranks that move slowly, or compute for long
-    in one place, are asked less and less often: each answer takes some of their time. If they show for ``deadlock``
-    seconds that the ranks wait forever, the request fails with a `DeadlockError`.
+    are asked for their stacks. If some have waited for others for ``told`` seconds that is told, once. Ranks that move
+    slowly, or compute for long in one place, are asked less and less often: each answer takes some of their time. If
+    they show for ``deadlock`` seconds that the ranks wait for ever, the request fails with a `DeadlockError`.
 
     Args:
         request: one that has begun.
-        timeouts: its ``quiet``, ``stacks`` and ``deadlock`` are used.
+        timeouts: its ``quiet``, ``stacks``, ``told`` and ``deadlock`` are used.
 
     Attributes:
         due: `time.monotonic` of the next `act`.
@@ -55,6 +56,7 @@ class HangWatch:
         self._moved_at: float | None = None
         self._asked = False
         self._seen: Mapping[int, str] = {}
+        self._waiting_since: float | None = None
         self._said = False
         longest = timeouts.deadlock / (_DEADLOCK_LOOKS - 1) + timeouts.stacks
         self._deadlock = DeadlockWatch(request, longest=longest)
@@ -76,10 +78,13 @@ class HangWatch:
             self.due = NEVER
         elif self._asked:
             self._asked = False
-            waits_in_vain = self._look()
-            self.due = now + (
-                min(self._quiet, self._timeouts.deadlock / _DEADLOCK_LOOKS) if waits_in_vain else self._quiet
-            )
+            is_deadlocked = self._look(now)
+            pauses = [self._quiet]
+            if is_deadlocked:
+                pauses.append(self._timeouts.deadlock / _DEADLOCK_LOOKS)
+            if self._waiting_since is not None and not self._said:
+                pauses.append(max(0.0, self._waiting_since + self._timeouts.told - now))
+            self.due = now + min(pauses)
         elif self._progress is None:
             self._progress = self._read_progress()
             self.due = now + self._quiet / 2
@@ -90,7 +95,7 @@ class HangWatch:
         else:
             self._asked = True
             self.due = now + self._timeouts.stacks
-            for rank in request.waiting:
+            for rank in (*request.waiting, *self._others()):
                 ask_for_stacks(rank)
 
     def _note_movement(self, now: float) -> None:
@@ -107,8 +112,13 @@ class HangWatch:
         samples = (rank.handle.page.read() for rank in self._request.ranks)
         return tuple((one.loop, one.step, one.collectives, one.bars) for one in samples)
 
-    def _look(self) -> bool:
-        """Look at the stacks, and return whether the ranks seem to wait forever."""
+    def _others(self) -> list[RankProxy]:
+        """Return the ranks of the group that have come to the end, or do not run this."""
+        answered = [one for one in self._request.ranks if one.rank in self._request.answers]
+        return [*answered, *(self._request.idle() if self._request.attended else ())]
+
+    def _look(self, now: float) -> bool:
+        """Look at the stacks, and return whether the ranks seem to wait for ever."""
         request = self._request
         dumps = {
             rank.rank: STOPPED if rank.is_stopped else bytes(rank.stacks).decode(errors="replace")
@@ -116,29 +126,33 @@ class HangWatch:
         }
         places = {rank: where(dump) for rank, dump in dumps.items()}
         finished = sorted(request.answers)
-        deadlocked = self._deadlock.look(dumps)
-        # Idle ranks are blamed only if all others are in a collective: one that is in backward may be computing.
-        idle = request.idle() if request.attended and all(map(in_exchange, dumps.values())) else ()
-        if finished or places == self._seen:
-            text = verdict(dumps, finished, idle)
-            if deadlocked is not None and deadlocked >= self._timeouts.deadlock:
-                self._end(text or sentence(dumps, finished), dumps)
-            elif text and not self._said:
+        deadlocked = self._deadlock.look(dumps, self._others())
+        # Idle ranks are named only if all others are in a collective: one that is in backward may be computing.
+        idle = (
+            [one.rank for one in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()
+        )
+        text = verdict(dumps, finished, idle)
+        if places != self._seen or not text:
+            self._waiting_since = now if text else None
+        if deadlocked is not None and deadlocked >= self._timeouts.deadlock:
+            self._end(text or sentence(dumps, finished, idle), dumps)
+        elif self._waiting_since is not None and not self._said:
+            if now - self._waiting_since >= self._timeouts.told:
                 self._said = True
-                self._say(text, ends_by_itself=deadlocked is not None)
-            elif places == self._seen and deadlocked is None:
-                self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
+                self._say(text, now - self._waiting_since, ends_by_itself=deadlocked is not None)
+        elif places == self._seen and deadlocked is None:
+            self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
         self._seen = places
         return deadlocked is not None
 
-    def _say(self, text: str, *, ends_by_itself: bool) -> None:
+    def _say(self, text: str, seconds: float, *, ends_by_itself: bool) -> None:
         request = self._request
-        outcome = request.wording.when_hung
+        outcome = ""
         if ends_by_itself:
-            outcome += f"; if nothing changes for {self._timeouts.deadlock:g} s, it ends by itself"
+            outcome = f"Nobody is left who could come: it ends by itself after {self._timeouts.deadlock:g} s"
         # The panel counts the seconds by itself.
-        if request.panel is None or not request.panel.tell_hang(f"no rank goes on: {text}.", f"{outcome}."):
-            request.say(f"nothing has moved for {round(self._quiet, 1):g} s: {text}. {outcome}")
+        if request.panel is None or not request.panel.tell_hang(f"{text}.", outcome and f"{outcome}."):
+            request.say(f"{text}; for {round(seconds, 1):g} s so far" + (outcome and f". {outcome}"))
 
     def _end(self, text: str, dumps: Mapping[int, str]) -> None:
         message = f"{self._request.wording.what} would never end: {text}. All ranks have to call the same collectives"

@@ -155,8 +155,8 @@ class RankLoop:
         Args:
             request: what to ask of the ranks.
             output: shows what all ranks print from now on, also after the request; None leaves it as it is.
-            hangs: of the detection of hangs: after ``quiet`` seconds it reports one, after ``deadlock`` seconds the
-                request fails with a `DeadlockError`. None turns both off.
+            hangs: of waits of ranks for one another: after ``told`` seconds one is told, after ``deadlock`` seconds in
+                which nobody is left to come the request fails with a `DeadlockError`. None turns both off.
         """
         if self._thread is None:
             self._begin(request, output, hangs)

@@ -114,7 +114,7 @@ class Request:
     panel: Panel | None = None
     keeps_panel: bool = False
     on_host: bool = False
-    idle: Callable[[], Sequence[int]] = tuple
+    idle: Callable[[], Sequence[RankProxy]] = tuple
     exit_returns: bool = False
     attended: bool = True
     is_raised: bool = True

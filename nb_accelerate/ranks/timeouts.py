@@ -29,9 +29,10 @@ class Timeouts:
         kill: from SIGKILL until a process that has not ended counts as lost.
         quit: from `Quit` until a rank is terminated. Exit handlers of users and libraries run in it.
         fold: from a line of one rank until it is shown although other ranks have not printed it.
-        quiet: from the last sign of progress until ranks are asked whether they wait for one another in vain.
+        quiet: from the last sign of progress until ranks are asked where they are.
+        told: from when ranks wait for others in the same place until the user is told.
         stacks: for ranks to write their stacks while they run.
-        deadlock: from when all ranks that have not returned wait for some that have, until the request is ended.
+        deadlock: from when nobody is left for whom the ranks that wait could wait, until the request is ended.
     """
 
     start: float = 120.0
@@ -48,5 +49,6 @@ class Timeouts:
     quit: float = 10.0
     fold: float = 0.3
     quiet: float = 3.0
+    told: float = 8.0
     stacks: float = 0.3
     deadlock: float = 30.0

@@ -10,7 +10,8 @@ import threading
 from traceback import walk_stack
 from typing import TYPE_CHECKING
 
-from nb_accelerate.diagnostics.stacks import users_line
+from nb_accelerate.diagnostics.stacks import ONE_THREAD, users_line
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.progress_page import here
 from nb_accelerate.protocol.messages import Frame
 
@@ -55,7 +56,7 @@ def _serve(requests: int, stacks: int) -> None:
             frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
             if ASK_LINE in asked:
                 _note_line(frame, phase)
-            answer = _listed(frame) if ASK_STACK in asked else b""
+            answer = _listed(frame, has_one_thread=not _threads_of_users()) if ASK_STACK in asked else b""
             del frame  # it would keep the variables of a function alive
             while answer:
                 answer = answer[os.write(stacks, answer) :]
@@ -76,10 +77,18 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
         yield Frame(filename=one.f_code.co_filename, lineno=lineno, name=one.f_code.co_name)
 
 
-def _listed(frame: FrameType | None) -> bytes:
+def _threads_of_users() -> set[int]:
+    """Return the threads that may run code of users, beside the main thread. Called in this module's own."""
+    ours = {one.ident for one in threading.enumerate() if isinstance(one, HelperThread)}
+    ours |= {threading.main_thread().ident, threading.get_ident()}
+    return sys._current_frames().keys() - ours  # noqa: SLF001 - the documented way to them
+
+
+def _listed(frame: FrameType | None, *, has_one_thread: bool) -> bytes:
     lines = [
         f'  File "{one.f_code.co_filename}", line {line} in {one.f_code.co_name}\n' for one, line in walk_stack(frame)
     ]
     if len(lines) > _MAX_FRAMES:
         lines[_MAX_FRAMES:] = ["  ...\n", lines[-1]]
-    return "".join(["Stack (most recent call first):\n", *lines]).encode("ascii", "backslashreplace")
+    head = ONE_THREAD if has_one_thread else ""
+    return "".join([head, "Stack (most recent call first):\n", *lines]).encode("ascii", "backslashreplace")

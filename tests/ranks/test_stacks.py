@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import signal
@@ -16,9 +17,8 @@ from fixtures.deadlines import observing
 from fixtures.ranks import RunRanks
 
 import nb_accelerate
-from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, STOPPED, listed, where
-from nb_accelerate.errors import DeadlockError
-from nb_accelerate.launch import Launch, notebook_launcher
+from nb_accelerate.diagnostics.stacks import DUMP_SIGNAL, ONE_THREAD, STOPPED, listed, where
+from nb_accelerate.launch import Launch
 from nb_accelerate.progress_page import ProgressPage, layout
 from nb_accelerate.protocol.messages import Parcel, Result
 from nb_accelerate.ranks import deadlock, hang, proxy
@@ -34,7 +34,7 @@ from nb_accelerate.ranks.steps import call_steps
 from nb_accelerate.ranks.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 
 def test_a_list_of_frames_has_those_of_users_and_of_libraries_and_none_of_our_own() -> None:
@@ -116,81 +116,6 @@ def test_where_a_rank_is_comes_with_the_last_piece_of_its_stacks() -> None:
         loop.close()
 
 
-def waits_in_vain() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        dist.barrier()
-
-
-def test_a_launch_whose_ranks_wait_in_vain_says_who_waits_for_whom(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3))
-    launch = notebook_launcher(waits_in_vain, (), 2, block=False, progress="off")
-    assert isinstance(launch, Launch)
-    said, deadline = "", time.monotonic() + 30.0
-    while "nothing has moved" not in said and time.monotonic() < deadline:
-        said += capfd.readouterr().err
-        launch.wait(0.05)
-    launch.stop()
-    assert "rank 0 waits in barrier, called from waits_in_vain" in said
-    assert "rank 1 has finished. Interrupt it to end it" in said
-
-
-def test_a_launch_whose_ranks_wait_for_one_that_has_returned_fails_by_itself(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3, deadlock=1.0))
-    with pytest.raises(DeadlockError) as failure:
-        notebook_launcher(waits_in_vain, (), 2, progress="off")
-    place = "rank 0 waits in barrier, called from waits_in_vain"
-    assert str(failure.value).startswith(f"the launch would never end: {place}")
-    assert "; rank 1 has finished. All ranks have to call the same collectives" in str(failure.value)
-    assert "barrier" in failure.value.stacks[0]
-    assert not getattr(failure.value, "__notes__", [])  # would only repeat it
-    said = capfd.readouterr().err
-    assert place in said
-    assert "if nothing changes for 1 s, it ends by itself" in said
-
-
-def calls_different_collectives() -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        dist.barrier()
-    else:
-        dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1))
-
-
-def receive_from_each_other() -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    dist.recv(torch.ones(1), src=1 - dist.get_rank())
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (calls_different_collectives, r"rank 0 waits in barrier, .*; rank 1 waits in all_reduce, "),
-        (receive_from_each_other, r"ranks? 0.*1 wait in recv, "),
-    ],
-)
-def test_a_launch_whose_ranks_all_wait_for_one_another_fails_by_itself(
-    function: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Launch, "timeouts", Timeouts(quiet=0.3, deadlock=1.0))
-    with pytest.raises(DeadlockError, match=f"^the launch would never end: {said}") as failure:
-        notebook_launcher(function, (), 2, progress="off")
-    assert sorted(failure.value.stacks) == [0, 1]
-
-
 def computes_for_a_while() -> float:
     """Rank 0 is in a backward of 2 s or more, whose stack looks like a wait for the gradients of others."""
     import torch
@@ -218,7 +143,7 @@ def test_a_rank_that_computes_long_after_others_have_returned_is_left_alone(
 
 
 def dump(*frames: str) -> str:
-    return "Stack (most recent call first):\n" + "".join(f'  File "{frame}\n' for frame in frames)
+    return f"{ONE_THREAD}Stack (most recent call first):\n" + "".join(f'  File "{frame}\n' for frame in frames)
 
 
 WAITS = dump('/torch/distributed/distributed_c10d.py", line 9 in barrier', 'train.py", line 7 in train')
@@ -229,6 +154,7 @@ JOINS = dump(
 )
 COMPUTES = dump('/torch/autograd/graph.py", line 5 in _engine_run_backward', 'train.py", line 7 in train')
 CALLS = dump('/torch/distributed/rpc/api.py", line 9 in rpc_sync', 'train.py", line 7 in train')
+IDLE = dump('/nb_accelerate/worker/rank.py", line 9 in serve')
 LOADS = dump('train.py", line 8 in load')
 
 
@@ -253,8 +179,12 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
             on_host=on_host,
         )
         request.answers.update({rank: (Result(parcel=Parcel()), ()) for rank in finished})
-        return DeadlockWatch(request, longest=20.0)
+        one = DeadlockWatch(request, longest=20.0)
+        others = [rank for rank in ranks if rank.rank in finished]
+        monkeypatch.setattr(one, "look", functools.partial(one.look, others=others))
+        return one
 
+    ranks[2].stacks[:] = IDLE.encode()
     both = {0: WAITS, 1: WAITS}
     assert watch().look(both) == 0.0
     assert watch().look({0: WAITS, 1: LOADS}) is None
@@ -267,8 +197,11 @@ def test_only_ranks_that_can_wait_for_nobody_else_are_deadlocked(
     )
     assert watch(on_host=False).look(both) is None  # of devices nothing is known
     assert watch(size=5).look(both) is None  # the others are on another machine
-    assert watch(finished=()).look({**both, 2: WAITS}) == 0.0  # in different collectives, or they would go on
-    assert watch(finished=()).look({**both, 2: LOADS}) is None
+    assert watch(finished=()).look({**both, 2: WAITS}) is None  # in different collectives: perhaps a library's own
+    assert watch().look({0: WAITS, 1: WAITS.removeprefix(ONE_THREAD)}) is None  # a thread may bring what it waits for
+    ranks[2].stacks[:] = IDLE.removeprefix(ONE_THREAD).encode()
+    assert watch().look(both) is None  # one of the rank that has come to the end may, too
+    ranks[2].stacks[:] = IDLE.encode()
 
     page = ProgressPage(mmap.mmap(ranks[1].handle.page.fd, layout.SIZE))
     page.note_other_group()
@@ -304,8 +237,9 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
     now = 100.0
     monkeypatch.setattr(hang, "time", SimpleNamespace(monotonic=lambda: now))
 
-    rank = RankProxy(ActorRank(0, None), loop)
-    loop.add(rank)
+    rank, beside = RankProxy(ActorRank(0, None), loop), RankProxy(ActorRank(1, None), loop)
+    for one in (rank, beside):
+        loop.add(one)
 
     def said_of(stack: str) -> list[str]:
         nonlocal now
@@ -314,7 +248,7 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
         request = Request(
             ranks=[rank], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), world_size=1, say=said.append
         )
-        request.idle = lambda: [1]
+        request.idle = lambda: [beside]
         watch = HangWatch(request, Timeouts())
         for _ in range(6):
             now += 60.0
@@ -325,6 +259,22 @@ def test_a_rank_that_is_asked_alone_and_computes_is_not_said_to_wait(
     (line,) = said_of(WAITS)
     assert "rank 0 waits in barrier, " in line
     assert "; rank 1 does not run this" in line
+
+
+def test_ranks_that_do_not_run_a_cell_in_the_background_may_run_what_it_waits_for_next(loop: RankLoop) -> None:
+    ranks = [RankProxy(ActorRank(rank, None), loop) for rank in range(2)]
+    for rank in ranks:
+        loop.add(rank)
+
+    def others(attended: bool) -> list[RankProxy]:
+        request = Request(
+            ranks=ranks[:1], send=lambda _: None, steps=call_steps(SOON), wording=Wording(), attended=attended
+        )
+        request.idle = lambda: ranks[1:]
+        return HangWatch(request, Timeouts())._others()
+
+    assert others(attended=True) == ranks[1:]
+    assert others(attended=False) == []
 
 
 def runs_python_code() -> int:
