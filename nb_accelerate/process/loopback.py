@@ -2,7 +2,8 @@
 
 Gloo listens on a port, and takes whoever connects and sends a small number for a rank: numbers begin at 0, and ports
 are listed in ``/proc/net/tcp``. Another user of the machine could so take the place of a rank, read the tensors that
-are meant for it and send others. Each group is therefore checked before anything is sent in it::
+are meant for it and send others. Each group whose members meet through the store of a launch, which only its ranks can
+open, is therefore checked before anything is sent in it; a group that meets elsewhere is torch's own::
 
     listen on a new port --> connect all ranks --> whose are the other ends, as /proc/net/tcp has them?
       ^                                              | only this user's, and all still there: the group is used
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -71,11 +72,29 @@ class _Checked(type):
     """The type of what `install` puts in the place of `ProcessGroupGloo`."""
 
 
-def install() -> None:
-    """Check the gloo groups that this process makes from now on, whatever library makes them."""
+def install(path: str) -> None:
+    """Check the gloo groups that this process makes from now on through a store, whatever library makes them.
+
+    Torch has no call after a group was made, so what makes it is replaced.
+
+    Args:
+        path: of the file that is the store.
+    """
     module: Any = dist.distributed_c10d
     if not isinstance(module.ProcessGroupGloo, _Checked) and _can_look():
         module.ProcessGroupGloo = _checked(module.ProcessGroupGloo)
+    _paths.add(path)
+
+
+_paths: set[str] = set()
+"""Of stores that only ranks can open."""
+
+
+def _is_of_ranks(store: Any) -> bool:
+    """Return whether a group meets through a store that only ranks can open, so that all its members are checked."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return isinstance(store, FileStore) and store.path in _paths  # type: ignore[attr-defined] # no stub
 
 
 def _can_look() -> bool:
@@ -97,7 +116,8 @@ def _checked(original: Any) -> Any:
 
         def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
             try:
-                if size == 1 or args or set(kwargs) != {"timeout"}:  # with options of its own it is not torch that asks
+                # With options of its own it is not torch that asks.
+                if size == 1 or args or set(kwargs) != {"timeout"} or not _is_of_ranks(store):
                     return original(store, rank, size, *args, **kwargs)
                 return _connect(original, store, rank, size, kwargs["timeout"])
             except RuntimeError as error:

@@ -96,7 +96,7 @@ class RendezvousHandler:
     def install(self) -> None:
         """Answer ``env://`` and ``tcp://`` from now on. Replaces one that was installed before."""
         if self._file is not None:
-            loopback.install()
+            loopback.install(self._file.path)  # type: ignore[attr-defined] # no stub
         # register_rendezvous_handler refuses a scheme that is known already.
         handlers = _torch._rendezvous_handlers  # noqa: SLF001 - no public way
         for scheme, original in (
@@ -226,6 +226,11 @@ class _PollingStore(Store):
         self._store = store
         self._waiting = waiting
         self._clones: list[Store] = []  # see `RendezvousHandler`
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store that is polled, as `PrefixStore` has it."""
+        return self._store
 
     def clone(self) -> Store:
         store: Store = self._store.clone()  # type: ignore[attr-defined] # no stub

@@ -105,6 +105,38 @@ def test_an_address_and_a_store_of_the_ranks_own_work_beside_it(run_ranks: RunRa
     assert run_ranks(meet, port) == [([2.0, 2.0, 2.0], [0, 1, 1])] * 2
 
 
+def test_ranks_and_a_process_that_is_none_of_them_make_a_group(run_ranks: RunRanks) -> None:
+    def meet(port: int) -> float:
+        import subprocess
+        import sys
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        rank, url = int(os.environ["RANK"]), f"tcp://127.0.0.1:{port}"
+        timeout = timedelta(seconds=20)
+        join = (
+            "import torch; from datetime import timedelta; import torch.distributed as dist\n"
+            f"dist.init_process_group('gloo', init_method='{url}', rank=2, world_size=3,"
+            " timeout=timedelta(seconds=20))\n"
+            "dist.all_reduce(torch.ones(1)); dist.destroy_process_group()"
+        )
+        other = subprocess.Popen([sys.executable, "-c", join]) if rank == 0 else None
+        ones = torch.ones(1)
+        try:
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=3, timeout=timeout)
+            dist.all_reduce(ones)
+        finally:
+            if other is not None:
+                other.wait()
+        return ones.item()
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert run_ranks(meet, port) == [3.0, 3.0]
+
+
 def test_who_does_not_come_is_named_when_the_time_is_over(run_ranks: RunRanks, tmp_path: Path) -> None:
     end = tmp_path / "end"
     os.mkfifo(end)
