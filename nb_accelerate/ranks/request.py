@@ -283,6 +283,7 @@ class Request:
             how: what the user did, as a participle.
         """
         again = self.was_interrupted
+        self.input_requests.close()
         self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
         step = self.step
         if step is not None and step.on_interrupt is not None and (again or self.awaits is Awaits.END):

@@ -64,6 +64,7 @@ def _ask_user(loop: RankLoop, request: Request, asked: PendingInput) -> None:
         with _handler(signal.default_int_handler):  # SIGINT ends the input, and by that the request
             text = input(asked.prompt)
     except KeyboardInterrupt:
+        request.input_requests.close()  # before another rank, which asks too, gets its prompt
         loop.interrupt(request)
     except NotImplementedError:  # IPython's StdinNotImplementedError is one
         loop.say(f"rank {asked.rank.rank} asks for input, but this front end allows none")

@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fixtures.kernels import BLOCKED_RANKS, Cell, Kernel
@@ -115,6 +116,19 @@ class TestBreakpoints:
         notebook.interrupt()
         assert notebook.finish(cell, 20).error == "KeyboardInterrupt"
         assert notebook.run("%%distributed\nprint(x)").ok().stdout == "1\n"
+
+    def test_one_interrupt_at_a_prompt_ends_the_cell_although_another_rank_asks_too(
+        self, notebook: Kernel, tmp_path: Path
+    ):
+        cell = notebook.start(
+            f"%%distributed\nsay_that_it_waits({str(tmp_path)!r})\nbreakpoint()\nx = 1", allow_stdin=True
+        )
+        notebook.client.get_stdin_msg(timeout=20)
+        functions: dict[str, Any] = {}
+        exec(BLOCKED_RANKS, functions)
+        functions["until_blocked"](tmp_path, 2)  # both have asked
+        notebook.interrupt()
+        assert notebook.finish(cell, 20).error == "KeyboardInterrupt"
 
     def test_in_the_background_nobody_is_asked(self, notebook: Kernel):
         notebook.run("%%rank 1 --background\nbreakpoint()\nx = 1").ok()

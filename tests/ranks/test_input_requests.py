@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from nb_accelerate.protocol.messages import InputRequest
+from nb_accelerate.ranks.failures import Wording
 from nb_accelerate.ranks.input_requests import InputRequests, PendingInput
+from nb_accelerate.ranks.request import Request
+from nb_accelerate.ranks.waiting import wait_for
 
 
 def pending(rank: int) -> PendingInput:
@@ -34,3 +40,25 @@ def test_other_ranks_are_asked_once_the_one_that_the_user_talks_to_has_ended() -
     shown = requests.get()
     assert shown is not None
     assert shown.prompt.startswith("rank 1")
+
+
+def test_after_an_interrupt_at_a_prompt_no_other_rank_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[str] = []
+
+    def typed(prompt: str) -> str:
+        prompts.append(prompt)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builtins, "input", typed)
+    request = Request(ranks=[], send=lambda _: None, steps=(), wording=Wording())
+    for rank in (0, 1):
+        request.input_requests.put(pending(rank))
+
+    def interrupt(_: Request) -> None:
+        request.input_requests.gone(0)  # rank 0 has ended at once, and rank 1 has not
+        request.done.set()
+        if len(prompts) > 1:
+            request.input_requests.close()
+
+    wait_for(SimpleNamespace(interrupt=interrupt), request)  # type: ignore[arg-type] # a loop
+    assert prompts == ["rank 0 (Pdb) "]
