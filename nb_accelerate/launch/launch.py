@@ -23,18 +23,17 @@ from nb_accelerate.errors import (
     UnknownArgumentError,
 )
 from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.ipython_versions import sources_of_cells
 from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
 from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of, line_prefix
 from nb_accelerate.launch.rendezvous import rendezvous_kind
 from nb_accelerate.launch.servers import one_at_a_time
+from nb_accelerate.launch.setup import pack_notebook
 from nb_accelerate.launch.starters import open_server
 from nb_accelerate.launch.starting import sender, started_ranks
 from nb_accelerate.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
-from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.ended import ended_as
 from nb_accelerate.ranks.failures import STOPPED, Wording, add_note, error_of, summary
 from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
@@ -329,12 +328,13 @@ class Launch(Steerable):
                         monitor=lambda: self._look_around(watch, handles),
                     )
                     stack.callback(loop.close)
-                sources = stack.enter_context(pack(sources_of_cells()))
+                # A script seeds by itself, as with torchrun.
+                notebook = stack.enter_context(pack_notebook(shares_random=not self._exit_returns))
                 loop.output = GuardedOutput(self._output_of(handles), self._sink)
                 ranks = [RankProxy(handle, loop) for handle in handles]
                 for rank in ranks:
                     loop.add(rank)
-            send = sender(options, plan, rendezvous, stores, sources, call, attempt)
+            send = sender(options, plan, rendezvous, stores, notebook, call, attempt)
             size = plan.world_size
             calling = Request(
                 ranks=ranks,

@@ -7,15 +7,28 @@ import sys
 from typing import TYPE_CHECKING
 
 from nb_accelerate.display.frontend import is_in_kernel
+from nb_accelerate.ipython_versions import sources_of_cells
 from nb_accelerate.launch.environ import rank_environ, working_directory
 from nb_accelerate.protocol.messages import Setup
+from nb_accelerate.protocol.random_states import RandomStates
+from nb_accelerate.protocol.shipping import pack
 
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.launch.plan import LaunchPlan
     from nb_accelerate.launch.rendezvous import Rendezvous
     from nb_accelerate.protocol.messages import Parcel, StoreSpec
+    from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.ranks.handle import RankHandle
+
+
+def pack_notebook(*, shares_random: bool = True) -> Packed:
+    """Pack what all ranks get of this process as of now: the text of its cells, and the states of its random numbers.
+
+    Args:
+        shares_random: whether they get these states.
+    """
+    return pack((sources_of_cells(), RandomStates.here() if shares_random else None))
 
 
 def make_setup(
@@ -23,7 +36,7 @@ def make_setup(
     options: LaunchOptions,
     plan: LaunchPlan,
     rendezvous: Rendezvous,
-    sources: Parcel,
+    notebook: Parcel,
     *,
     store: StoreSpec | None = None,
     attempt: int = 0,
@@ -35,7 +48,7 @@ def make_setup(
         options: of the launch.
         plan: how many ranks on what.
         rendezvous: where they meet.
-        sources: `sources_of_cells`, packed.
+        notebook: of `pack_notebook`.
         store: through which they meet; None if a `Join` will tell.
         attempt: how often the launch was started before.
     """
@@ -55,7 +68,7 @@ def make_setup(
         sys_path=tuple(sys.path),
         argv=tuple(sys.argv),
         num_threads=plan.num_threads,
-        sources=sources,
+        notebook=notebook,
         store=store,
         shows_displays=is_in_kernel(),
     )

@@ -75,7 +75,7 @@ def sender(
     plan: LaunchPlan,
     rendezvous: Rendezvous,
     stores: Sequence[StoreSpec],
-    sources: Packed,
+    notebook: Packed,
     call: Packed | None,
     attempt: int,
 ) -> Callable[[RankProxy], None]:
@@ -86,7 +86,7 @@ def sender(
         plan: how many ranks on what.
         rendezvous: where they find one another.
         stores: the store that each is to use, by local rank.
-        sources: `sources_of_cells`, packed.
+        notebook: of `pack_notebook`.
         call: the function with its arguments, packed; None if ranks have it in memory.
         attempt: how often the launch was started before.
     """
@@ -94,9 +94,9 @@ def sender(
     def send(rank: RankProxy) -> None:
         handle = rank.handle
         store = stores[handle.local_rank]
-        setup = make_setup(handle, options, plan, rendezvous, sources.parcel, store=store, attempt=attempt)
+        setup = make_setup(handle, options, plan, rendezvous, notebook.parcel, store=store, attempt=attempt)
         with contextlib.suppress(OSError):  # it has ended already, which its status tells
-            handle.channel.send(setup, sources.fds)
+            handle.channel.send(setup, notebook.fds)
             handle.ask(Call(parcel=call.parcel if call else None), call.fds if call else ())
 
     return send

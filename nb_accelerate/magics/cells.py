@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.magics.args import Parsed
     from nb_accelerate.magics.auto import AutoMode
+    from nb_accelerate.magics.seeding import Seeding
     from nb_accelerate.pool.handle import CellHandle
     from nb_accelerate.pool.options import CellOptions
     from nb_accelerate.pool.pool import Pool
@@ -30,12 +31,14 @@ class Cells:
     Args:
         shell: of the kernel.
         auto: is paused while a cell is read.
+        seeding: knows whether the notebook has been seeded.
         defaults: options that `%distributed config` has set.
     """
 
-    def __init__(self, shell: InteractiveShell, auto: AutoMode, defaults: dict[str, Any]) -> None:
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, seeding: Seeding, defaults: dict[str, Any]) -> None:
         self._shell = shell
         self._auto = auto
+        self._seeding = seeding
         self._defaults = defaults
         self._search_path: list[str] = []
         self._autoreloads = False
@@ -84,6 +87,7 @@ class Cells:
             _show(replaced)
         self._send_search_path(pool)
         self._send_autoreload(pool)
+        self._seeding.send(pool)
         variables = self._shell.user_ns
         if parsed.get("background"):
             return pools.CellHandle(pool, pool.begin(source, options, variables=variables, tell=True))
@@ -144,6 +148,7 @@ class Cells:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
             options = PoolOptions(**{**defaults, **asked})
             self._search_path = list(sys.path)
+            self._seeding.sent()
             if choose_front_end(parsed.get("progress", self._defaults.get("progress", "auto"))) == "widget":
                 place = {"display_id": uuid.uuid4().hex}
                 publish = self._shell.display_pub.publish

@@ -11,6 +11,7 @@ from nb_accelerate.magics.cells import Cells
 from nb_accelerate.magics.commands import Commands
 from nb_accelerate.magics.distribute import Distribute
 from nb_accelerate.magics.names import RankNames
+from nb_accelerate.magics.seeding import Seeding
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -23,10 +24,11 @@ class Session:
         self._shell = shell
         self._auto = AutoMode(shell)
         self._names = RankNames(shell, self._auto)
+        self._seeding = Seeding(shell, self._auto)
 
     def register(self) -> None:
         """Add the magics; take the place of those that are there."""
-        cells = Cells(self._shell, self._auto, SESSION_DEFAULTS)
+        cells = Cells(self._shell, self._auto, self._seeding, SESSION_DEFAULTS)
         commands = Commands(self._shell, self._auto, SESSION_DEFAULTS)
         manager = self._shell.magics_manager
         manager.register_function(cells.distributed, magic_kind="cell", magic_name="distributed")
@@ -36,6 +38,7 @@ class Session:
         manager.register_function(Distribute(self._shell).run, magic_kind="cell", magic_name="distribute")
         self._auto.register()
         self._names.register()
+        self._seeding.register()
         if Environment().keep_warm:
             from nb_accelerate.launch.servers import warm_server
 
@@ -45,6 +48,7 @@ class Session:
         """Take everything back, and end the ranks."""
         self._auto.unregister()
         self._names.unregister()
+        self._seeding.unregister()
         SESSION_DEFAULTS.clear()
         for kind, names in (("cell", ("distributed", "rank", "local", "distribute")), ("line", ("distributed",))):
             for name in names:

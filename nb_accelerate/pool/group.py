@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, PoolError, StartError
 from nb_accelerate.launch.rendezvous import open_rendezvous
+from nb_accelerate.launch.setup import pack_notebook
 from nb_accelerate.launch.starters import open_server
 from nb_accelerate.pool.ending import cell_steps, cut_from, rendezvous_steps, stop_steps, wording
 from nb_accelerate.pool.rank import PoolRank
@@ -191,11 +192,11 @@ class RankGroup:
         self.is_disconnected = True
         new: list[PoolRank] = []
         try:
-            with open_rendezvous(self._options, self.plan) as rendezvous:
+            with open_rendezvous(self._options, self.plan) as rendezvous, pack_notebook() as notebook:
                 new.extend(self._add(self._start(number)) for number in numbers)
 
                 def set_up(rank: PoolRank) -> None:
-                    send_setup(rank, self._options, self.plan, rendezvous)
+                    send_setup(rank, self._options, self.plan, rendezvous, notebook)
 
                 self._ask_all("setting the ranks up", new, set_up, interrupts, awaits=Awaits.READY)
                 everybody = sorted(self.ranks.values(), key=lambda one: one.rank)

@@ -24,6 +24,7 @@ from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.shipping import of_pulled, pack_to_push
 from nb_accelerate.pool.starting import plan_pool
 from nb_accelerate.protocol.messages import Call
+from nb_accelerate.protocol.random_states import RandomStates
 from nb_accelerate.protocol.shipping import pack
 from nb_accelerate.ranks.guard import GuardedOutput
 from nb_accelerate.ranks.request_output import RequestOutput
@@ -212,6 +213,9 @@ class Pool:
                 group.remove(one, interrupts)
             with self._starting():
                 self._bring_up(new, interrupts)
+        others = [one for one in range(self.world_size) if one not in new]
+        if others:  # who have drawn random numbers since they began
+            self.call(self.call(RandomStates.here, ranks=others[:1])[0].use, ranks=new)
         return new
 
     def lacking(self, rank: int) -> list[str]:

@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nb_accelerate.errors import ConfigError, PoolError
-from nb_accelerate.ipython_versions import sources_of_cells
 from nb_accelerate.launch.local import LocalRank
 from nb_accelerate.launch.machine import look
 from nb_accelerate.launch.plan import make_plan
 from nb_accelerate.launch.setup import make_setup
 from nb_accelerate.protocol.messages import Join
-from nb_accelerate.protocol.shipping import pack
 
 if TYPE_CHECKING:
     from nb_accelerate.config.launch import LaunchOptions
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.pool.options import PoolOptions
     from nb_accelerate.pool.rank import PoolRank
+    from nb_accelerate.protocol.shipping import Packed
 
 RANKS_WITHOUT_GPUS = 2
 """Ranks on a machine without GPUs: enough to see that a program is distributed."""
@@ -78,12 +77,13 @@ def start_rank(server: RankServer, rank: int) -> LocalRank:
     return handle
 
 
-def send_setup(rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, rendezvous: Rendezvous) -> None:
+def send_setup(
+    rank: PoolRank, options: LaunchOptions, plan: LaunchPlan, rendezvous: Rendezvous, notebook: Packed
+) -> None:
     """Send a new rank its `Setup`."""
-    with pack(sources_of_cells()) as sources:
-        setup = make_setup(rank.handle, options, plan, rendezvous, sources.parcel)
-        with contextlib.suppress(OSError):  # it has ended already, which its status tells
-            rank.handle.channel.send(setup, sources.fds)
+    setup = make_setup(rank.handle, options, plan, rendezvous, notebook.parcel)
+    with contextlib.suppress(OSError):  # it has ended already, which its status tells
+        rank.handle.channel.send(setup, notebook.fds)
 
 
 def send_join(rank: PoolRank, rendezvous: Rendezvous, number: int) -> None:

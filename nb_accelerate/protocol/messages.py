@@ -74,8 +74,8 @@ class Setup:
         sys_path: the module search path of the kernel as it is now.
         argv: `sys.argv`.
         num_threads: intra-op threads of torch.
-        sources: text of notebook cells by file name, so that tracebacks and `inspect.getsource` find them; a
-            parcel, since a long notebook is more than a socket's buffer takes.
+        notebook: text of its cells by file name, so that tracebacks and `inspect.getsource` find them, and its
+            `RandomStates` or None; a parcel, since a long notebook is more than a socket's buffer takes.
         store: through which the ranks meet; its descriptor is the one in `RankEnds`. None if a `Join` will say.
         shows_displays: what a launched function displays can be shown as it is, by a notebook; else it is printed.
     """
@@ -86,7 +86,7 @@ class Setup:
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     num_threads: int
-    sources: Parcel
+    notebook: Parcel
     store: StoreSpec | None = None
     shows_displays: bool = False
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nb_accelerate.protocol.messages import Parcel, Setup
+    from nb_accelerate.protocol.random_states import RandomStates
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.worker.cell import PersistentRank
     from nb_accelerate.worker.ends import RankEnds
@@ -99,7 +100,8 @@ def run_rank(
             if broken is not None:
                 raise broken
             with enough_room():
-                store = _set_up(setup, unpack(setup.sources, fds), ends.store)
+                sources, random = unpack(setup.notebook, fds)
+                store = _set_up(setup, sources, random, ends.store)
         except Exception as error:
             _send(channel, *fail(error, result_of_call=False))
         else:
@@ -230,12 +232,13 @@ def prepare_process(*, is_fork: bool) -> Exception | None:
     return None
 
 
-def _set_up(setup: Setup, sources: dict[str, str], store_fd: int) -> object:
-    """Set environment, folder, path, sources and threads of this process as `setup` says.
+def _set_up(setup: Setup, sources: dict[str, str], random: RandomStates | None, store_fd: int) -> object:
+    """Set environment, folder, path, sources, random numbers and threads of this process as `setup` says.
 
     Args:
         setup: from the kernel.
         sources: text of notebook cells, by file name.
+        random: states of the notebook's random numbers; None if those of this process stay.
         store_fd: descriptor of the store; taken over.
 
     Returns:
@@ -262,6 +265,8 @@ def _set_up(setup: Setup, sources: dict[str, str], store_fd: int) -> object:
     if distributed is not None and distributed.is_available():
         distributed.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG too is read once
     store = None if setup.store is None else reach_store(setup.store, store_fd)
+    if random is not None:
+        random.use()
     sys.path[:] = setup.sys_path  # now that what this package needs has been imported; what follows is users' code
     return store
 

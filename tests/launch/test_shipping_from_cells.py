@@ -98,10 +98,20 @@ def test_a_package_installed_a_moment_ago_can_be_imported(notebook: Kernel, tmp_
     assert notebook.run("print(launch(uses, (), 2))").ok().stdout == "[7, 7]\n"
 
 
-def test_ranks_draw_their_own_random_numbers_as_fresh_processes_do(notebook: Kernel) -> None:
-    notebook.run("def draws():\n    import random, numpy\n    return random.random(), numpy.random.rand()").ok()
-    cell = notebook.run("values = launch(draws, (), 2) + launch(draws, (), 2); print(len(set(sum(values, ()))))").ok()
-    assert cell.stdout == "8\n"
+@pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_all_ranks_draw_the_random_numbers_that_the_notebook_would_draw(notebook: Kernel, method: str) -> None:
+    notebook.run(
+        "import random, numpy\n"
+        "def draws():\n"
+        "    import random, numpy, torch\n"
+        "    return random.random(), numpy.random.rand(), torch.rand(()).item(), torch.initial_seed()\n"
+        "torch.manual_seed(3); numpy.random.seed(3); random.seed(3)"
+    ).ok()
+    cell = notebook.run(
+        f"first, second = launch(draws, (), 2, start_method='{method}')\n"
+        "print(first == second == draws(), launch(draws, (), 2)[1] == draws() != first)"
+    ).ok()
+    assert cell.stdout == "True True\n"
 
 
 def test_a_function_finds_its_own_source_in_a_rank(notebook: Kernel) -> None:

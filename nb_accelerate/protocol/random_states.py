@@ -1,0 +1,64 @@
+"""The states of a process's random numbers: ranks begin with those of the notebook, all with the same."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomStates:
+    """The states of Python's random numbers, NumPy's, and torch's on the CPU.
+
+    Attributes:
+        python: of the module ``random``.
+        numpy: of ``numpy.random``: key, position, and a number of a normal distribution that was drawn with another;
+            None without NumPy, or with a bit generator that is not NumPy's default one.
+        torch: None where torch is not imported, so that nobody has seeded it.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[bytes, int, int, float] | None
+    torch: bytes | None
+
+    @classmethod
+    def here(cls) -> RandomStates:
+        """Return those of this process."""
+        # By attribute, since another thread may be importing it.
+        get_state = getattr(sys.modules.get("torch"), "get_rng_state", None)
+        return cls(
+            python=random.getstate(),
+            numpy=_of_numpy(),
+            torch=None if get_state is None else bytes(get_state().tolist()),
+        )
+
+    def use(self) -> None:
+        """Give this process these states. GPUs are seeded with the last seed of torch, without being touched."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            with contextlib.suppress(ImportError, ValueError):  # there is another bit generator here
+                numpy: Any = importlib.import_module("numpy")
+                key, *rest = self.numpy
+                numpy.random.set_state(("MT19937", numpy.frombuffer(key, numpy.uint32), *rest))
+        if self.torch is not None:
+            import torch
+
+            torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+            if torch.version.cuda or torch.version.hip:
+                torch.cuda.manual_seed_all(torch.initial_seed())
+
+
+def _of_numpy() -> tuple[bytes, int, int, float] | None:
+    """Return the state of NumPy's random numbers, importing it: ranks that import it later are to draw the same."""
+    try:
+        numpy: Any = importlib.import_module("numpy")
+    except ImportError:
+        return None
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return None
+    return state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"]
