@@ -18,7 +18,7 @@ from nb_accelerate.accelerator.prepared import PreparedSlice
 from nb_accelerate.accelerator.unprepared import warn_of_unprepared_loader
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
-from nb_accelerate.data import DataLoaderShard, check_loader_lengths, prepare_data_loader
+from nb_accelerate.data import check_loaders, prepare_data_loader
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler, OptimizerTraining
 from nb_accelerate.progress_page import Phase, here
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from nb_accelerate.comm import Collectives
+    from nb_accelerate.data import DataLoaderShard
     from nb_accelerate.data.dispatcher import SliceFunction
 
 logger = logging.getLogger("nb_accelerate")
@@ -92,12 +93,11 @@ class PreparingSlice(PreparedSlice):
         results |= {
             number: self.prepare_scheduler(item) for number, item in enumerate(args) if isinstance(item, _SCHEDULERS)
         }
-        # A model is prepared on all ranks together, so the lengths of its loaders can be compared. A rank that prepares
+        # A model is prepared on all ranks together, so its loaders can be compared. A rank that prepares
         # a loader alone must not wait for others.
         if models or Environment().debug_mode:
-            check_loader_lengths(
-                self.core.collectives, [item for item in results.values() if isinstance(item, DataLoaderShard)]
-            )
+            loaders = [number for number, item in enumerate(args) if isinstance(item, DataLoader)]
+            check_loaders(self.core.collectives, [args[one] for one in loaders], [results[one] for one in loaders])
         return results[0] if len(results) == 1 else tuple(results.values())
 
     def prepare_model(

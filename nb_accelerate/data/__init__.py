@@ -1,9 +1,10 @@
 """Share out data between ranks: which rows are mine, in which order, and which of them are copies."""
 
 from nb_accelerate.data.dispatcher import DataLoaderDispatcher
-from nb_accelerate.data.loader import DataLoaderShard, check_loader_lengths
+from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.plan import ShardPlan
 from nb_accelerate.data.prepare import prepare_data_loader, skip_first_batches
+from nb_accelerate.data.sameness import check_loaders
 from nb_accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler
 from nb_accelerate.data.skipping import SkipBatchSampler
 from nb_accelerate.data.tracker import LoaderTracker
@@ -16,7 +17,7 @@ __all__ = [
     "SeedableRandomSampler",
     "ShardPlan",
     "SkipBatchSampler",
-    "check_loader_lengths",
+    "check_loaders",
     "prepare_data_loader",
     "skip_first_batches",
 ]

@@ -20,7 +20,7 @@ from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.outer_loops import epoch_around
 from nb_accelerate.data.tracker import DataLoaderStateMixin, LoaderView
 from nb_accelerate.devices import find_kind
-from nb_accelerate.errors import CollectiveMismatchError, ConfigError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.process.rng import RNGType
 from nb_accelerate.progress_page import Phase, here
 from nb_accelerate.pytree import map_tensors, send_to_device, tensors_in
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from nb_accelerate.comm import Collectives
     from nb_accelerate.data.epochs import EpochProgress
     from nb_accelerate.data.tracker import HasTracker, LoaderTracker
 
@@ -319,29 +318,3 @@ def _is_on_cpu(batch: Any) -> bool:
     leaves: list[Any] = []
     map_tensors(leaves.append, batch, movable=True)
     return all(isinstance(leaf, torch.Tensor) and leaf.is_cpu for leaf in leaves)
-
-
-def check_loader_lengths(collectives: Collectives, loaders: Sequence[DataLoaderShard]) -> None:
-    """Compare the lengths of loaders between ranks, before ranks wait for batches that others do not have.
-
-    All ranks call it together, with equally many loaders. Those that may end apart (``even_batches=False``) are not
-    compared, nor those that do not know their length.
-
-    Raises:
-        CollectiveMismatchError: some are longer on one rank than on another.
-    """
-    if collectives.world_size == 1 or not loaders:
-        return
-    of_ranks = collectives.all_gather_object([loader.extent() for loader in loaders])
-    for number, extents in enumerate(zip(*of_ranks, strict=False), start=1):
-        if None in extents or len(set(extents)) == 1:
-            continue
-        other = next(rank for rank, extent in enumerate(extents) if extent != extents[0])
-        (rows, batches), (other_rows, other_batches) = extents[0], extents[other]
-        raise CollectiveMismatchError(
-            f"prepare was given loaders of different lengths: number {number} has {rows} rows on rank 0, so {batches} "
-            f"batches for each rank, and {other_rows} rows on rank {other}, so {other_batches} batches. Ranks would "
-            "wait for each other for ever. Give all ranks the same dataset; prepare shares it out. "
-            "If each is to have data of its own, write DataLoaderConfiguration(even_batches=False) and loop inside of "
-            "accelerator.join_uneven_inputs([model])."
-        )

@@ -136,6 +136,14 @@ def user_frames(trace: TracebackType | None) -> list[FrameLine]:
     return [frame for frame in frames if is_users(frame.filename)]
 
 
+def calling_line() -> str:
+    """Return the text of the user's line that has called this package; "" if it cannot be read."""
+    for frame, lineno in traceback.walk_stack(None):
+        if is_users(frame.f_code.co_filename):
+            return linecache.getline(frame.f_code.co_filename, lineno).strip()
+    return ""
+
+
 _CELL = re.compile(r"Cell In\[(\d+)\]")
 
 
