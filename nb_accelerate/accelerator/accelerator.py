@@ -138,7 +138,7 @@ class Accelerator(
         deepspeed_plugins: several of them by name, for models that are trained in different ways. The first is
             selected; ``accelerator.state.select_deepspeed_plugin(name)`` selects another one for what is prepared next.
         scheduler_steps_per_process: prepared schedulers advance once per process at each optimizer step, unless
-            batches are split. False: once.
+            batches are split or they are stepped once an epoch. False: once.
         **others: arguments of Hugging Face accelerate that are not supported yet are refused by name.
 
     Raises:

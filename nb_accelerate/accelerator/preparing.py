@@ -321,7 +321,8 @@ class PreparingSlice(PreparedSlice):
         if prepared.repeats > 1 and prepared.step_with_optimizer and core.process.topology.is_main:
             logger.warning(
                 "%s advances %d times for each optimizer step, once for each of %d processes, as schedules written for "
-                "one process need; Accelerator(scheduler_steps_per_process=False) makes it advance once.",
+                "one process need; once, if it is stepped once an epoch. "
+                "Accelerator(scheduler_steps_per_process=False) makes it advance once at each step.",
                 type(scheduler).__name__,
                 prepared.repeats,
                 prepared.repeats,

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class LoaderProgress(Protocol):
-    """The part of `nb_accelerate.data.LoaderTracker` that accumulation needs."""
+    """The part of `nb_accelerate.data.LoaderTracker` that accumulation and schedulers need."""
+
+    @property
+    def active(self) -> object | None:
+        """The loader that is being iterated; None outside of loops over prepared loaders."""
+        ...
 
     @property
     def end_of_dataloader(self) -> bool:

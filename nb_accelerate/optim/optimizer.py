@@ -61,6 +61,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: the one inside.
         accelerated_step: takes steps in the precision of the run; clipping makes it unscale gradients.
+        num_steps: how many it has taken in this process.
 
     Raises:
         NotPreparedError: it was made by hand, and there is no `Accelerator` yet.
@@ -77,6 +78,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make parameter groups, and ours are those of the optimizer inside.
         self.optimizer = optimizer
         self.device_placement = device_placement
+        self.num_steps = 0
         self._takes_set_to_none = _takes_set_to_none(optimizer)
         if training is None:
             step = OptimizerStep(optimizer) if scaler is None else GivenScalerStep(optimizer, scaler)
@@ -128,6 +130,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 else:
                     closure = _completed(closure, self._complete_gradients)
             taken = self.accelerated_step(closure)
+            self.num_steps += 1
             page.enter(_RUNNING)
             if self._after_step is not None:
                 self._after_step()

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from nb_accelerate.optim.accumulation import has_accelerator, newest_accumulation
 from nb_accelerate.optim.optimizer import AcceleratedOptimizer
 from nb_accelerate.process.context import topology_here
+from nb_accelerate.process.notes import note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +23,8 @@ class AcceleratedScheduler:
     """Wrap a user's scheduler. ``prepare`` makes it; made by hand it follows the newest `Accelerator`.
 
     Schedules are usually written for the number of batches one process would see. With n ranks there are n times
-    fewer optimizer steps, so each advances the schedule n times; `ReduceLROnPlateau`, which counts evaluations
-    and not batches, advances once.
+    fewer optimizer steps, so each advances the schedule n times. A schedule that counts epochs advances once: one that
+    is stepped outside of the loop over a prepared loader, after several optimizer steps, and `ReduceLROnPlateau`.
 
     Args:
         scheduler: the user's.
@@ -58,6 +59,8 @@ class AcceleratedScheduler:
         self._accumulation = accumulation or newest_accumulation("AcceleratedScheduler")
         # OneCycleLR raises when it is stepped past its end, which rounding up to whole steps of n does.
         self._last: int | None = getattr(scheduler, "total_steps", None)
+        self._seen = [one.num_steps for one in self.optimizers]
+        self._is_told = False
 
     def join(self, accumulation: AccumulationState) -> None:
         """Follow another `Accelerator` from now on. Called by ``prepare``."""
@@ -74,6 +77,9 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
+        if self.repeats > 1 and self._counts_epochs():
+            scheduler.step(*args, **kwargs)
+            return
         if not self._accumulation.window.closes:
             if self._accumulation.adjust_scheduler and hasattr(scheduler, "_step_count"):  # not of ReduceLROnPlateau
                 scheduler._step_count += 1  # noqa: SLF001 - torch keeps the count of calls nowhere else
@@ -84,6 +90,23 @@ class AcceleratedScheduler:
         for _ in range(self.repeats):
             if self._last is None or scheduler.last_epoch < self._last:
                 scheduler.step(*args, **kwargs)
+
+    def _counts_epochs(self) -> bool:
+        """Return whether optimizers have taken several steps since the last call, and no loop over a loader is on.
+
+        Inside of such a loop, a schedule that is stepped every hundredth batch still counts batches.
+        """
+        before, self._seen = self._seen, [one.num_steps for one in self.optimizers]
+        several = any(now - then > 1 for now, then in zip(self._seen, before, strict=False))
+        counts = several and self._accumulation.loaders.active is None
+        if counts and not self._is_told:
+            self._is_told = True
+            if topology_here().is_main:
+                note(
+                    f"{type(self.scheduler).__name__} is stepped after several optimizer steps, so it counts epochs: "
+                    "it advances once each time, and not once for each process"
+                )
+        return counts
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of the parameter groups."""

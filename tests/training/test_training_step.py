@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
@@ -236,6 +236,33 @@ def test_schedulers_advance_once_per_process_and_say_so_in_one_line(run_ranks, c
     assert [found[0] for found in run_ranks(train, split_batches=True)] == [2, 2]
     assert [found[0] for found in run_ranks(train, 9, step_scheduler_with_optimizer=False)] == [4, 4]
     assert train()[::2] == (2, [])
+
+
+def test_schedules_of_epochs_advance_once_an_epoch_and_say_so_once(run_ranks, capsys):
+    def train(kind):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 if kind == "accumulated" else 1)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = Schedulers.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        loader = DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=2)
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        for _ in range(3):
+            for number, (inputs,) in enumerate(loader):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if kind in ("each batch", "accumulated") or (kind == "each second" and number % 2):
+                        scheduler.step()
+            if kind == "each epoch":
+                scheduler.step()
+        return scheduler.scheduler.last_epoch
+
+    steps = {kind: run_ranks(train, kind) for kind in ("each batch", "each second", "accumulated")}
+    assert steps == {"each batch": [24, 24], "each second": [12, 12], "accumulated": [12, 12]}
+    capsys.readouterr()
+    assert run_ranks(train, "each epoch") == [3, 3]
+    assert capsys.readouterr().out.count("LambdaLR is stepped after several optimizer steps, so it counts epochs") == 1
 
 
 def test_schedulers_made_after_prepare_accept_the_prepared_optimizer(recwarn):
