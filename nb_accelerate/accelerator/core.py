@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nb_accelerate.accelerator.equal_losses import EqualLosses
 from nb_accelerate.accelerator.losses import LossReport
 from nb_accelerate.accelerator.memory_report import MemoryReport
 from nb_accelerate.accelerator.steering import Steering
@@ -102,6 +103,7 @@ class Core:
         registry: objects and hooks that users add to checkpoints.
         page: the progress page of this process.
         losses: reports losses to the progress page.
+        equal_losses: notices that ranks train with the same rows.
         steering: obeys commands of the notebook.
         memory: reports what is held in memory to the progress page.
         prepared: objects that went through ``prepare``.
@@ -126,6 +128,7 @@ class Core:
     registry: Registry = field(default_factory=Registry)
     page: ProgressPage
     losses: LossReport
+    equal_losses: EqualLosses
     steering: Steering
     memory: MemoryReport
     prepared: Prepared = field(default_factory=Prepared)
@@ -266,6 +269,7 @@ def build_core(
         recording=recording,
         page=here(),
         losses=LossReport(here(), process.kind, memory),
+        equal_losses=EqualLosses(strategy, shared.tracker, reads_later=process.kind.reads_later),
         steering=Steering(here().commands, shared, prepared, recording.project),
         memory=memory,
         prepared=prepared,

@@ -29,6 +29,7 @@ from nb_accelerate.strategies.unwrapping import innermost
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from nb_accelerate.accelerator.equal_losses import EqualLosses
     from nb_accelerate.comm import Collectives
     from nb_accelerate.data import DataLoaderShard
     from nb_accelerate.data.dispatcher import SliceFunction
@@ -235,6 +236,7 @@ class PreparingSlice(PreparedSlice):
                     models=None if core.strategy.checks_optimizers else core.shared.models,
                     collectives=core.data_collectives,
                     loaders=core.prepared.loaders,
+                    equal_losses=core.equal_losses,
                 ),
                 complete_gradients=core.strategy.complete_gradients(engine, core.shared.models),
                 drop_gradients=core.strategy.drop_gradients(engine, core.shared.models),
@@ -345,10 +347,12 @@ def _check_first_step(
     models: Iterable[nn.Module] | None,
     collectives: Collectives,
     loaders: Sequence[DataLoaderShard],
+    equal_losses: EqualLosses,
 ) -> None:
     if models is not None:
         check_owned(optimizer, models)
-    warn_of_unprepared_loader(collectives, loaders)
+    if warn_of_unprepared_loader(collectives, loaders):
+        equal_losses.is_on = False  # which would say it again
 
 
 def _contains(known: Sequence[Any], item: Any) -> bool:

@@ -93,7 +93,7 @@ def _is_averaged(optimizer: Optimizer) -> bool:
     return any(type(one).__name__ in _AVERAGING for one in gc.get_objects())
 
 
-def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> None:
+def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataLoaderShard]) -> bool:
     """Name the loader of the user's loop if it was not prepared. Called before the first step of an optimizer.
 
     Nothing is said of loaders that may share out rows by themselves: with a sampler of the user's, or a stream.
@@ -101,10 +101,13 @@ def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataL
     Args:
         collectives: of the ranks that share out rows.
         prepared: the loaders that were prepared; with one of them, nothing is said of others.
+
+    Returns:
+        Whether one was named.
     """
     readers = collectives.world_size
     if readers == 1 or collectives.rank or prepared:
-        return
+        return False
     name = _find_loader(inspect.currentframe())
     if name is not None:
         logger.warning(
@@ -112,6 +115,7 @@ def warn_of_unprepared_loader(collectives: Collectives, prepared: Sequence[DataL
             "%s = accelerator.prepare(%s)",
             *(name, readers, name, name),
         )
+    return name is not None
 
 
 def _find_loader(frame: FrameType | None) -> str | None:

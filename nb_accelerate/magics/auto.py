@@ -60,6 +60,11 @@ class AutoMode:
             raise ConfigError(f"auto {word}: write %distributed auto on, or %distributed auto off")
         self._is_on = word == "on"
 
+    def runs_here(self, cell: str) -> bool:
+        """Return whether a cell, as it was written, runs in the notebook and not on the ranks."""
+        routed = "".join(route(cell.splitlines(keepends=True), everything=self._is_on)[:1])
+        return not routed.startswith(("%%distribut", "%%rank"))
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Turn auto mode off inside the block."""

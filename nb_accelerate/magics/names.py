@@ -5,6 +5,7 @@ For completion and inspection rank 0 is asked, briefly, while it is idle.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import sys
@@ -49,6 +50,7 @@ class RankNames:
     def register(self) -> None:
         """Add the completer and the inspector to the shell."""
         self._remove_completer = add_completer(self._shell, self._complete)
+        self._shell.events.register("pre_run_cell", self._hint_of_trained)
         self._shell.events.register("post_run_cell", _hint)
         for method in _INSPECTORS:
             setattr(self._shell, method, _also_on_ranks(getattr(self._shell, method), method))
@@ -57,9 +59,25 @@ class RankNames:
         """Take them out of the shell."""
         self._remove_completer()
         with contextlib.suppress(ValueError):
+            self._shell.events.unregister("pre_run_cell", self._hint_of_trained)
             self._shell.events.unregister("post_run_cell", _hint)
         for method in _INSPECTORS:
             vars(self._shell).pop(method, None)  # that of its class shows again
+
+    def _hint_of_trained(self, info: Any) -> None:
+        """Say, once, of a model that a cell of the notebook uses that it was trained on the ranks only."""
+        pools = sys.modules.get("nb_accelerate.pool")
+        trained = pools.current().trained if pools is not None else None
+        cell = info.raw_cell or ""
+        if not trained or not self._auto.runs_here(cell):
+            return
+        # Before IPython 8 there is no other text than the user's, which with magics in it cannot be parsed.
+        for name in reads(getattr(info, "transformed_cell", None) or cell).intersection(trained):
+            if trained.pop(name)() is self._shell.user_ns.get(name):
+                print(  # noqa: T201 - above what the cell prints
+                    f"{name} was trained on the ranks; the notebook's own is unchanged. To have the trained one here: "
+                    f"%distributed pull {name}"
+                )
 
     def _complete(self, cursor: Cursor) -> Completions:
         """Complete the commands and options of our magics, and names of rank 0 in a cell for the ranks."""
@@ -137,6 +155,15 @@ def words_for(line: str) -> list[str]:
     of_cells = REWRITING if option[2] == "distribute" else (*POOL, *CELL, *SHOW)
     options = of_cells if option[1] is None else known.options if known is not None else ()
     return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[3]))
+
+
+def reads(python: str) -> set[str]:
+    """Return the names that code reads; none of code that cannot be parsed. Pure."""
+    try:
+        nodes = [*ast.walk(ast.parse(python))]
+    except (SyntaxError, ValueError):
+        return set()
+    return {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
 
 
 def _ask_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:

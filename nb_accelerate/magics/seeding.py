@@ -6,8 +6,6 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from nb_accelerate.magics.auto import route
-
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -42,9 +40,9 @@ class Seeding:
             self._shell.events.unregister("post_run_cell", self._look)
 
     def _look(self, result: Any) -> None:
-        lines = (result.info.raw_cell or "").splitlines(keepends=True)
-        is_here = not "".join(route(lines, everything=self._auto.is_on)[:1]).startswith(("%%distribut", "%%rank"))
-        if is_here and any(_SEEDS.search(line.partition("#")[0]) for line in lines):
+        cell = result.info.raw_cell or ""
+        seeds = any(_SEEDS.search(line.partition("#")[0]) for line in cell.splitlines())
+        if seeds and self._auto.runs_here(cell):
             self._is_news = True
 
     def send(self, pool: Pool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ class Cell:
 
     Attributes:
         request: the request to the ranks.
+        trained: models of the notebook that it has trained on the ranks, by name; known at its end.
 
     Raises:
         NameError: a name in ``options.send`` is not defined in the notebook.
@@ -78,6 +80,8 @@ class Cell:
         self._output = output
         self._syncs = {rank.rank: syncs[rank.rank] for rank in ranks}
         self._sent: dict[int, tuple[str, ...]] = {}
+        self._variables = variables
+        self.trained: dict[str, weakref.ref[Any]] = {}
         self._manifest = make_manifest(source.free, variables, self._syncs, forced=options.send)
         try:
             self._say_what_is_not_sent()
@@ -117,6 +121,9 @@ class Cell:
             sync.bound(end.bound, end.modules)
             sync.unbound(end.unbound)
             ranks[number].steps = end.steps
+            for name in end.trained:
+                if hasattr(type(self._variables.get(name)), "parameters"):
+                    self.trained[name] = weakref.ref(self._variables[name])
 
     def close(self) -> None:
         """Close what was packed."""
@@ -134,6 +141,7 @@ class Cell:
             names=packed.parcel if packed else None,
             wants_value=self._options.wants_values,
             wants_accelerator=source.wants_accelerator,
+            num_ranks=len(self._syncs),
         )
         with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
             rank.handle.ask(message, packed.fds if packed else ())

@@ -37,6 +37,7 @@ from nb_accelerate.topology.rank_lists import named
 from nb_accelerate.worker import namespace as remote
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nb_accelerate.pool.rank import PoolRank
@@ -53,6 +54,8 @@ class Pool:
 
     Attributes:
         timeouts: timeouts of requests that begin from now on.
+        trained: models of the notebook that cells have trained on the ranks, which left the notebook's as they were; by
+            the name of each.
     """
 
     timeouts: ClassVar[Timeouts] = Timeouts(ask=0.2, cause=0.0, interrupt=0.4, quit=5.0, stacks=0.5)
@@ -66,6 +69,7 @@ class Pool:
         self._running: Request | None = None
         self._failed_rank: int | None = None
         self._disconnected_silently = False
+        self.trained: dict[str, weakref.ref[Any]] = {}
 
     # Its state.
 
@@ -504,6 +508,7 @@ class Pool:
     def _forget_variables(self) -> None:
         """Note that the ranks have no variables any more."""
         self._syncs = {rank: sync.emptied() for rank, sync in self._syncs.items()}
+        self.trained.clear()
 
     def _reconnect(self, output: GuardedOutput) -> None:
         unseen, self._disconnected_silently = self._disconnected_silently, False
@@ -516,6 +521,7 @@ class Pool:
     def _take_note(self, group: RankGroup, cell: Cell) -> None:
         """Note what a cell that has ended did to the ranks. Called in the loop's thread."""
         cell.take_note()
+        self.trained.update(cell.trained)
         request = cell.request
         self._failed_rank = request.failed_rank if request.failed_rank is not None else self._failed_rank
         if breaks_group(request, group.ranks, group.plan.backend):

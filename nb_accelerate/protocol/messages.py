@@ -244,6 +244,7 @@ class RunCell:
         names: a packed mapping of names to values to define first, or None.
         wants_value: send the value of the last expression back.
         wants_accelerator: the cell uses the name ``accelerator``.
+        num_ranks: how many ranks run it.
     """
 
     code: str
@@ -254,6 +255,7 @@ class RunCell:
     names: Parcel | None = None
     wants_value: bool = False
     wants_accelerator: bool = False
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +281,7 @@ class CellEnd:
         unbound: names that it deleted.
         modules: full names of the modules among what it bound, by the names that it bound.
         steps: how many collectives each process group has seen, by the group's name.
+        trained: names of models that it has trained; told by rank 0.
         has_names: the names that came with the cell were defined, or there were none.
     """
 
@@ -287,6 +290,7 @@ class CellEnd:
     unbound: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
     steps: Mapping[str, int]
+    trained: tuple[str, ...] = ()
     has_names: bool = True
 
 

@@ -17,7 +17,7 @@ from nb_accelerate.progress_page.layout import Phase
 from nb_accelerate.protocol.messages import Failure, Result
 from nb_accelerate.protocol.shipping import RETURNABLE, pack, unpack
 from nb_accelerate.worker.dropped import WatchedModels
-from nb_accelerate.worker.plain_training import warn_of_plain_training
+from nb_accelerate.worker.plain_training import trained_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def answer(load: Callable[[], tuple[Any, Any, Any]], gate: InterruptGate) -> tup
             function, args, kwargs = load()
             gate.check()
             models = WatchedModels(function, args, kwargs)
-            warn_of_plain_training()
+            trained_models.begin()
             try:
                 value = function(*args, **kwargs)
             except SystemExit as error:

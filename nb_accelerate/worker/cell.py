@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from dataclasses import replace
@@ -27,8 +26,9 @@ from nb_accelerate.worker.bindings import Bindings
 from nb_accelerate.worker.call import answer, exits_well, fail
 from nb_accelerate.worker.debugger import InputRequests
 from nb_accelerate.worker.displays import DisplayPort
-from nb_accelerate.worker.groups import abort_groups, close_groups, named, reach_store
+from nb_accelerate.worker.groups import abort_groups, close_groups, collectives_of_groups, named, reach_store
 from nb_accelerate.worker.namespace import is_hidden
+from nb_accelerate.worker.plain_training import trained_models
 from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp, restart_accumulation
 from nb_accelerate.worker.sharded_models import refuse_sharded_models
 from nb_accelerate.worker.shell import make_shell
@@ -125,6 +125,7 @@ class PersistentRank:
                 if cell.wants_accelerator and "accelerator" not in self._names:
                     self._names["accelerator"] = named(ACCELERATOR)()
                     before.add("accelerator", self._names["accelerator"])
+                trained_models.begin(cell.num_ranks)
                 result = self._shell.run(cell)
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
@@ -140,7 +141,8 @@ class PersistentRank:
             bound=bound,
             modules=_modules({name: self._names[name] for name in bound}),
             unbound=_visible(before.unbound(self._names)),
-            steps=_steps(),
+            steps=collectives_of_groups(),
+            trained=_visible(trained_models.among(self._names)),
             has_names=has_names,
         )
         return end, packed
@@ -224,16 +226,3 @@ def _make_group_of_one(context: Any) -> None:
             store=dist.HashStore(),  # type: ignore[attr-defined]
             device_id=device,
         )
-
-
-def _steps() -> dict[str, int]:
-    """Return how many collectives each process group has seen, by its name. Ranks in step have the same numbers."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return {}
-    world = distributed.distributed_c10d._world  # noqa: SLF001 - there is no public list of groups
-    found = {}
-    for group, name in world.pg_names.items():
-        with contextlib.suppress(Exception):  # a backend that does not count
-            found[name] = group._get_sequence_number_for_group()  # noqa: SLF001 - no public way
-    return found

@@ -115,3 +115,16 @@ def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lam
         )
     handler.install()
     return cast("StoreAccess", handler)
+
+
+def collectives_of_groups() -> dict[str, int]:
+    """Return how many collectives each process group has seen, by its name. Ranks in step have the same numbers."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return {}
+    world = distributed.distributed_c10d._world  # noqa: SLF001 - there is no public list of groups
+    found = {}
+    for group, name in world.pg_names.items():
+        with contextlib.suppress(Exception):  # a backend that does not count
+            found[name] = group._get_sequence_number_for_group()  # noqa: SLF001 - no public way
+    return found

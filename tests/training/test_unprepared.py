@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from nb_accelerate.worker.plain_training import _watch, warn_of_plain_training
+from nb_accelerate.worker.plain_training import TrainedModels
 
 if TYPE_CHECKING:
     from fixtures.ranks import RunRanks
@@ -146,21 +146,54 @@ def test_ranks_that_train_without_an_accelerator_are_told_so_once(run_ranks: Run
     assert run_ranks(train_without_accelerator, "alone", world_size=1) == [[]]
 
 
-def test_a_rank_that_answers_many_calls_looks_at_the_first_step_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_answers_many_calls_looks_at_steps_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     hooks: list[object] = []
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "register_optimizer_step_pre_hook", hooks.append)
-    _watch.cache_clear()
+    models = TrainedModels()
     for _ in range(3):
-        warn_of_plain_training()
-    _watch.cache_clear()
+        models.begin()
     assert len(hooks) == 1
 
 
 @pytest.mark.parametrize("kind", ["averaged", "in part"])
 def test_ranks_whose_gradients_may_be_averaged_are_not(run_ranks: RunRanks, kind: str):
     assert run_ranks(train_by_hand, kind) == [[], []]
+
+
+def train_with_batches(kind: str) -> list[str]:
+    from nb_accelerate import Accelerator
+    from nb_accelerate.utils import set_seed
+
+    said = collect_what_is_said()
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if kind == "of its own":
+        set_seed(0, device_specific=True)
+    rows = torch.zeros(4, 1) if kind == "nothing learnt" else torch.rand(4, 1)
+    loader = accelerator.prepare(DataLoader([rows] * 20, batch_size=None)) if kind == "of a loader" else [rows] * 10
+    for batch in loader:
+        loss = (model(batch) * (kind != "nothing learnt")).square().sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+def test_ranks_that_draw_the_same_batches_by_hand_are_told_so_once(run_ranks: RunRanks):
+    first, second = run_ranks(train_with_batches, "the same")
+    assert len(first) == 1
+    assert first[0].startswith(
+        "accelerator.backward(loss): the first losses are equal to the last bit on all 2 processes, so "
+    )
+    assert second == []
+
+
+@pytest.mark.parametrize("kind", ["of its own", "of a loader", "nothing learnt"])
+def test_ranks_with_other_batches_are_not(run_ranks: RunRanks, kind: str):
+    assert run_ranks(train_with_batches, kind) == [[], []]
 
 
 def test_one_process_reads_all_rows_anyway():
