@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator.equal_losses import EqualLosses
 from nb_accelerate.accelerator.losses import LossReport
 from nb_accelerate.accelerator.memory_report import MemoryReport
+from nb_accelerate.accelerator.replicas import Replicas
 from nb_accelerate.accelerator.steering import Steering
 from nb_accelerate.checkpoint.registry import Registry
 from nb_accelerate.comm import Trigger
@@ -105,6 +106,7 @@ class Core:
         losses: reports losses to the progress page.
         equal_losses: notices that ranks train with the same rows.
         steering: obeys commands of the notebook.
+        replicas: notices that the models of ranks differ.
         memory: reports what is held in memory to the progress page.
         prepared: objects that went through ``prepare``.
     """
@@ -130,6 +132,7 @@ class Core:
     losses: LossReport
     equal_losses: EqualLosses
     steering: Steering
+    replicas: Replicas
     memory: MemoryReport
     prepared: Prepared = field(default_factory=Prepared)
 
@@ -271,6 +274,7 @@ def build_core(
         losses=LossReport(here(), process.kind, memory),
         equal_losses=EqualLosses(strategy, shared.tracker, reads_later=process.kind.reads_later),
         steering=Steering(here().commands, shared, prepared, recording.project),
+        replicas=Replicas(strategy, prepared),
         memory=memory,
         prepared=prepared,
         dynamo=dynamo,

@@ -48,7 +48,8 @@ class PreparingSlice(PreparedSlice):
 
         Models are moved to the device and wrapped, optimizers and schedulers respect accumulation windows, loaders
         yield this process's part of the data. None, and objects that this `Accelerator` prepared before, are returned
-        as they are; objects that another `Accelerator` prepared belong to this one afterwards.
+        as they are, but such a model gets the weights of rank 0 on all ranks; objects that another `Accelerator`
+        prepared belong to this one afterwards.
 
         Example::
 
@@ -147,6 +148,9 @@ class PreparingSlice(PreparedSlice):
         requests = {
             id(one.model): self._checked(one) for one in models if not _contains(core.prepared.models, one.model)
         }
+        if again := [one.model for one in models if _contains(core.prepared.models, one.model)]:
+            core.strategy.copy_rank_0(again)
+            core.replicas.prepared_again()
         given = {id(one[0]): one for one in optimizers if not _contains(core.prepared.optimizers, one[0])}
         for request in requests.values():
             core.precision.prepare_model(innermost(request.model))
@@ -210,6 +214,7 @@ class PreparingSlice(PreparedSlice):
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         core.steering.begin()
+        core.tracker.look = core.replicas.look
         return prepared
 
     def _finish_optimizer(

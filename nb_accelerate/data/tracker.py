@@ -53,13 +53,15 @@ class LoaderTracker:
         active: the innermost, or None.
         between_batches: called with a loader before the first batch of a loop that computes gradients, and between two.
         when_a_loop_begins: called before a loader is added.
+        look: called with True before a loader is added, and with False after one has ended.
     """
 
-    __slots__ = ("_loaders", "active", "between_batches", "when_a_loop_begins")
+    __slots__ = ("_loaders", "active", "between_batches", "look", "when_a_loop_begins")
 
     def __init__(self) -> None:
         self.between_batches: Callable[[TrackedLoader], None] = _nothing
         self.when_a_loop_begins: Callable[[], None] = _nothing_to_note
+        self.look: Callable[[bool], None] = _nothing_to_compare
         self._loaders: list[TrackedLoader] = []
         self.active: TrackedLoader | None = None
 
@@ -69,12 +71,13 @@ class LoaderTracker:
 
     def __setstate__(self, state: tuple[list[TrackedLoader], TrackedLoader | None]) -> None:
         """Begin as a copy."""
-        self.between_batches, self.when_a_loop_begins = _nothing, _nothing_to_note
+        self.between_batches, self.when_a_loop_begins, self.look = _nothing, _nothing_to_note, _nothing_to_compare
         self._loaders, self.active = state
 
     def begin(self, loader: TrackedLoader) -> None:
         """Add a loader that begins an epoch."""
         self.when_a_loop_begins()
+        self.look(True)
         self._loaders.append(loader)
         self.active = loader
 
@@ -86,6 +89,7 @@ class LoaderTracker:
                 del self._loaders[index]
                 break
         self.active = self._loaders[-1] if self._loaders else None
+        self.look(False)
 
     def forget(self, loaders: Iterable[TrackedLoader]) -> None:
         """Remove loaders, and those that `DataLoaderAdapter.skipping` made of them."""
@@ -115,6 +119,10 @@ def _nothing(_: TrackedLoader) -> None:
 
 def _nothing_to_note() -> None:
     """Do nothing when a loop begins, where nobody trains."""
+
+
+def _nothing_to_compare(_begins: bool) -> None:
+    """Do nothing when a loop begins or ends, where nobody trains."""
 
 
 class HasTracker(Protocol):

@@ -140,7 +140,7 @@ def calling_line() -> str:
     """Return the text of the user's line that has called this package; "" if it cannot be read."""
     for frame, lineno in traceback.walk_stack(None):
         if is_users(frame.f_code.co_filename):
-            return linecache.getline(frame.f_code.co_filename, lineno).strip()
+            return linecache.getline(frame.f_code.co_filename, lineno).strip().rstrip(":")
     return ""
 
 

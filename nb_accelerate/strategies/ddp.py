@@ -202,6 +202,19 @@ class DDPStrategy(Strategy):
         return Join([wrapped for model in models if (wrapped := _wrapped(model)) is not None])
 
     @override
+    def replicated(self, models: Iterable[nn.Module]) -> list[Tensor]:
+        found = [wrapped for model in models if (wrapped := _wrapped(model)) is not None]
+        if not all(wrapped.require_backward_grad_sync for wrapped in found):  # ranks train apart for a while
+            return []
+        return [one for wrapped in found for one in wrapped.parameters() if one.requires_grad]
+
+    @override
+    def copy_rank_0(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            for state in (*model.parameters(), *model.buffers()):
+                state.data.copy_(self.collectives.broadcast(state.data, 0))
+
+    @override
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
         for wrapped in self._wrappers(models):

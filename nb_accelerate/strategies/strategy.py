@@ -192,6 +192,13 @@ class Strategy:
 
     # -- gradients
 
+    def replicated(self, models: Iterable[nn.Module]) -> list[Tensor]:  # noqa: ARG002
+        """Return the parameters of prepared models that are trained, and are now to be equal on all ranks."""
+        return []
+
+    def copy_rank_0(self, models: Iterable[nn.Module]) -> None:
+        """Give models that are prepared again the weights of rank 0, where each rank has whole ones. Collective."""
+
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any] | None:
         """Return a block in which gradients are not exchanged, or None if they never are."""
         del models
