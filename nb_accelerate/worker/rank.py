@@ -44,6 +44,7 @@ from nb_accelerate.worker.process_tree import die_with_parent, set_name
 from nb_accelerate.worker.stack_writer import write_stacks_on_request
 from nb_accelerate.worker.streams import replace_streams, send_record
 from nb_accelerate.worker.trainers import trainers_as_loops
+from nb_accelerate.worker.whole_files import save_whole_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -190,13 +191,14 @@ def _tell_failure(channel: Channel, rank: int, name: str, error: BaseException) 
 
 
 def patch_libraries() -> None:
-    """Change what libraries do on ranks: spawned workers, progress bars, trainers.
+    """Change what libraries do on ranks: spawned workers, progress bars, trainers, saved files.
 
     A server of warm ranks calls it once; what is forked from that has the changes.
     """
     spawn_by_value()
     bars_as_rows()
     trainers_as_loops()
+    save_whole_files()
     # A pickled optimizer has lost the mark by which its scheduler knows `step`; torch takes it for the user's own.
     warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
 
