@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from dataclasses import replace
 from types import ModuleType
@@ -13,7 +14,7 @@ from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.panel import Action
 from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
-from nb_accelerate.pool.shipping import make_manifest
+from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.protocol.messages import RunCell
 from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
 from nb_accelerate.ranks.panel import RequestView, make_panel
@@ -21,7 +22,7 @@ from nb_accelerate.ranks.steering import steering_actions
 from nb_accelerate.topology.rank_lists import label, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nb_accelerate.display.frontend import FrontEnd
     from nb_accelerate.display.panel import Panel
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from nb_accelerate.pool.namespace_sync import NamespaceSync
     from nb_accelerate.pool.options import CellOptions
     from nb_accelerate.pool.rank import PoolRank
+    from nb_accelerate.pool.shipping import Ask
     from nb_accelerate.pool.source import CellSource
+    from nb_accelerate.protocol.content import Numbers
     from nb_accelerate.ranks.guard import GuardedOutput
     from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.sinks import Sink
     from nb_accelerate.ranks.timeouts import Timeouts
+    from nb_accelerate.worker.received import Key
 
 
 class Cell:
@@ -45,6 +49,8 @@ class Cell:
         options: how to run it.
         group: the ranks of the pool.
         syncs: which names of the notebook each rank has, by rank.
+        numbers: of the notebook's objects.
+        ask: asks ranks which objects of the notebook they have changed.
         variables: variables of the notebook.
         output: shows what the ranks print.
         sink: where that is shown.
@@ -66,6 +72,8 @@ class Cell:
         options: CellOptions,
         group: RankGroup,
         syncs: Mapping[int, NamespaceSync],
+        numbers: Numbers,
+        ask: Ask,
         variables: Mapping[str, Any],
         output: GuardedOutput,
         sink: Sink,
@@ -79,12 +87,16 @@ class Cell:
         self._group = group
         self._output = output
         self._syncs = {rank.rank: syncs[rank.rank] for rank in ranks}
-        self._sent: dict[int, tuple[str, ...]] = {}
         self._variables = variables
         self.trained: dict[str, weakref.ref[Any]] = {}
-        self._manifest = make_manifest(source.free, variables, self._syncs, forced=options.send)
+        self._sent: dict[int, tuple[set[str], set[Key], set[Key]]] = {}
+        limit = None if options.large else SIZE_LIMIT
+        self._manifest = make_manifest(
+            source.free, variables, self._syncs, numbers, ask, forced=options.send, limit=limit
+        )
         try:
             self._say_what_is_not_sent()
+            self._say_what_has_changed()
             self._say_what_is_sent_for_the_ranks_own()
             self.request = group.request(ranks, self._send, timeout=options.timeout, say=output.say)
             self.request.attended = self.request.is_raised = not in_background
@@ -105,10 +117,15 @@ class Cell:
 
     def begin(self, timeouts: Timeouts) -> None:
         """Ask the ranks to run it."""
+        looks = self._manifest.looks
         for shipment in self._manifest.shipments:
             for rank in shipment.ranks:
-                self._syncs[rank].sent(shipment.values, shipment.uses)
-                self._sent[rank] = tuple(shipment.values)
+                sync = self._syncs[rank]
+                known, contents = sync.known.keys(), shipment.contents.keys()
+                self._sent[rank] = {*shipment.values}, {*(contents - known)}, {*(contents & known)}
+                sync.sent(shipment.values, looks, shipment.uses)
+                sync.holds(shipment.contents, shipment.uses)
+        looks.clear()  # they would keep what the notebook deletes meanwhile
         self._group.loop.begin(self.request, self._output, hangs=timeouts)
 
     def take_note(self) -> None:
@@ -116,8 +133,12 @@ class Cell:
         ranks = self._group.ranks
         for number, end in self.request.ends.items():
             sync = self._syncs[number]
-            if not end.has_names:
-                sync.unbound(self._sent.get(number, ()))
+            if not end.has_names and number in self._sent:
+                names, new, changed = self._sent[number]
+                sync.unbound(names)
+                sync.gone(new)
+                sync.doubt(changed)
+            sync.gone(end.gone)
             sync.bound(end.bound, end.modules)
             sync.unbound(end.unbound)
             ranks[number].steps = end.steps
@@ -147,17 +168,58 @@ class Cell:
             rank.handle.ask(message, packed.fds if packed else ())
 
     def _say_what_is_not_sent(self) -> None:
-        """Say, once for each value, which names of the notebook the ranks have bound themselves."""
+        """Say, once for each value and change of it, which names of the notebook the ranks have bound themselves."""
         own, syncs = self._manifest.own, self._syncs.values()
         # A module is the same one there, imported by a cell.
         values = [(name, value) for name, value in sorted(own.items()) if not isinstance(value, ModuleType)]
-        news = [name for name, value in values if sum(one.is_untold(name, value) for one in syncs)]
+        news = [name for name, value in values if self._is_untold(name, value) or self._has_changed(name, syncs)]
         if news:
             names = ", ".join(news)
             self._output.say(
                 f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
                 f"%distributed push {' '.join(news)}"
             )
+
+    def _has_changed(self, name: str, syncs: Iterable[NamespaceSync]) -> bool:
+        """Return whether the notebook has changed, in place, a value of which the ranks have their own."""
+        look = self._manifest.looks.get(name)
+        found = False
+        for sync in syncs:
+            if look is not None and not sync.is_settled(name, look):
+                found |= bool(sync.changed(name, look, is_new=True))
+                sync.settle(name, look)
+        return found
+
+    def _say_what_has_changed(self) -> None:
+        """Say which changes in the notebook meet changes on the ranks, are not seen, or replace what the ranks have."""
+        manifest, say = self._manifest, self._output.say
+        if manifest.conflicts:
+            names = sorted(manifest.conflicts)
+            for name, sync in itertools.product(names, self._syncs.values()):
+                sync.settle(name, manifest.looks[name])
+            say(
+                f"{_were(names)} changed both in the notebook and on the ranks, which go on with theirs. To send the "
+                f"notebook's: %distributed push {' '.join(names)}"
+            )
+        weights = sorted(manifest.weights - manifest.conflicts)
+        if weights:
+            say(f"{_were(weights)} changed in the notebook: its weights replace those of the ranks")
+        if manifest.replacing:
+            names = sorted(manifest.replacing)
+            say(f"the notebook's new {', '.join(names)} replaces what the ranks had under that name and have changed")
+        unread = [name for name, value in sorted(manifest.unread.items()) if self._is_untold(f"{name} unread", value)]
+        if unread:
+            say(
+                f"{_were(unread)} not looked at for changes, because a part is too large or cannot be read. After a "
+                f"change in place: %distributed push {' '.join(unread)}"
+            )
+        deleted = [name for name in sorted(manifest.deleted) if self._is_untold(f"{name} deleted", self._syncs)]
+        if deleted:
+            say(f"{_were(deleted)} deleted in the notebook; the ranks still have theirs")
+
+    def _is_untold(self, subject: str, value: object) -> bool:
+        """Return whether a rank has not been told about yet."""
+        return sum(sync.is_untold(subject, value) for sync in self._syncs.values()) > 0
 
     def _say_what_is_sent_for_the_ranks_own(self) -> None:
         """Say which names the ranks had bound themselves and have lost, so that they get the notebook's values now."""
@@ -175,6 +237,10 @@ class Cell:
                 f"the notebook's {', '.join(names)} {'was' if len(names) == 1 else 'were'} sent to {whom}, which no "
                 f"longer {'has its' if whom.startswith('rank ') else 'have their'} own"
             )
+
+
+def _were(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'was' if len(names) == 1 else 'were'}"
 
 
 def _check_names(names: Sequence[str], variables: Mapping[str, Any]) -> None:

@@ -1,21 +1,22 @@
 """Keep track of which names a rank was sent from the notebook, and which its cells have bound. Pure.
 
-A name is *sent* if the rank has the notebook's value of it, and *own* if a cell on the rank has bound it. A sent name
-is sent again when the notebook binds it to another value, or changes plain data in place. An own name is replaced only
-if the user asks for it.
+A name is *sent* if the rank has the notebook's value of it, and *own* if a cell on the rank has bound it. An own name
+is replaced only if the user asks for it. Of the objects in what was sent, by their numbers, it is known what they held.
 """
 
 from __future__ import annotations
 
 import enum
-import pickle
 import weakref
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from nb_accelerate.protocol.content import Look
+    from nb_accelerate.worker.received import Key
 
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
 """Names that every rank has from the start; they count as own."""
@@ -24,9 +25,6 @@ SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "di
 """Names that IPython defines in the notebook and on a rank alike."""
 
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
-
-_MAX_ITEMS = 10_000
-"""Items of a value that is compared for changes in place. A larger one is sent again only when its name is rebound."""
 
 
 class Verdict(enum.Enum):
@@ -37,10 +35,20 @@ class Verdict(enum.Enum):
     OWN = enum.auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sent:
+    """A name that was sent.
+
+    Attributes:
+        value: returns the value, or None if that is gone.
+        tokens: all that the value held; None for a number or text.
+        keys: of the objects in it.
+        uses: global names that functions read which were sent with it.
+    """
+
     value: Callable[[], Any]
-    content: bytes | None
+    tokens: list[Any] | None
+    keys: frozenset[Key]
     uses: frozenset[str]
 
 
@@ -57,6 +65,10 @@ class NamespaceSync:
         self._lost: set[str] = set(lost)
         self._modules: dict[str, str] = {}
         self._told: dict[str, Callable[[], Any]] = {}
+        self.known: dict[Key, list[Any] | None] = {}
+        """What the objects held that the rank has, when they were sent; None if that is not certain."""
+        self._uses: dict[Key, frozenset[str]] = {}
+        self._settled: dict[str, list[Any]] = {}
 
     def judge(self, name: str, value: object) -> Verdict:
         """Decide whether to send a name.
@@ -70,11 +82,44 @@ class NamespaceSync:
         if name in self._own or name in RANK_NAMES:
             return Verdict.OWN
         sent = self._sent.get(name)
-        if sent is None or sent.value() is not value:
-            return Verdict.SEND
-        if sent.content is None or pickle.loads(sent.content) == value:
-            return Verdict.HAS_IT
-        return Verdict.SEND
+        return Verdict.SEND if sent is None or sent.value() is not value else Verdict.HAS_IT
+
+    def changed(self, name: str, look: Look, *, is_new: bool) -> set[Key]:
+        """Return which of the objects in a value hold something else than when they were sent.
+
+        Args:
+            name: of the value.
+            look: at the value, as it is now.
+            is_new: the name had another value then.
+        """
+        sent = self._sent.get(name)
+        if sent is not None and sent.tokens == look.tokens:
+            return set()
+        found = {
+            key
+            for key, tokens in look.parts(name).items()
+            if key in self.known and self.known[key] != tokens and not (is_new and key == name)
+        }
+        if sent is not None and not found and not is_new:  # they were sent with another name
+            sent.tokens = look.tokens
+        return found
+
+    def replaced(self, name: str) -> frozenset[Key]:
+        """Return the objects in the value that a name had when it was sent."""
+        sent = self._sent.get(name)
+        return sent.keys if sent is not None else frozenset()
+
+    def has(self, name: str) -> bool:
+        """Return whether the rank was sent this name, and still has it."""
+        return name in self._sent
+
+    def settle(self, name: str, look: Look) -> None:
+        """Note that the user knows that what a value holds now is not sent."""
+        self._settled[name] = look.tokens
+
+    def is_settled(self, name: str, look: Look) -> bool:
+        """Return whether the user was told that what a value holds now is not sent."""
+        return self._settled.get(name) == look.tokens
 
     @property
     def own(self) -> frozenset[str]:
@@ -100,6 +145,16 @@ class NamespaceSync:
         sent = self._sent.get(name)
         return sent.uses if sent is not None else frozenset()
 
+    def uses_of(self, keys: Iterable[Key]) -> frozenset[str]:
+        """Return the global names that functions read which were sent with some objects."""
+        return frozenset[str]().union(*(self._uses.get(key, ()) for key in keys))
+
+    @property
+    def containers(self) -> dict[int, str]:
+        """Names of lists and dictionaries that were sent, by their addresses."""
+        named = {name: sent.value() for name, sent in self._sent.items() if name in self.known}
+        return {id(value): name for name, value in named.items() if value is not None}
+
     def is_untold(self, name: str, value: object) -> bool:
         """Return whether the user was not told yet that this value does not replace the rank's own, and remember it."""
         told = self._told.get(name)
@@ -108,19 +163,45 @@ class NamespaceSync:
         self._told[name] = _reference(value)
         return True
 
-    def sent(self, values: Mapping[str, object], uses: frozenset[str]) -> None:
+    def sent(self, values: Mapping[str, object], looks: Mapping[str, Look], uses: frozenset[str]) -> None:
         """Note values that were sent to the rank. Its own values of these names are replaced.
 
         Args:
             values: by name.
+            looks: at those that are no numbers and texts.
             uses: global names that functions among the values read.
         """
         for name, value in values.items():
             self._own.discard(name)
             self._lost.discard(name)
             self._modules.pop(name, None)
-            content = pickle.dumps(value) if is_plain(value) and isinstance(value, (list, dict, set)) else None
-            self._sent[name] = _Sent(_reference(value), content, uses)
+            look = looks.get(name)
+            tokens, keys = (None, frozenset()) if look is None else (look.tokens, frozenset(look.parts(name)))
+            self._sent[name] = _Sent(_reference(value), tokens, keys, uses)
+
+    def holds(self, contents: Mapping[Key, list[Any]], uses: frozenset[str]) -> None:
+        """Note what objects hold that the rank has now.
+
+        Args:
+            contents: their tokens, by key.
+            uses: global names that functions among them read.
+        """
+        for key, tokens in contents.items():
+            self.known[key] = tokens
+            self._uses[key] = self._uses.get(key, frozenset()) | uses
+
+    def gone(self, numbers: Iterable[Key]) -> None:
+        """Note objects that the rank has no more."""
+        for number in numbers:
+            self.known.pop(number, None)
+            self._uses.pop(number, None)
+
+    def doubt(self, keys: Collection[Key]) -> None:
+        """Note that it is not certain whether objects hold on the rank what was sent."""
+        self.known.update(dict.fromkeys(self.known.keys() & set(keys)))
+        for sent in self._sent.values():
+            if not sent.keys.isdisjoint(keys):
+                sent.tokens = []
 
     def bound(self, names: Iterable[str], modules: Mapping[str, str] = NO_MODULES) -> None:
         """Note names that a cell on the rank has bound.
@@ -133,7 +214,7 @@ class NamespaceSync:
             self._modules.pop(name, None)
             self._own.add(name)
             self._lost.discard(name)
-            self._sent.pop(name, None)
+            self._forget(name)
         self._modules.update(modules)
 
     def unbound(self, names: Iterable[str]) -> None:
@@ -141,26 +222,11 @@ class NamespaceSync:
         for name in names:
             self._modules.pop(name, None)
             self._own.discard(name)
-            self._sent.pop(name, None)
+            self._forget(name)
 
-
-def is_plain(value: object) -> bool:
-    """Return whether a value consists of numbers, text and built-in containers only, at most `_MAX_ITEMS` of them."""
-    waiting: list[Any] = [value]
-    seen = 0
-    while waiting:
-        one = waiting.pop()
-        seen += 1
-        if seen > _MAX_ITEMS:
-            return False
-        if type(one) in (list, tuple, set, frozenset):
-            waiting.extend(one)
-        elif type(one) is dict:
-            waiting.extend(one.keys())
-            waiting.extend(one.values())
-        elif type(one) not in (int, float, complex, bool, str, bytes, type(None)):
-            return False
-    return True
+    def _forget(self, name: str) -> None:
+        self._sent.pop(name, None)
+        self.known.pop(name, None)
 
 
 def _reference(value: object) -> Callable[[], Any]:

@@ -71,6 +71,7 @@ class CellOptions:
     Attributes:
         ranks: the ranks that run it; None for all.
         send: names to send from the notebook first, also if the ranks have bound them themselves.
+        large: send more than a GiB, too.
         timeout: seconds until it is ended; None for no limit.
         style: how output of several ranks is shown, see `nb_accelerate.ranks.request_output.RequestOutput`.
         quiet: show no output.
@@ -83,6 +84,7 @@ class CellOptions:
 
     ranks: tuple[int, ...] | None = None
     send: tuple[str, ...] = ()
+    large: bool = False
     timeout: float | None = None
     style: str = "fold"
     quiet: bool = False

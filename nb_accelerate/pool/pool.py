@@ -21,8 +21,10 @@ from nb_accelerate.pool.group import RankGroup, breaks_group, result_of
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.namespace_sync import RANK_NAMES, SHELL_NAMES, NamespaceSync
 from nb_accelerate.pool.options import CellOptions, PoolOptions
-from nb_accelerate.pool.shipping import of_pulled, pack_to_push
+from nb_accelerate.pool.shipping import of_pulled
+from nb_accelerate.pool.source import read_cell
 from nb_accelerate.pool.starting import plan_pool
+from nb_accelerate.protocol.content import Numbers
 from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.random_states import RandomStates
 from nb_accelerate.protocol.shipping import pack
@@ -35,6 +37,7 @@ from nb_accelerate.ranks.timeouts import Timeouts
 from nb_accelerate.ranks.waiting import Interrupts, interrupts_call, wait, wait_for
 from nb_accelerate.topology.rank_lists import named
 from nb_accelerate.worker import namespace as remote
+from nb_accelerate.worker.received import changed_there
 
 if TYPE_CHECKING:
     import weakref
@@ -45,6 +48,10 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.ranks.request import Request
     from nb_accelerate.ranks.sinks import Sink
+    from nb_accelerate.worker.received import Key
+
+_NOTHING = read_cell("")
+"""A cell that is run for the sake of the names that are sent with it."""
 
 
 class Pool:
@@ -66,6 +73,7 @@ class Pool:
         self._is_starting = False
         self._group: RankGroup | None = None
         self._syncs: dict[int, NamespaceSync] = {}
+        self._numbers = Numbers()
         self._running: Request | None = None
         self._failed_rank: int | None = None
         self._disconnected_silently = False
@@ -314,7 +322,8 @@ class Pool:
         output = GuardedOutput(shown, sink)
         if self.state is PoolState.DISCONNECTED:
             self._reconnect(output)
-        cell = Cell(source, options, group, self._syncs, variables, output, sink, in_background=tell)
+        ask, syncs, numbers = self._ask_for_changes, self._syncs, self._numbers
+        cell = Cell(source, options, group, syncs, numbers, ask, variables, output, sink, in_background=tell)
         cell.request.take_note = functools.partial(self._take_note, group, cell)
 
         def begin() -> None:
@@ -360,12 +369,9 @@ class Pool:
             ShippingError: a value cannot be pickled; the text says which part.
             TooLargeError: the values have more than a GiB, and `large` is False.
         """
-        chosen = self._ready(ranks)
-        packed, uses = pack_to_push(values, large=large)
-        with packed:
-            self._call(chosen, packed)
-        for rank in chosen:
-            self._syncs[rank.rank].sent(values, uses)
+        numbers = None if ranks is None else tuple(ranks)
+        options = CellOptions(ranks=numbers, send=tuple(values), large=large, quiet=True)
+        self.run(_NOTHING, options, variables=values)
         modules = [value for value in values.values() if isinstance(value, ModuleType)]
         own = tuple(one.__name__ for one in modules if is_users(getattr(one, "__file__", None) or "<frozen>"))
         if own:
@@ -509,6 +515,9 @@ class Pool:
         """Note that the ranks have no variables any more."""
         self._syncs = {rank: sync.emptied() for rank, sync in self._syncs.items()}
         self.trained.clear()
+
+    def _ask_for_changes(self, ranks: Sequence[int], keys: tuple[Key, ...]) -> list[set[Key]]:
+        return self.call(changed_there, keys, ranks=ranks)
 
     def _reconnect(self, output: GuardedOutput) -> None:
         unseen, self._disconnected_silently = self._disconnected_silently, False

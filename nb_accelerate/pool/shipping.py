@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.pool.code_names import names_in
-from nb_accelerate.pool.namespace_sync import Verdict
-from nb_accelerate.protocol.shipping import pack
-from nb_accelerate.worker.namespace import is_hidden, push as define_names
+from nb_accelerate.pool.namespace_sync import SHELL_NAMES, Verdict
+from nb_accelerate.protocol.content import ATOMS, Look
+from nb_accelerate.protocol.renewal import is_of_torch, state_of
+from nb_accelerate.protocol.shipping import References, pack
+from nb_accelerate.worker.namespace import is_hidden
+from nb_accelerate.worker.received import Key, Names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 
     from nb_accelerate.pool.namespace_sync import NamespaceSync
+    from nb_accelerate.protocol.content import Numbers
     from nb_accelerate.protocol.shipping import Packed
+
+    Ask = Callable[[Sequence[int], tuple[Key, ...]], list[set[Key]]]
 
 _ADVICE = "Create it on the ranks, in a %%distributed cell."
 
@@ -25,20 +32,39 @@ SIZE_LIMIT = 1 << 30
 
 
 @dataclass
+class Need:
+    """What ranks lack that have the same.
+
+    Attributes:
+        ranks: the ranks.
+        sync: what one of them has.
+        values: what is sent, by name.
+        changed: objects that they have and that are to hold something else.
+    """
+
+    ranks: list[int]
+    sync: NamespaceSync
+    values: dict[str, Any]
+    changed: dict[Key, Any]
+
+
+@dataclass
 class Shipment:
-    """Values for ranks that lack the same names.
+    """Values for ranks that lack the same.
 
     Attributes:
         ranks: the ranks that get them.
-        packed: the values, pickled.
+        packed: a `Names`, pickled.
         values: the values, by name.
         uses: global names that functions among the values read.
+        contents: what objects hold on the ranks then.
     """
 
     ranks: list[int]
     packed: Packed
     values: dict[str, Any]
     uses: frozenset[str]
+    contents: dict[Key, list[Any]]
 
 
 @dataclass
@@ -47,11 +73,23 @@ class Manifest:
 
     Attributes:
         shipments: at most one for each rank.
+        looks: at the values that the cell uses, by name.
         own: names that cells on the ranks have bound, and that are therefore not sent, with the notebook's values.
+        conflicts: names of values that both the notebook and the ranks have changed; they are not sent.
+        replacing: names that the notebook has bound again, to what takes the place of something ranks have changed.
+        weights: names of models whose tensors the notebook has changed.
+        unread: names of values that the ranks have and of which a part was not read, with the values.
+        deleted: names that the notebook has no more.
     """
 
     shipments: list[Shipment] = field(default_factory=list)
+    looks: dict[str, Look] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    conflicts: set[str] = field(default_factory=set)
+    replacing: set[str] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)
+    unread: dict[str, Any] = field(default_factory=dict)
+    deleted: set[str] = field(default_factory=set)
 
     def packed_for(self, rank: int) -> Packed | None:
         """Return what a rank gets, or None."""
@@ -62,23 +100,29 @@ class Manifest:
         for shipment in self.shipments:
             shipment.packed.close()
         self.shipments.clear()
+        self.looks.clear()
         self.own.clear()
+        self.unread.clear()
 
 
 def make_manifest(
     free: Iterable[str],
     namespace: Mapping[str, Any],
     syncs: Mapping[int, NamespaceSync],
+    numbers: Numbers,
+    ask: Ask,
     *,
     forced: Iterable[str] = (),
     limit: int | None = SIZE_LIMIT,
 ) -> Manifest:
-    """Pack the values that ranks lack.
+    """Pack what ranks lack.
 
     Args:
         free: names that the cell reads.
         namespace: variables of the notebook.
         syncs: what each rank that runs the cell has, by rank.
+        numbers: of the notebook's objects.
+        ask: asks ranks which of some objects they have changed.
         forced: names to send in any case.
         limit: bytes that may be sent; None for any number.
 
@@ -86,99 +130,179 @@ def make_manifest(
         ShippingError: a value cannot be pickled; the text says which part.
         TooLargeError: the values have more than `limit` bytes; the text says how to send them nevertheless.
     """
-    manifest = Manifest()
-    by_need: dict[frozenset[str], Shipment] = {}
-    try:
-        for rank, sync in syncs.items():
-            need, own = _need(set(free) | set(forced), namespace, sync, set(forced))
-            manifest.own.update((name, namespace[name]) for name in own)
-            if not need:
-                continue
-            key = frozenset(need)
-            if key not in by_need:
-                by_need[key] = _pack(need, namespace, sync, set(forced), limit)
-                manifest.shipments.append(by_need[key])
-            by_need[key].ranks.append(rank)
-    except BaseException:
-        manifest.close()
-        raise
-    return manifest
-
-
-def _need(
-    wanted: set[str], namespace: Mapping[str, Any], sync: NamespaceSync, forced: set[str]
-) -> tuple[set[str], set[str]]:
-    """Return which of the wanted names, and of those that their values read, a rank lacks, and which are its own."""
-    need: set[str] = set()
-    own: set[str] = set()
-    seen: set[str] = set()
-    waiting = list(wanted)
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in namespace or is_hidden(name):
-            continue
-        seen.add(name)
-        verdict = Verdict.SEND if name in forced else sync.judge(name, namespace[name])
-        if verdict is Verdict.SEND:
-            need.add(name)
-        elif verdict is Verdict.OWN:
-            own.add(name)
-        waiting.extend(sync.uses(name))
-    return need, own
-
-
-def _pack(
-    need: set[str], namespace: Mapping[str, Any], sync: NamespaceSync, forced: set[str], limit: int | None
-) -> Shipment:
-    """Pack the values of names, and of the names that functions among them read, until nothing is missing."""
-    while True:
-        values = {name: namespace[name] for name in sorted(need)}
+    forced = frozenset(forced)
+    wanted = {*free, *forced}
+    while True:  # until no function that is packed reads a name that was not asked for
+        manifest = Manifest()
         try:
-            packed = pack(values, name="what the cell uses", advice=_ADVICE, into_main=True, limit=limit)
-        except TooLargeError as error:
-            names = ", ".join(values)
-            raise TooLargeError(
-                f"this cell uses {names} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
-                f"To copy them: %distributed push {' '.join(values)} --large. Or load the data on the ranks "
-                f"themselves, in a %%distributed cell",
-                size=error.size,
-            ) from None
-        except ShippingError as error:
-            raise _of_a_variable(error) from error.__cause__
-        uses: frozenset[str] = frozenset().union(*(names_in(code) for code in packed.codes))
-        more, _ = _need(set(uses), namespace, sync, forced)
-        if more <= need:
-            return Shipment(ranks=[], packed=packed, values=values, uses=uses)
-        packed.close()
-        need = need | more
+            for need in _Planning(wanted, namespace, syncs, numbers, forced, manifest).needs(ask):
+                manifest.shipments.append(_pack(need, manifest.looks, numbers, limit, is_forced=bool(forced)))
+        except BaseException:
+            manifest.close()
+            raise
+        uses = frozenset[str]().union(*(shipment.uses for shipment in manifest.shipments))
+        if uses <= wanted:
+            return manifest
+        manifest.close()
+        wanted |= uses
 
 
-def pack_to_push(values: Mapping[str, Any], *, large: bool) -> tuple[Packed, frozenset[str]]:
-    """Pack a call that defines names on a rank.
+class _Planning:
+    """Finds out what each rank lacks of the names that a cell reads, and of those that functions among them read."""
 
-    Args:
-        values: by name.
-        large: whether they may have more than `SIZE_LIMIT` bytes.
+    def __init__(
+        self,
+        wanted: set[str],
+        namespace: Mapping[str, Any],
+        syncs: Mapping[int, NamespaceSync],
+        numbers: Numbers,
+        forced: frozenset[str],
+        manifest: Manifest,
+    ) -> None:
+        self._namespace = namespace
+        self._syncs = syncs
+        self._numbers = numbers
+        self._forced = forced
+        self._manifest = manifest
+        self._send: dict[int, set[str]] = {rank: set() for rank in syncs}
+        self._changed: dict[int, dict[str, set[Key]]] = {rank: {} for rank in syncs}
+        for rank, sync in syncs.items():
+            seen: set[str] = set()
+            waiting = list(wanted)
+            while waiting:
+                name = waiting.pop()
+                if name not in seen and name not in SHELL_NAMES and not is_hidden(name):
+                    seen.add(name)
+                    waiting += self._judge(name, rank, sync)
 
-    Returns:
-        The call, and the global names that functions among the values read.
+    def _judge(self, name: str, rank: int, sync: NamespaceSync) -> Iterable[str]:
+        """Decide about a name. Returns the names that functions in its value read."""
+        manifest = self._manifest
+        if name not in self._namespace:
+            if sync.has(name):
+                manifest.deleted.add(name)
+            return ()
+        value = self._namespace[name]
+        verdict = Verdict.SEND if name in self._forced else sync.judge(name, value)
+        if verdict is Verdict.OWN:
+            manifest.own[name] = value
+            if self._numbers.get(value) in sync.known:
+                self._look(name)
+            return ()
+        if verdict is Verdict.SEND:
+            self._send[rank].add(name)
+        if type(value) in ATOMS or isinstance(value, ModuleType):
+            return sync.uses(name)
+        look = self._look(name)
+        if name in self._forced:
+            self._changed[rank][name] = look.parts(name).keys() & sync.known.keys()
+            if name in sync.known and state_of(value) is not None and sync.judge(name, value) is Verdict.HAS_IT:
+                self._send[rank].discard(name)
+            else:
+                self._changed[rank][name].discard(name)
+        elif not sync.is_settled(name, look):
+            changed = sync.changed(name, look, is_new=verdict is Verdict.SEND)
+            if name in changed and state_of(value) is None:
+                self._send[rank].add(name)
+                changed.discard(name)
+            if changed:
+                self._changed[rank][name] = changed
+            elif look.is_partial and verdict is Verdict.HAS_IT:
+                manifest.unread[name] = value
+        return sync.uses(name) if verdict is Verdict.HAS_IT else sync.uses(name).union(*map(names_in, look.codes()))
 
-    Raises:
-        ShippingError: a value cannot be pickled; the text says which part.
-        TooLargeError: they have more than `SIZE_LIMIT` bytes, and `large` is False.
-    """
+    def _look(self, name: str) -> Look:
+        looks = self._manifest.looks
+        if name not in looks:
+            looks[name] = Look(self._namespace[name], self._numbers)
+        return looks[name]
+
+    def needs(self, ask: Ask) -> list[Need]:
+        """Return what ranks need, those together that need the same."""
+        touched = self._touched(ask)
+        manifest = self._manifest
+        blocked: set[Key] = set()
+        for changed in self._changed.values():
+            for name, keys in changed.items():
+                if name not in self._forced and not keys.isdisjoint(touched):
+                    manifest.conflicts.add(name)
+                    blocked |= keys
+        found: dict[Any, Need] = {}
+        for rank, sync in self._syncs.items():
+            names = self._send[rank]
+            manifest.replacing |= {name for name in names if not sync.replaced(name).isdisjoint(touched)} - self._forced
+            changes = {name: keys - blocked for name, keys in self._changed[rank].items()}
+            objects: dict[Key, Any] = {}
+            for name, keys in changes.items():
+                parts = manifest.looks[name].objects
+                objects.update((key, parts[key if isinstance(key, int) else None]) for key in keys)
+                if is_of_torch(self._namespace[name], "nn.Module") and any(
+                    is_of_torch(objects[key], "Tensor") for key in keys
+                ):
+                    manifest.weights.add(name)
+            if names or objects:
+                same = (frozenset(names), frozenset(objects), frozenset(sync.known))
+                need = found.setdefault(same, Need([], sync, {name: self._namespace[name] for name in names}, objects))
+                need.ranks.append(rank)
+        manifest.weights -= self._forced
+        return [*found.values()]
+
+    def _touched(self, ask: Ask) -> set[Key]:
+        """Return which objects that are to be changed or replaced the ranks have changed."""
+        keys: dict[int, set[Key]] = {}
+        for rank, sync in self._syncs.items():
+            changed = self._changed[rank]
+            asked: list[AbstractSet[Key]] = [changed[name] for name in changed.keys() - self._forced]
+            asked += [sync.replaced(name) for name in self._send[rank] - self._forced]
+            keys[rank] = set[Key]().union(*asked) & sync.known.keys()
+        ranks = [rank for rank, asked in keys.items() if asked]
+        if not ranks:
+            return set()
+        return set[Key]().union(*ask(ranks, tuple(set[Key]().union(*keys.values()))))
+
+
+def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | None, *, is_forced: bool) -> Shipment:
+    values, sync = need.values, need.sync
+    states: dict[Key, Any] = {}
+    roots = {id(look.value): name for name, look in looks.items()}
+    anew: set[Key] = set()
+    for key, value in need.changed.items():
+        state = state_of(value)
+        if state is not None:
+            states[key] = state
+            continue
+        anew.add(key)
+        if id(value) in roots:
+            values[roots[id(value)]] = value
+        elif not is_forced:
+            name = next(name for name, look in looks.items() if key in look.objects)
+            raise ShippingError(
+                f"{name} holds a {type(value).__qualname__} that was changed in the notebook. It cannot be changed in "
+                f"place on the ranks. To send all of it: %distributed push {name}"
+            )
+    containers = {address: name for address, name in sync.containers.items() if name not in values}
+    references = References(numbers, sync.known.keys() - anew, containers)
     try:
-        call: tuple[Any, ...] = (define_names, (dict(values),), {})
-        packed = pack(call, advice=_ADVICE, into_main=True, limit=None if large else SIZE_LIMIT)
+        names = Names(dict(sorted(values.items())), states)
+        packed = pack(
+            names, name="what the cell uses", advice=_ADVICE, into_main=True, limit=limit, references=references
+        )
     except TooLargeError as error:
+        sent = sorted(values or looks)
         raise TooLargeError(
-            f"{', '.join(values)}: {error.size / 2**30:.1f} GiB would be copied to the ranks. To copy them: "
-            f"%distributed push {' '.join(values)} --large",
+            f"{', '.join(sent)} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
+            f"To copy them: %distributed push {' '.join(sent)} --large. Or load the data on the ranks "
+            f"themselves, in a %%distributed cell",
             size=error.size,
         ) from None
     except ShippingError as error:
         raise _of_a_variable(error) from error.__cause__
-    return packed, frozenset[str]().union(*(names_in(code) for code in packed.codes))
+    uses = frozenset[str]().union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
+    parts = {key: tokens for name, look in looks.items() for key, tokens in look.parts(name).items()}
+    contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
+    for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
+        contents[number] = parts.get(number) or Look(value, numbers, deep=False).tokens
+    return Shipment(need.ranks, packed, values, uses, contents)
 
 
 def _of_a_variable(error: ShippingError) -> ShippingError:

@@ -241,7 +241,7 @@ class RunCell:
         source: the text of the whole cell, with the line of the magic.
         above: lines of it that come before the body.
         is_python: there are no magics in it.
-        names: a packed mapping of names to values to define first, or None.
+        names: what to define or change first, packed, see `nb_accelerate.worker.received`; or None.
         wants_value: send the value of the last expression back.
         wants_accelerator: the cell uses the name ``accelerator``.
         num_ranks: how many ranks run it.
@@ -283,6 +283,7 @@ class CellEnd:
         steps: how many collectives each process group has seen, by the group's name.
         trained: names of models that it has trained; told by rank 0.
         has_names: the names that came with the cell were defined, or there were none.
+        gone: numbers of objects that the rank was sent and that it has no more.
     """
 
     answer: Result | Failure
@@ -292,6 +293,7 @@ class CellEnd:
     steps: Mapping[str, int]
     trained: tuple[str, ...] = ()
     has_names: bool = True
+    gone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,22 @@ privately: a 1 GB tensor is copied once for any number of ranks, nothing gets a 
 freed when the last process ends.
 
 Tensors on an accelerator arrive on the CPU: unpickling must not touch a device in a kernel that may still fork.
+
+What a receiver has already travels as a reference to it, so that it stays one object there: `References` gives its
+number to the pickle, and `unpack_numbered` finds the object of a number. How the two sides come to know objects by the
+same numbers: a pickle counts the objects in it, in the same order when it is written and when it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import mmap
 import os
 import pickle
 import sys
+from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
@@ -24,6 +30,7 @@ import cloudpickle
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
+from nb_accelerate.protocol.content import is_apart
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Parcel
@@ -31,8 +38,10 @@ from nb_accelerate.protocol.open_files import FILE_REDUCERS
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from types import ModuleType
+
+    from nb_accelerate.protocol.content import Numbers
 
 _INLINE_LIMIT = 1 << 15
 """Bytes of a pickle that is part of its message, at most: sending to a busy rank must not fill the socket's buffer."""
@@ -46,6 +55,25 @@ _ALIGNMENT = 64
 
 RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's state_dict()"
 """For advice about values that ranks send to the notebook."""
+
+
+@dataclass
+class References:
+    """What the receivers have already.
+
+    Attributes:
+        numbers: of objects.
+        known: numbers of those that the receivers have.
+        names: variables of the receivers that hold a list or dictionary, by its address here.
+        used: those of `known` that were referred to, when it was packed.
+        packed: the objects that were packed, by number.
+    """
+
+    numbers: Numbers
+    known: Container[int | str]
+    names: Mapping[int, str] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    packed: dict[int, Any] = field(default_factory=dict)
 
 
 class Packed:
@@ -93,6 +121,7 @@ def pack(
     by_value: Sequence[ModuleType] = (),
     into_main: bool = False,
     limit: int | None = None,
+    references: References | None = None,
 ) -> Packed:
     """Pickle an object.
 
@@ -104,6 +133,7 @@ def pack(
             other modules are imported where they are unpickled.
         into_main: functions of ``__main__`` bring no globals, and take those of the ``__main__`` that unpickles them.
         limit: bytes to copy, at most.
+        references: what the receivers have. They call `unpack_numbered`, and not `unpack`.
 
     Raises:
         ShippingError: some part of it cannot be pickled; the error names the part and where it sits.
@@ -114,10 +144,12 @@ def pack(
             if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
                 registered.callback(cloudpickle.unregister_pickle_by_value, module)
-        return _pack(value, name, advice, into_main=into_main, limit=limit)
+        return _pack(value, name, advice, into_main=into_main, limit=limit, references=references)
 
 
-def _pack(value: object, name: str, advice: str, *, into_main: bool, limit: int | None) -> Packed:
+def _pack(
+    value: object, name: str, advice: str, *, into_main: bool, limit: int | None, references: References | None
+) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -128,8 +160,17 @@ def _pack(value: object, name: str, advice: str, *, into_main: bool, limit: int 
 
     file = io.BytesIO()
     try:
-        pickler = _Pickler(file, protocol=5, buffer_callback=stays_inside, into_main=into_main)
+        make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
+        pickler = make(file, protocol=5, buffer_callback=stays_inside, into_main=into_main)
         pickler.dump(value)
+        if references is not None:
+            numbers = {}
+            for place, one in pickler.memo.copy().values():
+                number = references.numbers.of(one) if is_apart(one) else references.numbers.get(one)
+                if number is not None:
+                    numbers[place] = number
+                    references.packed[number] = one
+            pickle.dump(numbers, file)
     except (Exception, SystemExit) as error:
         # Any exception, an exit too: __reduce__ and __getstate__ are users' code.
         path, culprit, reason, own = find_unpicklable(value, name, error, _dumps)
@@ -153,8 +194,33 @@ def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
     Raises:
         BaseException: what unpickling it raises.
     """
+    stream, buffers = _opened(parcel, fds)
+    return pickle.loads(stream, buffers=buffers)
+
+
+def unpack_numbered(
+    parcel: Parcel, fds: tuple[int, ...], find: Callable[[int | str], Any]
+) -> tuple[Any, dict[int, Any]]:
+    """Return the object in a parcel that was packed with references, and the objects in it by their numbers.
+
+    Args:
+        parcel: from a message.
+        fds: descriptors that came with it; taken over.
+        find: returns what this process has, by its number or by the name of a variable.
+    """
+    stream, buffers = _opened(parcel, fds)
+    file = io.BytesIO(stream)
+    unpickler = _ReferringUnpickler(file, buffers=buffers)
+    unpickler.persistent_load = find
+    value = unpickler.load()
+    memo = unpickler.memo.copy()
+    return value, {number: memo[place] for place, number in pickle.load(file).items()}
+
+
+def _opened(parcel: Parcel, fds: tuple[int, ...]) -> tuple[bytes | memoryview, list[memoryview]]:
+    """Return the pickle stream of a parcel and its buffers."""
     if not parcel.sizes:
-        return pickle.loads(parcel.pickled)
+        return parcel.pickled, []
     (fd,) = fds
     try:
         # Private: a rank that writes into its argument changes neither another rank's nor the notebook's.
@@ -165,7 +231,7 @@ def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
     for size in parcel.sizes:
         parts.append(view[offset : offset + size])
         offset = _aligned(offset + size)
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return parts[0], parts[1:]
 
 
 def _dumps(value: object) -> bytes:
@@ -241,6 +307,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
                 return _untyped_storage, (pickle.PickleBuffer(array),)
         return super().reducer_override(obj)
+
+
+class _ReferringPickler(_Pickler):
+    """Refers to what the receivers have."""
+
+    def __init__(self, references: References, file: IO[bytes], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._references = references
+
+    def persistent_id(self, obj: Any) -> int | str | None:
+        references = self._references
+        number = references.numbers.get(obj)
+        if number is None:
+            return references.names.get(id(obj))
+        if number not in references.known:
+            return None
+        references.used.add(number)
+        return number
+
+
+class _ReferringUnpickler(pickle.Unpickler):
+    persistent_load: Callable[[int | str], Any]
 
 
 class _Main:

@@ -20,7 +20,7 @@ from nb_accelerate.devices import CPU
 from nb_accelerate.progress_page import here
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import CellEnd, Join, Result
-from nb_accelerate.protocol.shipping import RETURNABLE, pack, unpack
+from nb_accelerate.protocol.shipping import RETURNABLE, pack
 from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.bindings import Bindings
 from nb_accelerate.worker.call import answer, exits_well, fail
@@ -30,6 +30,7 @@ from nb_accelerate.worker.groups import abort_groups, close_groups, collectives_
 from nb_accelerate.worker.namespace import is_hidden
 from nb_accelerate.worker.plain_training import trained_models
 from nb_accelerate.worker.rebuild_ddp import ddp_models, rebuild_ddp, restart_accumulation
+from nb_accelerate.worker.received import received
 from nb_accelerate.worker.sharded_models import refuse_sharded_models
 from nb_accelerate.worker.shell import make_shell
 
@@ -118,7 +119,7 @@ class PersistentRank:
         try:
             with self._gate:
                 if cell.names is not None:
-                    self._names.update(unpack(cell.names, fds))
+                    received.define(cell.names, fds, self._names)
                     has_names = True
                     before = Bindings(self._names)
                 self._gate.check()
@@ -144,6 +145,7 @@ class PersistentRank:
             steps=collectives_of_groups(),
             trained=_visible(trained_models.among(self._names)),
             has_names=has_names,
+            gone=received.take_gone(),
         )
         return end, packed
 

@@ -23,11 +23,6 @@ def is_hidden(name: str) -> bool:
     return _HIDDEN.fullmatch(name) is not None
 
 
-def push(values: dict[str, Any]) -> None:
-    """Define names."""
-    _variables().update(values)
-
-
 def reload(modules: tuple[str, ...]) -> None:
     """Load modules anew from their files, which may have been edited since they were imported here."""
     importlib.invalidate_caches()

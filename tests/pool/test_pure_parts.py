@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.group import breaks_group
 from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.names import free_names
-from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict, is_plain
+from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict
 from nb_accelerate.pool.source import read_cell
+from nb_accelerate.protocol.content import Look, Numbers
 from nb_accelerate.ranks.display_ids import DisplayIds
 from nb_accelerate.ranks.hang import verdict
 from nb_accelerate.ranks.merge import Merge
@@ -209,35 +211,53 @@ class Thing:
     pass
 
 
+def sent(sync: NamespaceSync, numbers: Numbers, **values: object) -> None:
+    looks = {name: Look(value, numbers) for name, value in values.items()}
+    sync.sent(values, looks, frozenset())
+    for name, look in looks.items():
+        sync.holds(look.parts(name), frozenset())
+
+
 class TestNamespaceSync:
     def test_a_value_is_sent_once(self):
         sync, thing = NamespaceSync(), Thing()
         assert sync.judge("x", thing) is Verdict.SEND
-        sync.sent({"x": thing}, frozenset())
+        sync.sent({"x": thing}, {}, frozenset())
         assert sync.judge("x", thing) is Verdict.HAS_IT
 
     def test_a_name_that_was_rebound_is_sent_again(self):
         sync = NamespaceSync()
-        sync.sent({"x": 1}, frozenset())
+        sync.sent({"x": 1}, {}, frozenset())
         assert sync.judge("x", 2) is Verdict.SEND
 
-    def test_plain_data_that_was_changed_in_place_is_sent_again(self):
-        sync, settings = NamespaceSync(), {"lr": 0.1, "layers": [1, 2]}
-        sync.sent({"settings": settings}, frozenset())
-        assert sync.judge("settings", settings) is Verdict.HAS_IT
-        settings["lr"] = 0.2
-        assert sync.judge("settings", settings) is Verdict.SEND
+    def test_an_object_that_was_changed_in_place_is_known_by_its_number(self):
+        sync, numbers, thing, holder = NamespaceSync(), Numbers(), Thing(), Thing()
+        holder.part = thing
+        sent(sync, numbers, holder=holder)
+        assert sync.changed("holder", Look(holder, numbers), is_new=False) == set()
+        thing.lr = 0.2
+        number = numbers.get(thing)
+        assert sync.changed("holder", Look(holder, numbers), is_new=False) == {number}
+        sync.gone([number])
+        assert sync.changed("holder", Look(holder, numbers), is_new=False) == set()
+
+    def test_plain_data_that_was_changed_in_place_is_known_by_its_name(self):
+        sync, numbers, settings = NamespaceSync(), Numbers(), {"lr": 0.1, "layers": [1, 2]}
+        sent(sync, numbers, settings=settings)
+        settings["layers"].append(3)
+        assert sync.changed("settings", Look(settings, numbers), is_new=False) == {"settings"}
+        assert sync.containers == {id(settings): "settings"}
 
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
         sync = NamespaceSync()
         sync.bound(["x"])
         assert sync.judge("x", 1) is Verdict.OWN
-        sync.sent({"x": 1}, frozenset())
+        sync.sent({"x": 1}, {}, frozenset())
         assert sync.judge("x", 1) is Verdict.HAS_IT
 
     def test_what_a_rank_deleted_is_sent_again(self):
         sync = NamespaceSync()
-        sync.sent({"x": 1}, frozenset())
+        sync.sent({"x": 1}, {}, frozenset())
         sync.unbound(["x"])
         assert sync.judge("x", 1) is Verdict.SEND
 
@@ -250,7 +270,7 @@ class TestNamespaceSync:
         sync = sync.emptied()
         assert sync.judge("kept", 1) is Verdict.SEND
         sync.bound(["bound"])
-        sync.sent({"sent": 1}, frozenset())
+        sync.sent({"sent": 1}, {}, frozenset())
         assert sync.lost == {"kept"}
         assert sync.emptied().lost == {"bound", "kept"}
 
@@ -259,17 +279,34 @@ class TestNamespaceSync:
         assert [sync.is_untold("x", value) for value in (1, 1, 2)] == [True, False, True]
 
     def test_a_large_thing_of_the_notebook_is_not_kept_alive(self):
-        sync, thing = NamespaceSync(), Thing()
-        sync.sent({"x": thing}, frozenset())
+        sync, numbers, thing = NamespaceSync(), Numbers(), Thing()
+        thing.part = Thing()
+        ends = weakref.ref(thing.part)
+        sent(sync, numbers, x=thing)
         del thing
         gc.collect()
+        assert ends() is None
         assert sync.judge("x", Thing()) is Verdict.SEND
 
-    @pytest.mark.parametrize(
-        ("value", "plain"), [([1, {"a": (2.0, None)}], True), ([Thing()], False), (Thing(), False)]
-    )
-    def test_plain_data_is_made_of_builtin_values(self, value: object, plain: bool):
-        assert is_plain(value) is plain
+
+class TestLook:
+    def test_a_new_object_at_the_address_of_one_that_has_ended_has_another_number(self):
+        numbers = Numbers()
+        assert len({numbers.of(Thing()) for _ in range(100)}) == 100
+
+    def test_what_holds_itself_is_read_once(self):
+        thing, items = Thing(), []
+        items.append(items)
+        thing.itself, thing.items = thing, items
+        assert len(Look(thing, Numbers()).objects) == 1
+
+    @pytest.mark.parametrize("value", [range(20_000), bytearray(1 << 21), (one for one in "abc")])
+    def test_what_is_too_large_or_cannot_be_read_is_left_out(self, value: object):
+        thing = Thing()
+        thing.value = list(value) if isinstance(value, range) else value
+        look = Look(thing, Numbers())
+        assert look.is_partial
+        assert look.tokens == Look(thing, look.numbers).tokens
 
 
 class TestDisplayIds:

@@ -1,0 +1,393 @@
+"""Read what an object holds, so that a change in place is noticed and the object keeps its identity on another process.
+
+A value is read as a flat list of *tokens*: numbers and texts as they are, and the number of each object in it. Two
+lists are equal as long as nothing has changed. The kernel does this before each cell, so it has to be quick: of a
+tensor its version counter is read, of an array a checksum.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import functools
+import itertools
+import pickle
+import sys
+import time
+import types
+import weakref
+import zlib
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Read = Callable[["Look", Any], None]
+
+MAX_BYTES = 1 << 20
+"""Bytes of an array, or of a pickle, that are summed up. It takes 0.2 ms."""
+
+_MAX_ITEMS = 10_000
+"""Items of a list or dictionary that are read."""
+
+_MAX_TOKENS = 200_000
+"""Tokens of a value that are read."""
+
+_HEAD = 32
+"""Bytes of a tensor that are read."""
+
+_MAX_SECONDS = 2e-3
+"""For what a type does to pickle an object of it. One that takes longer is not read again."""
+
+ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), range, slice, types.CodeType})
+CONTAINERS = (list, dict, tuple, set, frozenset, deque)
+"""Types that are read as a part of the object that holds them. Most have no weak references."""
+
+_OF_MODULES = frozenset({dict, OrderedDict, set})
+_BY_NAME = (types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_NO_ATTRIBUTES = frozenset({"__dict__", "__weakref__", "_abc_impl"})
+
+
+class Numbers:
+    """Gives each object that has weak references a number, which no other object ever gets.
+
+    Args:
+        first: the first of them. Larger than what users have in their objects.
+
+    Attributes:
+        slow: those of objects that take long to read.
+    """
+
+    def __init__(self, first: int = 1 << 40) -> None:
+        self._entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._next = itertools.count(first)
+        self.slow: set[int] = set()
+
+    def get(self, value: object) -> int | None:
+        """Return the number of an object; None if it has none yet."""
+        entry = self._entries.get(id(value))
+        return None if entry is None else entry[0]
+
+    def of(self, value: object) -> int | None:
+        """Return the number of an object; None if it has no weak references."""
+        entry = self._entries.get(id(value))
+        if entry is not None:
+            return entry[0]
+        try:
+            return self.adopt(next(self._next), value)
+        except TypeError:
+            return None
+
+    def adopt(self, number: int, value: object) -> int:
+        """Give an object the number that it has in another process.
+
+        Raises:
+            TypeError: it has no weak references.
+        """
+        self._entries[id(value)] = number, weakref.ref(value, functools.partial(self._forget, id(value)))
+        return number
+
+    def _forget(self, address: int, _: object) -> None:
+        number, _ = self._entries.pop(address)
+        self.slow.discard(number)
+        self.on_end(number)
+
+    def on_end(self, number: int) -> None:
+        """Take note of the end of an object."""
+
+
+class Look:
+    """What a value holds at this moment. Keeps the objects in it alive: do not keep it.
+
+    Args:
+        value: the value.
+        numbers: of objects.
+        deep: read the objects in it too, and what they hold.
+        moves: a tensor that is moved to another place in memory has not changed.
+
+    Attributes:
+        value: as given.
+        tokens: all that was read.
+        objects: those that were read, by number.
+        is_partial: something was left out, because it is too large or cannot be read.
+    """
+
+    def __init__(self, value: Any, numbers: Numbers, *, deep: bool = True, moves: bool = False) -> None:
+        self.tokens: list[Any] = []
+        self.objects: dict[int | None, Any] = {}
+        self.is_partial = False
+        self.numbers = numbers
+        self.moves = moves
+        self._ends: list[int] = []
+        self._seen: set[int] = set()
+        self._waiting: list[Any] = []
+        number = None if issubclass(type(value), CONTAINERS) else numbers.of(value)
+        self.value = value
+        self.objects[number] = value
+        if number is None:
+            self.add(value)
+        else:
+            _reader(type(value))(self, value)
+        self._ends.append(len(self.tokens))
+        tokens, ends = self.tokens, self._ends
+        for part in self._waiting if deep else ():  # it grows meanwhile
+            if len(tokens) > _MAX_TOKENS:
+                self.is_partial = True
+                break
+            kind = type(part)
+            (_readers.get(kind) or _reader(kind))(self, part)
+            ends.append(len(tokens))
+
+    def parts(self, name: str) -> dict[int | str, list[Any]]:
+        """Return the tokens of each object by its number; those of a value without one by `name`."""
+        spans = zip(self.objects, (0, *self._ends), self._ends, strict=False)
+        return {name if number is None else number: self.tokens[start:end] for number, start, end in spans}
+
+    def codes(self) -> list[types.CodeType]:
+        """Return the code of the functions of ``__main__`` that were read."""
+        main = sys.modules["__main__"].__dict__
+        functions = [one for one in self.objects.values() if type(one) is types.FunctionType]
+        return [one.__code__ for one in functions if one.__globals__ is main]
+
+    def add(self, value: Any) -> None:
+        """Read a part of an object."""
+        kind = type(value)
+        if kind in ATOMS:
+            self.tokens.append(value)
+        elif issubclass(kind, CONTAINERS):
+            self._container(value)
+        elif issubclass(kind, _BY_NAME):
+            self.tokens.append(id(value))
+        elif kind is types.MethodType:
+            self.add(value.__func__)
+            self.add(value.__self__)
+        elif issubclass(kind, (type, types.FunctionType)) and value.__module__ != "__main__":
+            self.tokens.append(id(value))
+        else:
+            number = self.read_later(value)
+            if number is not None:
+                self.tokens.append(number)
+            elif id(value) not in self._seen:
+                self._seen.add(id(value))
+                _reader(kind)(self, value)
+
+    def read_later(self, value: Any) -> int | None:
+        """Have an object read after this one. Returns its number; None if it has none, and is not read."""
+        number = self.numbers.of(value)
+        if number is not None and number not in self.objects:
+            self.objects[number] = value
+            self._waiting.append(value)
+        return number
+
+    def _container(self, value: Any) -> None:
+        self.tokens.append(len(value))
+        if len(value) > _MAX_ITEMS:
+            self.is_partial = True
+        elif id(value) not in self._seen:  # one may hold itself
+            self._seen.add(id(value))
+            if issubclass(type(value), dict):
+                for key, part in dict.items(value):
+                    self.add(key)
+                    self.add(part)
+            else:
+                for part in value:
+                    self.add(part)
+        if hasattr(value, "__dict__"):
+            self.add(vars(value))
+
+
+_readers: dict[type, Read] = {}
+
+
+def _reader(kind: type) -> Read:
+    found = _readers.get(kind) or _reader_of(kind)
+    if kind.__module__ != "__main__":  # classes of the notebook come and go
+        _readers[kind] = found
+    return found
+
+
+def _reader_of(kind: type) -> Read:
+    if issubclass(kind, type):
+        return _class
+    if issubclass(kind, types.FunctionType):
+        return _function
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "optim"):  # else it is being imported, or is none
+        if issubclass(kind, torch.Tensor):
+            return _tensor
+        if issubclass(kind, torch.nn.Module):
+            return _module
+        if issubclass(kind, torch.optim.Optimizer):
+            return _optimizer
+    numpy: Any = sys.modules.get("numpy")
+    if hasattr(numpy, "ndarray") and issubclass(kind, numpy.ndarray):
+        return _array
+    # What a type does to pickle its objects may say more, or less, than their attributes.
+    is_plain = kind is types.SimpleNamespace or (
+        kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and kind not in copyreg.dispatch_table
+    )
+    has_attributes = kind.__dictoffset__ or copyreg._slotnames(kind)  # type: ignore[attr-defined]  # noqa: SLF001
+    return _attributes if is_plain and has_attributes else _opaque
+
+
+def _tensor(look: Look, value: Any) -> None:
+    """Read the version counter of a tensor, and its first numbers: what is written by ``.data`` is not counted."""
+    try:
+        if look.moves:
+            place, head = 0, str(value.detach().flatten()[:8].tolist()).encode()
+        else:
+            place = value.data_ptr()
+            is_readable = value.is_cpu and value.is_contiguous()
+            head = ctypes.string_at(place, min(value.nbytes, _HEAD)) if is_readable else b""
+        look.tokens.append((value._version, value.requires_grad, place, head))  # noqa: SLF001 - there is no public name
+    except RuntimeError:  # of inference mode, or without memory of its own
+        look.tokens.append(value.requires_grad)
+        look.is_partial = True
+
+
+def _module(look: Look, value: Any) -> None:
+    """Read a module, but not whether it is training: `model.eval()` is no change."""
+    _class_of(look, value)
+    append, add, numbers, objects = look.tokens.append, look.add, look.numbers, look.objects
+    for name, part in vars(value).items():
+        kind = type(part)
+        if kind in ATOMS:
+            if name != "training":
+                append(part)
+        elif kind in _OF_MODULES:
+            if not part:  # most are hooks, and there are none
+                continue
+            if kind is not dict:
+                add(part)
+                continue
+            for key, one in part.items():
+                append(key)
+                number = numbers.get(one)
+                if number in objects:
+                    append(number)
+                else:
+                    add(one)
+        elif kind is tuple and ATOMS.issuperset(map(type, part)):
+            append(part)
+        else:
+            add(part)
+
+
+def _optimizer(look: Look, value: Any) -> None:
+    for part in (value.defaults, value.state, value.param_groups):
+        look.add(part)
+
+
+def _array(look: Look, value: Any) -> None:
+    look.tokens += (value.shape, value.dtype.str)
+    if value.nbytes > MAX_BYTES or value.dtype.hasobject:
+        _opaque(look, value) if value.nbytes <= MAX_BYTES else _leave_out(look)
+    else:
+        look.tokens.append(zlib.crc32(value if value.flags.c_contiguous else value.tobytes()))
+
+
+def _class(look: Look, value: type) -> None:
+    for name, part in vars(value).items():
+        if name in _NO_ATTRIBUTES or (name.startswith("__") and not issubclass(type(part), types.FunctionType)):
+            continue
+        look.tokens.append(name)
+        if issubclass(type(part), (staticmethod, classmethod)):
+            look.add(part.__func__)
+        elif issubclass(type(part), property):
+            look.add((part.fget, part.fset, part.fdel))
+        else:
+            look.add(part)
+
+
+def _function(look: Look, value: Any) -> None:
+    for part in (value.__defaults__, value.__kwdefaults__, vars(value)):
+        look.add(part)
+    for cell in value.__closure__ or ():
+        try:
+            look.add(cell.cell_contents)
+        except ValueError:  # its variable has no value yet
+            continue
+
+
+def _attributes(look: Look, value: Any) -> None:
+    _class_of(look, value)
+    look.add(getattr(value, "__dict__", None))
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle does
+        look.add(getattr(value, name, None))
+
+
+def _class_of(look: Look, value: object) -> None:
+    if type(value).__module__ == "__main__":
+        look.add(type(value))
+
+
+def _opaque(look: Look, value: object) -> None:
+    """Sum up the pickle of a value."""
+    number = look.numbers.get(value)
+    if number in look.numbers.slow:
+        _leave_out(look)
+        return
+    for _ in range(2):  # the first time, libraries are imported
+        began = time.perf_counter()
+        checksum = _Checksum()
+        try:
+            _Summing(look, value, checksum).dump(value)
+        except Exception:  # users' code, or there is too much of it
+            break
+        if time.perf_counter() - began < _MAX_SECONDS:
+            look.tokens.append(checksum.value)
+            return
+    _leave_out(look)
+    if number is not None:
+        look.numbers.slow.add(number)
+
+
+def _leave_out(look: Look) -> None:
+    look.tokens.append(None)
+    look.is_partial = True
+
+
+class _Checksum:
+    """A file that sums up what is written to it."""
+
+    def __init__(self) -> None:
+        self.value = self._size = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        if self._size > MAX_BYTES:
+            raise OverflowError
+        self.value = zlib.crc32(data, self.value)
+        return size
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        self.write(buffer.raw())
+        return False
+
+
+class _Summing(pickle.Pickler):
+    """Sums up an object, and has the objects in it read that are read in other ways."""
+
+    def __init__(self, look: Look, value: object, checksum: _Checksum) -> None:
+        super().__init__(checksum, protocol=5, buffer_callback=checksum.take)
+        self._look = look
+        self._value = value
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in ATOMS or obj is self._value or not is_apart(obj) or _reader(type(obj)) is _array:
+            return None
+        # Not by its number: one that is made to be pickled has another each time.
+        return None if self._look.read_later(obj) is None else 0
+
+
+_APART = frozenset({_tensor, _module, _optimizer, _array, _attributes})
+
+
+def is_apart(value: object) -> bool:
+    """Return whether a value is an object that others refer to, and not a container or what only its type knows."""
+    return not issubclass(type(value), CONTAINERS) and _reader(type(value)) in _APART
