@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _RANKS = Option(("--ranks",), "ranks", "Only these: 0,2-3.", args.ranks, "RANKS")
 _LARGE = Option(("--large",), "large", "Also if it is more than 1 GB.")
+_ALL = Option(("--all",), "all", "A list with the value of each rank.")
 _ANY = None
 
 
@@ -54,9 +55,9 @@ COMMANDS = {
         (1, _ANY),
     ),
     "pull": Command(
-        "pull NAME ... [--ranks RANKS]",
-        "Bring variables of the ranks: a list by rank, or the value itself of a single rank.",
-        (_RANKS,),
+        "pull NAME ... [--ranks RANKS] [--all]",
+        "Bring variables of rank 0, or of another rank; of several, or all, a list by rank.",
+        (_RANKS, _ALL),
         (1, _ANY),
     ),
     "where": Command("where", "Where every rank is in its code, also while it runs."),
@@ -151,14 +152,22 @@ class Commands:
     def _pull(self, parsed: Parsed) -> None:
         from nb_accelerate import pool as pools
 
-        ranks = parsed.get("ranks")
+        pool, names = pools.current(), parsed.words
+        ranks = parsed.get("ranks", None if parsed.get("all") else (0,))
         try:
-            by_rank = pools.current().pull(parsed.words, ranks)
+            by_rank = pool.pull(names, ranks)
+            different = [] if {"ranks", "all"} & parsed.values.keys() else pool.different(names)
         except NameError as error:
             raise NameError(str(error)) from None  # without the traceback of a rank
-        for name, values in zip(parsed.words, zip(*by_rank, strict=True), strict=True):
-            self._shell.user_ns[name] = values[0] if ranks is not None and len(ranks) == 1 else list(values)
-        _say(f"{', '.join(parsed.words)}: from {_whom(ranks)}")
+        is_one = ranks is not None and len(ranks) == 1
+        values = {
+            name: found[0] if is_one else list(found)
+            for name, found in zip(names, zip(*by_rank, strict=True), strict=True)
+        }
+        self._shell.user_ns.update(values)
+        pool.note_pulled(values)
+        differ = f"; the other ranks' are different: %distributed pull {' '.join(different)} --all" if different else ""
+        _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 
     def _where(self, _: Parsed) -> None:
         from nb_accelerate import pool as pools

@@ -186,7 +186,7 @@ class Cell:
         found = False
         for sync in syncs:
             if look is not None and not sync.is_settled(name, look):
-                found |= bool(sync.changed(name, look, is_new=True))
+                found |= sync.is_settled(name) or bool(sync.changed(name, look, is_new=True))
                 sync.settle(name, look)
         return found
 

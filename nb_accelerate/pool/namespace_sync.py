@@ -117,9 +117,9 @@ class NamespaceSync:
         """Note that the user knows that what a value holds now is not sent."""
         self._settled[name] = look.tokens
 
-    def is_settled(self, name: str, look: Look) -> bool:
-        """Return whether the user was told that what a value holds now is not sent."""
-        return self._settled.get(name) == look.tokens
+    def is_settled(self, name: str, look: Look | None = None) -> bool:
+        """Return whether the user knows that what a value holds, now or at an earlier look, is not sent."""
+        return name in self._settled and (look is None or self._settled[name] == look.tokens)
 
     @property
     def own(self) -> frozenset[str]:

@@ -24,7 +24,7 @@ from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.shipping import of_pulled
 from nb_accelerate.pool.source import read_cell
 from nb_accelerate.pool.starting import plan_pool
-from nb_accelerate.protocol.content import Numbers
+from nb_accelerate.protocol.content import Look, Numbers
 from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.random_states import RandomStates
 from nb_accelerate.protocol.shipping import pack
@@ -400,6 +400,19 @@ class Pool:
         if missing:
             raise NameError(_of_missing(missing, self.world_size))
         return values
+
+    def different(self, names: Sequence[str]) -> list[str]:
+        """Return which of these variables have another value on some rank, or are not there."""
+        found = zip(names, *self.call(remote.checksums, tuple(names)), strict=True)
+        return [name for name, *sums in found if len(set(sums)) > 1]
+
+    def note_pulled(self, values: Mapping[str, Any]) -> None:
+        """Note that variables of the notebook are copies of what the ranks have, who go on with theirs."""
+        for sync in self._syncs.values():
+            sync.bound(values)
+            for name, value in values.items():
+                sync.is_untold(name, value)
+                sync.settle(name, Look(value, self._numbers))
 
     def reset(self) -> None:
         """Delete all variables of the ranks."""

@@ -186,7 +186,7 @@ class _Planning:
         verdict = Verdict.SEND if name in self._forced else sync.judge(name, value)
         if verdict is Verdict.OWN:
             manifest.own[name] = value
-            if self._numbers.get(value) in sync.known:
+            if self._numbers.get(value) in sync.known or sync.is_settled(name):
                 self._look(name)
             return ()
         if verdict is Verdict.SEND:

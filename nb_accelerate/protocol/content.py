@@ -333,7 +333,7 @@ def _opaque(look: Look, value: object) -> None:
         return
     for _ in range(2):  # the first time, libraries are imported
         began = time.perf_counter()
-        checksum = _Checksum()
+        checksum = Checksum(MAX_BYTES)
         try:
             _Summing(look, value, checksum).dump(value)
         except Exception:  # users' code, or there is too much of it
@@ -351,21 +351,35 @@ def _leave_out(look: Look) -> None:
     look.is_partial = True
 
 
-class _Checksum:
-    """A file that sums up what is written to it."""
+class Checksum:
+    """A file that sums up what is written to it.
 
-    def __init__(self) -> None:
-        self.value = self._size = 0
+    Args:
+        limit: bytes that it takes.
+
+    Attributes:
+        value: the sum.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.value = 0
+        self._left = limit
 
     def write(self, data: Any) -> int:
+        """Take data.
+
+        Raises:
+            OverflowError: it is too much.
+        """
         size = memoryview(data).nbytes
-        self._size += size
-        if self._size > MAX_BYTES:
+        self._left -= size
+        if self._left < 0:
             raise OverflowError
         self.value = zlib.crc32(data, self.value)
         return size
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer that is not in the pickle."""
         self.write(buffer.raw())
         return False
 
@@ -373,7 +387,7 @@ class _Checksum:
 class _Summing(pickle.Pickler):
     """Sums up an object, and has the objects in it read that are read in other ways."""
 
-    def __init__(self, look: Look, value: object, checksum: _Checksum) -> None:
+    def __init__(self, look: Look, value: object, checksum: Checksum) -> None:
         super().__init__(checksum, protocol=5, buffer_callback=checksum.take)
         self._look = look
         self._value = value

@@ -30,7 +30,7 @@ import cloudpickle
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
-from nb_accelerate.protocol.content import is_apart
+from nb_accelerate.protocol.content import Checksum, is_apart
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Parcel
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Container, Mapping, Sequence
     from types import ModuleType
+
+    from _typeshed import SupportsWrite
 
     from nb_accelerate.protocol.content import Numbers
 
@@ -276,7 +278,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
 
-    def __init__(self, file: IO[bytes], *, into_main: bool = False, **options: Any) -> None:
+    def __init__(self, file: SupportsWrite[bytes], *, into_main: bool = False, **options: Any) -> None:
         super().__init__(file, **options)
         self._main = sys.modules["__main__"].__dict__ if into_main else None
         self.codes: list[types.CodeType] = []
@@ -307,6 +309,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
                 return _untyped_storage, (pickle.PickleBuffer(array),)
         return super().reducer_override(obj)
+
+
+class _ComparingPickler(_Pickler):
+    """Writes the same for equal objects in every process."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        # cloudpickle gives each class of a notebook a random number.
+        return obj.__qualname__ if issubclass(type(obj), type) else None
+
+
+def checksum(value: object) -> int | None:
+    """Return a number that is the same for equal objects of several processes; None for what cannot be pickled."""
+    file = Checksum(sys.maxsize)
+    try:
+        _ComparingPickler(file, protocol=5, buffer_callback=file.take).dump(value)
+    except Exception:  # of users' code, too
+        return None
+    return file.value
 
 
 class _ReferringPickler(_Pickler):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nb_accelerate.devices import DEVICE_KINDS
 from nb_accelerate.devices.host import memory_used
+from nb_accelerate.protocol.shipping import checksum
 
 _HIDDEN = re.compile(r"_+|_i+|_i?\d+|_[iod]h|__\w+__|open")
 
@@ -56,6 +57,12 @@ def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
             near = difflib.get_close_matches(name, [one for one in variables if not is_hidden(one)], n=1)
             return MissingName(name, near[0] if near else None)
     return [variables[name] for name in names]
+
+
+def checksums(names: tuple[str, ...]) -> list[int | None]:
+    """Return a number for the value of each name, which is the same on ranks with equal values."""
+    variables = _variables()
+    return [checksum(variables[name]) if name in variables else None for name in names]
 
 
 def reset(kept: tuple[str, ...]) -> None:

@@ -48,7 +48,7 @@ CELLS = {
     "goes on": "print(len(losses), last == losses[-1])",
     "here": "%%local\n'losses' in globals()",
     "back": "%distributed pull losses\n%distributed auto off",
-    "after": "len(losses), losses[0] == losses[1]",
+    "after": "len(losses), losses[0] > losses[-1]",
 }
 
 
@@ -126,7 +126,7 @@ def test_an_error_has_its_line_and_the_notebook_goes_on(ran: dict[str, NotebookN
 
 def test_cells_that_say_so_run_in_the_notebook(ran: dict[str, NotebookNode]):
     assert [data["text/plain"] for data in shown(ran["here"])] == ["False"]
-    assert [data["text/plain"] for data in shown(ran["after"])] == ["(2, True)"]
+    assert [data["text/plain"] for data in shown(ran["after"])] == ["(12, True)"]
 
 
 def test_the_notebook_is_left_as_it_was_written(ran: dict[str, NotebookNode]):

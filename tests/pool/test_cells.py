@@ -253,7 +253,7 @@ class TestNames:
         notebook.run("import math\nagain = 2\n%distributed reset").ok()
         notebook.run("%%distributed\nagain = math.floor(3.5)").ok()
         cell = notebook.run("%%distributed\nprint(ours, again)").ok()
-        assert cell.stdout == "[[0], [1]] 3\n"
+        assert cell.stdout == "[0] 3\n"
         assert "the notebook's ours was sent to the ranks, which no longer have their own\n" in cell.stderr
         assert "ours was sent" not in notebook.run("%%distributed\nprint(ours)").ok().stderr
 
@@ -290,12 +290,34 @@ class TestNames:
         assert notebook.run("%%distributed\nprint(weights.sum().item())").ok().stdout == "3.0\n"
         assert notebook.run("weights.sum().item()").ok().value == "0.0"
 
-    def test_pull_brings_a_list_or_the_value_of_one_rank(self, notebook: Kernel):
-        notebook.run("%%distributed\nmine = rank + 5").ok()
-        assert notebook.run("%distributed pull mine\nmine").ok().value == "[5, 6]"
+    def test_pull_brings_the_value_of_a_rank_or_a_list(self, notebook: Kernel):
+        notebook.run(
+            "%%distributed\nimport torch\nclass Same:\n    def __init__(self): self.x = torch.ones(2)\n"
+            "mine, same = rank + 5, [Same(), {'a': 1.5}]"
+        ).ok()
+        cell = notebook.run("%distributed pull mine same\nmine").ok()
+        assert cell.value == "5"
+        assert cell.stdout == (
+            "mine, same: from rank 0; the other ranks' are different: %distributed pull mine --all\n"
+        )
+        assert notebook.run("%distributed pull mine --all\nmine").ok().value == "[5, 6]"
         assert notebook.run("%distributed pull mine --ranks 1\nmine").ok().value == "6"
-        cell = notebook.run("%distributed pull minee")
+        cell = notebook.run("%distributed pull minee --all")
         assert plain(cell.traceback) == "NameError: no rank has a variable 'minee'. Did you mean: 'mine'?"
+        cell = notebook.run("%%distributed\nprint(mine - rank)").ok()
+        assert (cell.stdout, cell.stderr) == ("5\n", "")
+
+    def test_a_pulled_model_is_a_copy_of_what_the_ranks_go_on_with(self, notebook: Kernel):
+        notebook.run("import torch\npulled = torch.nn.Linear(1, 1, bias=False)").ok()
+        notebook.run("%%distributed\nwith torch.no_grad(): pulled.weight.fill_(3)\nkept = pulled").ok()
+        notebook.run("%distributed pull pulled").ok()
+        assert notebook.run("pulled.eval().weight.item()").ok().value == "3.0"
+        cell = notebook.run("%%distributed\nprint(pulled is kept, pulled.training)").ok()
+        assert (cell.stdout, cell.stderr) == ("True True\n", "")
+        notebook.run("pulled.weight.data.fill_(5)").ok()
+        cell = notebook.run("%%distributed\nprint(pulled.weight.item())").ok()
+        assert cell.stdout == "3.0\n"
+        assert "the ranks have their own pulled" in cell.stderr
 
     def test_a_scheduler_that_is_sent_knows_the_step_of_its_optimizer(self, notebook: Kernel):
         notebook.run(
@@ -308,7 +330,7 @@ class TestNames:
 
     def test_a_name_that_a_rank_lacks_is_told_in_one_line(self, notebook: Kernel):
         notebook.run("%%rank 0\nonly_here = 1").ok()
-        cell = notebook.run("%distributed pull only_here")
+        cell = notebook.run("%distributed pull only_here --all")
         assert plain(cell.traceback) == "NameError: rank 1 has no variable 'only_here'"
 
     def test_what_cannot_be_pickled_is_named_before_any_rank_runs(self, notebook: Kernel):
