@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
     from types import ModuleType
 
-    from _typeshed import SupportsWrite
-
     from nb_accelerate.protocol.content import Numbers
 
 _INLINE_LIMIT = 1 << 15
@@ -278,7 +276,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
 
-    def __init__(self, file: SupportsWrite[bytes], *, into_main: bool = False, **options: Any) -> None:
+    def __init__(self, file: IO[bytes] | Checksum, *, into_main: bool = False, **options: Any) -> None:
         super().__init__(file, **options)
         self._main = sys.modules["__main__"].__dict__ if into_main else None
         self.codes: list[types.CodeType] = []
