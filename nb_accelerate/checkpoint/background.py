@@ -38,6 +38,7 @@ from nb_accelerate.progress_page import here
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+    from types import TracebackType
 
 logger = logging.getLogger("nb_accelerate")
 
@@ -174,6 +175,7 @@ class CheckpointHandle:
     def __init__(self, folder: Path, write: Callable[[], object]) -> None:
         self.folder = folder
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self.was_told = False
         self._num_steps = 0
         self._raised_after = 0  # number of steps after which an error is raised
@@ -221,7 +223,7 @@ class CheckpointHandle:
             self._thread.join()
         if self._error is not None:
             self.was_told = True
-            raise self._error
+            raise BaseException.with_traceback(self._error, self._traceback)  # each time as it was
         return self.folder
 
     @property
@@ -267,7 +269,7 @@ class CheckpointHandle:
         try:
             write()
         except BaseException as error:  # kept for wait(), in the thread that asks
-            self._error = error
+            self._error, self._traceback = error, error.__traceback__
             self._has_agreed.set()
             self._is_failing = True
         finally:

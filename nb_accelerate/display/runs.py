@@ -46,7 +46,7 @@ def take(data: bytes) -> str | None:
         record = _records[key] = RunRecord(name=project if number == 1 else f"{project}-{number}")
     record.config.update(config)
     if isinstance(entry.get("row"), dict):
-        record.rows.append(entry["row"])
+        record.add(entry["row"])
     return key
 
 

@@ -51,6 +51,7 @@ from nb_accelerate.worker.limits import enough_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+    from types import TracebackType
 
     from nb_accelerate.config.launch import LaunchOptions
     from nb_accelerate.display.frontend import FrontEnd
@@ -118,6 +119,7 @@ class Launch(Steerable):
         self._others: MachineWatch | None = None
         self._values: Values | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._stopping = False
         self._is_waited_for = True
         self._has_panel = threading.Event()  # or has ended without one
@@ -187,7 +189,8 @@ class Launch(Steerable):
         if not self.wait(timeout):
             raise TimeoutError(f"{self._name} has not ended within {timeout} s; it goes on")
         if self._error is not None:
-            raise self._error
+            # As it was: each time it is raised, frames are added.
+            raise BaseException.with_traceback(self._error, self._traceback)
         assert self._values is not None
         return self._values
 
@@ -256,7 +259,7 @@ class Launch(Steerable):
         try:
             self._values = self._attempts()
         except BaseException as error:  # kept for result(), in whichever thread asks for it
-            self._error = error
+            self._error, self._traceback = error, error.__traceback__
             if tell:
                 hint = "" if isinstance(error, KeyboardInterrupt) else "; .result() raises it here"
                 with OutputGuard(self._sink):

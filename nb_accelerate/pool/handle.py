@@ -13,6 +13,8 @@ from nb_accelerate.ranks.waiting import goes_on_if_interrupted, wait
 from nb_accelerate.topology.rank_lists import label
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from nb_accelerate.pool.pool import Pool
     from nb_accelerate.ranks.request import Request
 
@@ -29,6 +31,7 @@ class CellHandle(Steerable):
         self.request = request
         self._began = time.monotonic()
         self._outcome: list[Any] | BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -66,9 +69,10 @@ class CellHandle(Steerable):
             try:
                 self._outcome = self._pool.finish(self.request)
             except BaseException as error:  # kept for the next call
-                self._outcome = error
+                self._outcome, self._traceback = error, error.__traceback__
         if isinstance(self._outcome, BaseException):
-            raise self._outcome
+            # As it was: each time it is raised, frames are added.
+            raise BaseException.with_traceback(self._outcome, self._traceback)
         return self._outcome
 
     @override

@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 _NOT_VALUES = ("step", "time")
 
 
+_MOST_ROWS = 4001
+"""Rows of the same names that are kept, at most: an odd number, so that the last one stays."""
+
+
+@dataclass
+class _Kind:
+    """Rows of the same names: how many there were, of how many one is kept, and the newest if only as such."""
+
+    seen: int = 0
+    stride: int = 1
+    passing: dict[str, Any] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run.
@@ -29,6 +42,29 @@ class RunRecord:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    _kinds: dict[frozenset[str], _Kind] = field(default_factory=dict, repr=False)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add what a call of ``log`` has logged. A row without a step gets its number as one.
+
+        A run may go on for weeks. Of rows with the same names, when there are too many, every second one is dropped,
+        and new ones are taken half as often; the first and the newest are always kept.
+        """
+        row.setdefault("step", sum(one.seen for one in self._kinds.values()))
+        kind = self._kinds.setdefault(frozenset(row), _Kind())
+        if kind.passing is not None:
+            newest = len(self.rows) - 1
+            while self.rows[newest] is not kind.passing:
+                newest -= 1
+            del self.rows[newest]
+        self.rows.append(row)
+        kind.passing = row if kind.seen % kind.stride else None
+        kind.seen += 1
+        if kind.passing is None and (kind.seen - 1) // kind.stride + 1 == _MOST_ROWS:
+            same = [one for one in self.rows if one.keys() == row.keys()]
+            dropped = {id(one) for one in same[1::2]}
+            self.rows[:] = [one for one in self.rows if id(one) not in dropped]
+            kind.stride *= 2
 
     @property
     def columns(self) -> list[str]:

@@ -65,7 +65,7 @@ class NotebookTracker(GeneralTracker):
         always: dict[str, Any] = {"time": round(time.time(), 3)}
         if step is not None:
             always["step"] = step
-        self._record.rows.append({**always, **kept})
+        self._record.add({**always, **kept})
         self._send_parts("row", kept, always)
 
     def _send_parts(self, kind: str, values: dict[str, Any], always: dict[str, Any] | None = None) -> None:

@@ -122,9 +122,10 @@ def fail(error: BaseException, *, result_of_call: bool = True, returned: bool = 
 
 def _pack_exception(error: BaseException) -> Packed | None:
     """Pack an exception so that unpickling it in the kernel will work; return None if there is no way."""
-    if not has_plain_text(error):
-        return _pack_as((_rebuild_exception, (type(error), _shortened(_args(error)), {})), text_of(error))
     text = text_of(error)
+    if not has_plain_text(error):
+        packed = _pack_as((_rebuild_exception, (type(error), _shortened(_args(error)), {})), text)
+        return packed or _pack_as((_rebuild_exception, (type(error), (text,), {})), text)
     packed = _pack_as((_same, (error,)), text)
     return packed or _pack_as((_rebuild_exception, (type(error), _args(error), _state(error))), text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 from nb_accelerate.display import runs as kept
 from nb_accelerate.display.runs import charts_of
 from nb_accelerate.progress_page import MAX_RECORD, here
+from nb_accelerate.records import RunRecord
 from nb_accelerate.tracking import NotebookTracker
 
 if TYPE_CHECKING:
@@ -88,6 +90,20 @@ def test_text_and_long_values_do_not_become_too_long(sent: list[bytes]):
     tracker.log({"note": "x" * 10_000})
     (record,) = sent
     assert len(json.loads(record)["row"]["note"]) == 200
+
+
+def test_of_a_run_that_logs_for_weeks_some_rows_are_kept_with_the_first_and_the_newest():
+    record = RunRecord(name="long")
+    for step in range(100_003):
+        record.add({"loss": float(step)})
+        if step % 1000 == 0:
+            record.add({"accuracy": step / 1000, "step": step})
+    losses, accuracies = record.column("loss"), record.column("accuracy")
+    assert 2000 < len(losses) < 4100
+    assert (losses[0][1], losses[-1][1]) == (0.0, 100_002.0)
+    assert all(later[0] > sooner[0] and later[1] > sooner[1] for sooner, later in itertools.pairwise(losses))
+    assert [value for _, value in accuracies] == list(range(101))  # not as many, so none is dropped
+    assert len(record.rows) == len(losses) + len(accuracies)
 
 
 def test_without_a_notebook_the_tracker_still_has_its_values():

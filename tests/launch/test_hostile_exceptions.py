@@ -6,12 +6,15 @@ import builtins
 import os
 import random
 import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fixtures.kernels import Kernel
+from fixtures.ranks import RunRanks
 
+from nb_accelerate import notebook_launcher
 from nb_accelerate.diagnostics.render import render_report
 from nb_accelerate.ranks.failures import Incident, IncidentKind, Wording, error_of, summary
 from nb_accelerate.ranks.request import Request
@@ -246,3 +249,25 @@ def test_an_exit_while_an_error_is_handled_is_told_without_that_error() -> None:
     shown = render_report(failure.report, title="rank 0")
     assert "SystemExit: 2" in shown
     assert "ValueError" not in shown
+
+
+def test_an_exception_whose_arguments_are_very_long_stays_of_its_type(run_ranks: RunRanks) -> None:
+    def fail() -> None:
+        raise AssertionError(bytes(100 << 20))
+
+    with pytest.raises(AssertionError, match="characters are left out here"):
+        run_ranks(fail)
+
+
+def test_a_result_that_is_asked_for_again_raises_with_no_more_frames() -> None:
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    launch = notebook_launcher(fail, (), 1, block=False, progress="off")
+
+    def num_frames() -> int:
+        with pytest.raises(ValueError, match="on purpose") as caught:
+            launch.result(60)
+        return len(traceback.extract_tb(caught.value.__traceback__))
+
+    assert len({num_frames() for _ in range(4)}) == 1
