@@ -119,7 +119,6 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 collectives,
                 safe_serialization=safe_serialization,
                 async_save=async_save,
-                limit=None,
                 engine_kwargs=save_model_func_kwargs,
             )
         self.core.recording.project.iteration += 1
@@ -168,9 +167,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
         folder: Path,
         collectives: Collectives,
         *,
-        safe_serialization: bool,
-        async_save: bool,
-        limit: int | None,
+        safe_serialization: bool = True,
+        async_save: bool = False,
+        limit: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> CheckpointHandle | None:
         core, project, this_rank = self.core, self.core.recording.project, self._this_rank()

@@ -72,7 +72,10 @@ class ResumingSlice(CheckpointSlice):
     def _save_on_command(self, folder: str) -> Path:
         """Save a checkpoint in a folder; "" for the next numbered one of the project. All processes call it."""
         if folder:
-            return self.save_state(folder)
+            self.wait_for_checkpoint()
+            with self._shown_as_saving():
+                self._save(Path(folder), self.core.collectives)
+            return Path(folder)
         saved = self._save_numbered()
         assert isinstance(saved, Path)  # a handle comes from saves in the background
         return saved

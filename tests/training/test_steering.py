@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.accelerator.steering import change_learning_rate
+from nb_accelerate.config.project import ProjectConfiguration
 from nb_accelerate.display.panel import Action
 from nb_accelerate.errors import CheckpointError, ConfigError, DeadlineError, LaunchError
 from nb_accelerate.launch import Launch, notebook_launcher
@@ -118,6 +119,18 @@ def test_all_ranks_obey_after_the_same_step(begin: Any, tmp_path: Path, capsys: 
     assert [rates[0], rates[stopped[0] - 1], rates[stopped[0]], rates[-1]] == pytest.approx([0.1, 0.1, 0.02, 0.5])
     with pytest.raises(LaunchError, match=r"pause: the launch has ended already.* Call \.result\(\).*start it again"):
         launch.pause()
+
+
+def test_a_checkpoint_goes_to_the_folder_that_is_named_although_others_are_numbered(tmp_path: Path) -> None:
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    named = tmp_path / "by hand"
+    assert accelerator._save_on_command(str(named)) == named
+    for _ in range(3):
+        accelerator.save_state()
+    assert (named / "checkpoint.json").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_2"]
 
 
 def test_an_interrupt_while_ranks_are_told_the_decision_leaves_none_without_it(
