@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import sys
 import time
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 _NOTHING = read_cell("")
 """A cell that is run for the sake of the names that are sent with it."""
+
+logger = logging.getLogger("nb_accelerate")
 
 
 class Pool:
@@ -163,6 +166,8 @@ class Pool:
         """
         options = options or PoolOptions()
         launch, plan = plan_pool(options)
+        for warning in plan.warnings:
+            logger.warning("%s", warning)
         self._clear_away_what_failed()
         check(self.state, "start")
         with Interrupts() as interrupts:

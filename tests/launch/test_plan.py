@@ -156,6 +156,14 @@ def test_forked_ranks_have_one_thread_and_others_share_the_cores() -> None:
     assert plan(num_processes=2, start_method="fork").num_threads == 1
 
 
+def test_many_more_ranks_than_cores_are_asked_about_and_not_refused() -> None:
+    assert plan({"num_cpus": 2}, num_processes=32).warnings == ()
+    many = plan({"num_cpus": 2}, num_processes=500)
+    assert many.num_processes == 500
+    (warning,) = many.warnings
+    assert warning.startswith("num_processes=500 on 2 cores: is that meant?")
+
+
 def test_little_shared_memory_is_said_before_a_loader_dies_of_it() -> None:
     assert plan({"shared_memory": 1 << 40}).warnings == ()
     (warning,) = plan({"shared_memory": 64 << 20}).warnings
