@@ -71,6 +71,7 @@ class LocalRank(RankHandle):
         self.mark = new_mark()
         self.owner: Owner | None = None
         self.lost = "the process it was forked from has ended"
+        self.is_lost_with_others = True
         self.closed = False
         self._pid: int | None = None
         self._process = -1
@@ -241,6 +242,7 @@ class LocalRank(RankHandle):
         if not has_ended and (since > _KILL_TIMEOUT or (since > 0 and self._is_other_users)):
             whose = "it runs as another user" if self._is_other_users else f"{since:.0f} s ago"
             self.lost = f"its process {self.pid} has not ended although it was killed ({whose})"
+            self.is_lost_with_others = False
             return True
         return has_ended and since > _REPORT_TIMEOUT
 

@@ -136,6 +136,8 @@ def _after_end(rank: RankProxy) -> str:
     assert isinstance(rank, PoolRank)
     if not rank.has_joined:
         return " while it was being started"
+    if rank.handle.exitcode is None and rank.handle.is_lost_with_others and not rank.why_lost:
+        return f". So are all other ranks and their variables. To start them anew: %distributed restart {rank.rank}"
     return (
         f". Its variables are lost; those of the other ranks are kept. To replace it: %distributed restart {rank.rank}"
     )

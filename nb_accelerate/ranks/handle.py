@@ -33,6 +33,7 @@ class RankHandle(ABC):
         ended: whether it has ended, or was given up.
         exitcode: its exit code or minus the number of its signal; None before it has ended, or if that is not known.
         lost: why its exit code is not known.
+        is_lost_with_others: for that reason all ranks that were forked from the same process have ended too.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RankHandle(ABC):
     ended: bool = False
     exitcode: int | None = None
     lost: str = ""
+    is_lost_with_others: bool = False
 
     @property
     @abstractmethod

@@ -243,6 +243,17 @@ def test_after_the_death_of_the_server_ranks_can_be_replaced(pool: Pool):
     assert servers.warm_server().pid != server
 
 
+@pytest.mark.slow  # another server imports torch
+def test_when_the_server_dies_in_a_cell_it_is_told_that_the_variables_of_all_ranks_are_lost(pool: Pool):
+    pool.start(PoolOptions(num_processes=2))
+    code = "import os, signal, time\nif rank == 0:\n    os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+    with pytest.raises(PoolError, match="the process it was forked from has ended") as caught:
+        run(pool, code)
+    assert "So are all other ranks and their variables. To start them anew: %distributed restart" in str(caught.value)
+    assert "kept" not in str(caught.value)
+    assert pool.restart(0) == [0, 1]
+
+
 def test_a_pool_is_idle_when_its_cell_in_the_background_has_ended(pool: Pool):
     pool.start(PoolOptions(num_processes=1))
     handle = CellHandle(pool, pool.begin(read_cell("1"), CellOptions(progress="off"), variables={}))
