@@ -39,7 +39,7 @@ class TrainedModels:
         self._is_watching = False
         self._known: dict[int, weakref.ref[Any]] = {}
         self._trained: dict[int, Any] = {}
-        self._num_ranks = 1
+        self._num_ranks = "1"
         self._is_told = False
         self._collectives: Mapping[str, int] = {}
 
@@ -50,11 +50,11 @@ class TrainedModels:
             num_ranks: how many ranks run it; all by default.
         """
         self._trained.clear()
-        all_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        all_ranks = os.environ.get("WORLD_SIZE", "1")
         optimizers: Any = sys.modules.get("torch.optim.optimizer")
-        if optimizers is None or all_ranks == 1 or os.environ.get("RANK") != "0":
+        if optimizers is None or all_ranks == "1" or os.environ.get("RANK") != "0":
             return
-        self._num_ranks = all_ranks if num_ranks is None else num_ranks
+        self._num_ranks = all_ranks if num_ranks is None else str(num_ranks)
         self._is_told = False
         self._collectives = collectives_of_groups()
         if not self._is_watching:
@@ -77,11 +77,11 @@ class TrainedModels:
         known = self._known.get(id(first))
         self._known[id(first)] = weakref.ref(first)
         is_new = known is None or known() is not first
-        if self._is_told or not is_new or self._num_ranks == 1 or _is_averaged(self._collectives):
+        if self._is_told or not is_new or self._num_ranks == "1" or _is_averaged(self._collectives):
             return
         self._is_told = True
         logger.warning(
-            "There is no Accelerator on the ranks, so each of the %d processes trains a model of its own with all of "
+            "There is no Accelerator on the ranks, so each of the %s processes trains a model of its own with all of "
             "its rows. To train one model together: accelerator = Accelerator(); model, optimizer, loader = "
             "accelerator.prepare(model, optimizer, loader); and accelerator.backward(loss) in place of "
             "loss.backward()",
