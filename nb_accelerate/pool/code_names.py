@@ -16,11 +16,14 @@ _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
 def names_in(code: types.CodeType) -> set[str]:
     """Return the global names that a function reads, with those of functions and classes defined in it."""
-    return own_reads(code).union(*(names_in(inner) for inner in inner_codes(code)))
+    return own_names(code)[0].union(*(names_in(inner) for inner in inner_codes(code)))
 
 
-def own_reads(code: types.CodeType) -> set[str]:
-    """Return the global names that a code object itself reads and has not bound before its first branch."""
+def own_names(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Return the global names that code itself reads, but for those bound by then, and those it binds for certain.
+
+    Certain is what comes before the first branch.
+    """
     reads: set[str] = set()
     binds: set[str] = set()
     is_straight = not getattr(code, "co_exceptiontable", b"")
@@ -31,7 +34,7 @@ def own_reads(code: types.CodeType) -> set[str]:
             binds.add(instruction.argval)
         elif instruction.opcode in _JUMPS:
             is_straight = False
-    return reads
+    return reads, binds
 
 
 def inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -74,7 +74,8 @@ class Received(Numbers):
         found = set()
         for key in keys:
             value = names.get(key) if isinstance(key, str) else self._object(key)
-            if key in self._tokens and value is not None and self._read(value) != self._tokens[key]:
+            is_other = key in self._tokens and value is not None and self._read(value) != self._tokens[key]
+            if is_other or (isinstance(key, int) and self._successor(key, value)):
                 found.add(key)
         return found
 
@@ -116,17 +117,23 @@ class Received(Numbers):
     def _read(self, value: Any) -> list[Any]:
         return Look(value, self, deep=False, moves=True).tokens
 
+    def _successor(self, number: int, value: Any) -> str:
+        """Return which parameter a module has in the place of one that was sent; "" if it has the same."""
+        module, name = self._homes.get(number, (lambda: None, ""))
+        home: Any = module()
+        is_same = home is None or vars(home)["_parameters"].get(name) is value
+        return "" if is_same else f"{name!r} of a {type(home).__name__}"
+
     def _find(self, key: Key, names: dict[str, Any]) -> Any:
         if isinstance(key, str):
             return names[key]
         value = self._object(key)
-        module, name = self._homes.get(key, (lambda: None, ""))
-        home: Any = module()
-        if home is not None and vars(home)["_parameters"].get(name) is not value:
+        successor = self._successor(key, value)
+        if successor:
             raise ShippingError(
-                f"something in the notebook refers to the parameter {name!r} of a {type(home).__name__}, and the ranks "
-                f"have replaced that parameter, as FSDP does when a model is prepared. Make what refers to it (an "
-                f"optimizer, say) on the ranks, in a %%distributed cell"
+                f"the notebook sends, or refers to, the parameter {successor}, which the ranks have replaced, as FSDP "
+                f"does when a model is prepared. Make what refers to it (an optimizer, say), and load weights, on the "
+                f"ranks, in a %%distributed cell"
             )
         if value is None:
             raise ShippingError("the ranks no longer have what the cell refers to. Run the cell again")

@@ -162,7 +162,14 @@ class TestModels:
         on_ranks(notebook, "model[0].weight = torch.nn.Parameter(torch.rand(4, 2))")
         cell = notebook.run("%%distributed\nprint('ran')\noptimizer")
         assert (cell.error, cell.stdout) == ("ShippingError", "")
-        assert "the ranks have replaced that parameter, as FSDP does" in cell.message
+        assert "parameter 'weight' of a Linear, which the ranks have replaced, as FSDP does" in cell.message
+
+    def test_parameters_that_the_ranks_have_replaced_are_changed_there(self, notebook: Kernel):
+        on_ranks(notebook, "model[0].weight = torch.nn.Parameter(torch.rand(4, 2))")
+        notebook.run("trained(model)").ok()
+        cell = on_ranks(notebook, "print(model[2].weight.max().item() > 1)")
+        assert cell.stdout == "False\n"
+        assert f"model {CHANGED}" in cell.stderr
 
     def test_what_was_trained_on_the_ranks_is_newer_there(self, notebook: Kernel):
         on_ranks(notebook, "trained(model)")

