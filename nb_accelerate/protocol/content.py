@@ -17,7 +17,7 @@ import time
 import types
 import weakref
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ _MAX_ITEMS = 10_000
 _MAX_TOKENS = 200_000
 """Tokens of a value that are read."""
 
-_HEAD = 32
-"""Bytes of a tensor that are read."""
 
 _MAX_SECONDS = 2e-3
 """For what a type does to pickle an object of it. One that takes longer is not read again."""
@@ -44,7 +42,7 @@ ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...),
 CONTAINERS = (list, dict, tuple, set, frozenset, deque)
 """Types that are read as a part of the object that holds them. Most have no weak references."""
 
-_OF_MODULES = frozenset({dict, OrderedDict, set})
+_CHILDREN = ("_modules", "_parameters", "_buffers")
 _BY_NAME = (types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _NO_ATTRIBUTES = frozenset({"__dict__", "__weakref__", "_abc_impl"})
 
@@ -201,19 +199,20 @@ _readers: dict[type, Read] = {}
 
 
 def _reader(kind: type) -> Read:
-    found = _readers.get(kind) or _reader_of(kind)
-    if kind.__module__ != "__main__":  # classes of the notebook come and go
+    torch = sys.modules.get("torch")
+    found = _readers.get(kind) or _reader_of(kind, torch)
+    # Classes of the notebook come and go, and while torch is being imported, its classes are not known.
+    if kind.__module__ != "__main__" and (torch is None or hasattr(torch, "optim")):
         _readers[kind] = found
     return found
 
 
-def _reader_of(kind: type) -> Read:
+def _reader_of(kind: type, torch: Any) -> Read:
     if issubclass(kind, type):
         return _class
     if issubclass(kind, types.FunctionType):
         return _function
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "optim"):  # else it is being imported, or is none
+    if hasattr(torch, "optim"):
         if issubclass(kind, torch.Tensor):
             return _tensor
         if issubclass(kind, torch.nn.Module):
@@ -238,13 +237,13 @@ def _tensor(look: Look, value: Any) -> None:
     """Read the version counter of a tensor, and its first numbers: what is written by ``.data`` is not counted."""
     try:
         if look.moves:
-            place, head = 0, str(value.detach().flatten()[:8].tolist()).encode()
+            place, head = 0, zlib.crc32(str(value.detach().flatten()[:8].tolist()).encode())
         else:
             place = value.data_ptr()
-            is_readable = value.is_cpu and value.is_contiguous()
-            head = ctypes.string_at(place, min(value.nbytes, _HEAD)) if is_readable else b""
+            is_readable = value.is_cpu and value.is_contiguous() and value.nbytes >= 4
+            head = ctypes.c_uint32.from_address(place).value if is_readable else 0
         look.tokens.append((value._version, value.requires_grad, place, head))  # noqa: SLF001 - there is no public name
-    except RuntimeError:  # of inference mode, or without memory of its own
+    except Exception:  # of inference mode, not initialized, or without memory of its own
         look.tokens.append(value.requires_grad)
         look.is_partial = True
 
@@ -252,29 +251,31 @@ def _tensor(look: Look, value: Any) -> None:
 def _module(look: Look, value: Any) -> None:
     """Read a module, but not whether it is training: `model.eval()` is no change."""
     _class_of(look, value)
-    append, add, numbers, objects = look.tokens.append, look.add, look.numbers, look.objects
-    for name, part in vars(value).items():
+    append, add, later = look.tokens.append, look.add, look.read_later
+    attributes = vars(value)
+    for part in map(attributes.get, _CHILDREN):
+        if part:
+            for name, child in part.items():
+                append(name)
+                append(child if child is None else later(child))
+    own, hooks = _own_attributes()
+    for name in attributes.keys() - own:
+        part = attributes[name]
         kind = type(part)
-        if kind in ATOMS:
-            if name != "training":
-                append(part)
-        elif kind in _OF_MODULES:
-            if not part:  # most are hooks, and there are none
-                continue
-            if kind is not dict:
-                add(part)
-                continue
-            for key, one in part.items():
-                append(key)
-                number = numbers.get(one)
-                if number in objects:
-                    append(number)
-                else:
-                    add(one)
-        elif kind is tuple and ATOMS.issuperset(map(type, part)):
+        if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, part))):
             append(part)
         else:
             add(part)
+    if any(map(attributes.get, hooks)):
+        for name in hooks:
+            add(attributes[name])
+
+
+@functools.cache
+def _own_attributes() -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the attributes that every module has, and those among them that hold its hooks."""
+    names = vars(sys.modules["torch"].nn.Module())
+    return frozenset(names), tuple(name for name in names if name.endswith("_hooks"))
 
 
 def _optimizer(look: Look, value: Any) -> None:
