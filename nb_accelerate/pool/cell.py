@@ -14,6 +14,7 @@ from nb_accelerate.display.frontend import choose_front_end
 from nb_accelerate.display.panel import Action
 from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
+from nb_accelerate.pool.namespace_sync import RANK_NUMBERS
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
 from nb_accelerate.protocol.messages import RunCell
 from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
@@ -170,15 +171,29 @@ class Cell:
     def _say_what_is_not_sent(self) -> None:
         """Say, once for each value and change of it, which names of the notebook the ranks have bound themselves."""
         own, syncs = self._manifest.own, self._syncs.values()
-        # A module is the same one there, imported by a cell.
-        values = [(name, value) for name, value in sorted(own.items()) if not isinstance(value, ModuleType)]
-        news = [name for name, value in values if self._is_untold(name, value) or self._has_changed(name, syncs)]
+        news = [
+            name
+            for name, value in sorted(own.items())
+            if not self._is_same_there(name, value) and (self._is_untold(name, value) or self._has_changed(name, syncs))
+        ]
+        for name in [name for name in news if name in RANK_NUMBERS]:
+            self._output.say(
+                f"on the ranks, {name} is the number that each rank has; what the notebook calls {name} was not sent "
+                "to them. To send it, give it another name"
+            )
+        news = [name for name in news if name not in RANK_NUMBERS]
         if news:
             names = ", ".join(news)
             self._output.say(
                 f"the ranks have their own {names}; what the notebook calls {names} was not sent to them. To send it: "
                 f"%distributed push {' '.join(news)}"
             )
+
+    def _is_same_there(self, name: str, value: object) -> bool:
+        """Return whether a value of the notebook stands for what the ranks have: a module, or their type of device."""
+        return isinstance(value, ModuleType) or (
+            name == "device" and str(value).partition(":")[0] == self._group.plan.kind.name
+        )
 
     def _has_changed(self, name: str, syncs: Iterable[NamespaceSync]) -> bool:
         """Return whether the notebook has changed, in place, a value of which the ranks have their own."""

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from nb_accelerate.protocol.content import Look
     from nb_accelerate.worker.received import Key
 
-RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device", "accelerator"})
+RANK_NUMBERS = frozenset({"rank", "local_rank", "world_size"})
+
+RANK_NAMES = RANK_NUMBERS | {"device", "accelerator"}
 """Names that every rank has from the start; they count as own."""
 
 SHELL_NAMES = frozenset({"In", "Out", "get_ipython", "exit", "quit", "open", "display"})

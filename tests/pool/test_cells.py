@@ -319,6 +319,16 @@ class TestNames:
         assert cell.stdout == "3.0\n"
         assert "the ranks have their own pulled" in cell.stderr
 
+    def test_what_the_notebook_calls_like_names_of_ranks(self, notebook: Kernel):
+        notebook.run("import torch\ndevice, rank = torch.device('cpu'), 5").ok()
+        cell = notebook.run("%%distributed\nprint(rank, device)").ok()
+        assert cell.stdout == "[rank 0] 0 cpu\n[rank 1] 1 cpu\n"
+        assert "on the ranks, rank is the number that each rank has" in cell.stderr
+        assert "device" not in cell.stderr  # it is the same
+        notebook.run("device = 'cuda'").ok()
+        assert "the ranks have their own device" in notebook.run("%%distributed\nprint(device)").ok().stderr
+        notebook.run("del device, rank").ok()
+
     def test_a_scheduler_that_is_sent_knows_the_step_of_its_optimizer(self, notebook: Kernel):
         notebook.run(
             "import torch\nsent_model = torch.nn.Linear(1, 1)\n"
