@@ -189,6 +189,15 @@ CELL = (
     Option(("--timeout",), "timeout", "Interrupt the ranks after so many seconds.", seconds, "SECONDS"),
 )
 
+CONVERT = (
+    Option(
+        ("--convert",),
+        "converts",
+        "Run a cell that is written for one process with its numbers: ranks share the work of its models.",
+    ),
+    Option(("--show",), "shows_by_hand", "With --convert: then print how to write the cell for an Accelerator."),
+)
+
 SHOW = (
     Option(("--group-outputs",), "group_outputs", "Wait for the end, and show what each rank printed in one place."),
     Option(("--no-capture",), "no_capture", "Show every line as it comes, with its rank; fold nothing."),
@@ -202,7 +211,8 @@ INSERTED = Option(("--inserted",), "inserted", "")
 
 def parse_cell(line: str) -> Parsed:
     """Read what follows ``%%distributed``."""
-    return parse(line, (*POOL, *CELL, *SHOW, HELP, INSERTED), usage="%%distributed [options], and the cell below")
+    options = (*POOL, *CONVERT, *CELL, *SHOW, HELP, INSERTED)
+    return parse(line, options, usage="%%distributed [options], and the cell below")
 
 
 def parse_rank(line: str) -> Parsed:
@@ -236,12 +246,12 @@ def help_text(usage: str, about: str, options: Iterable[Option]) -> str:
 
 
 DISTRIBUTED_CELL = help_text(
-    "%%distributed [-n N] [--ranks RANKS] [--in NAME,...] [--out NAME] [--background] [--timeout SECONDS] ...",
+    "%%distributed [-n N] [--convert] [--ranks RANKS] [--in NAME,...] [--out NAME] [--background] ...",
     "Run the cell on every rank. Ranks are started by the first such cell, and keep their variables.\n\n"
     "They know rank, local_rank, world_size, device and accelerator. What the cell uses of the notebook is sent\n"
     "to them; the notebook's own variables are not touched. What all ranks print is shown once, other output with\n"
     "its rank.",
-    (*POOL, *CELL, *SHOW, HELP),
+    (*POOL, *CONVERT, *CELL, *SHOW, HELP),
 )
 
 RANK_CELL = help_text(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ON_RANKS = ("%%time", "%%timeit", "%%prun", "%%capture")
 """Cell magics about Python code, which is the ranks'. All others, ``%%bash`` say, are the notebook's."""
 
-_OURS = ("%%distributed", "%%rank", "%%local", "%%distribute")
+_OURS = ("%%distributed", "%%rank", "%%local")
 
 _HERE = ("%distributed", "%load_ext", "%unload_ext", "%reload_ext")
 

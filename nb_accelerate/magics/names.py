@@ -12,9 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.ipython_versions import Completions, add_completer
-from nb_accelerate.magics.args import CELL, HELP, POOL, SHOW
+from nb_accelerate.magics.args import CELL, CONVERT, HELP, POOL, SHOW
 from nb_accelerate.magics.commands import COMMANDS
-from nb_accelerate.magics.distribute import REWRITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from nb_accelerate.magics.auto import AutoMode
 
 _COMMAND = re.compile(r"\s*%distributed\s+(\w*)$")
-_OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(distributed|rank|distribute))\b.*\s(-[\w-]*)$")
+_OPTION = re.compile(r"\s*%(?:distributed\s+(\w+)|%(?:distributed|rank))\b.*\s(-[\w-]*)$")
 
 _INSPECTORS = ("object_inspect_mime", "object_inspect")
 """Methods of a shell that tell what a name is. Colab's kernel asks the second one first."""
@@ -152,9 +151,8 @@ def words_for(line: str) -> list[str]:
     if option is None:
         return []
     known = COMMANDS.get(option[1])
-    of_cells = REWRITING if option[2] == "distribute" else (*POOL, *CELL, *SHOW)
-    options = of_cells if option[1] is None else known.options if known is not None else ()
-    return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[3]))
+    options = (*POOL, *CONVERT, *CELL, *SHOW) if option[1] is None else known.options if known is not None else ()
+    return sorted(flag for one in (*options, HELP) for flag in one.flags if flag.startswith(option[2]))
 
 
 def reads(python: str) -> set[str]:

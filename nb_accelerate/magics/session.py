@@ -9,7 +9,6 @@ from nb_accelerate.config.session_defaults import SESSION_DEFAULTS
 from nb_accelerate.magics.auto import AutoMode
 from nb_accelerate.magics.cells import Cells
 from nb_accelerate.magics.commands import Commands
-from nb_accelerate.magics.distribute import Distribute
 from nb_accelerate.magics.names import RankNames
 from nb_accelerate.magics.seeding import Seeding
 
@@ -35,7 +34,6 @@ class Session:
         manager.register_function(cells.rank, magic_kind="cell", magic_name="rank")
         manager.register_function(cells.local, magic_kind="cell", magic_name="local")
         manager.register_function(commands.run, magic_kind="line", magic_name="distributed")
-        manager.register_function(Distribute(self._shell).run, magic_kind="cell", magic_name="distribute")
         self._auto.register()
         self._names.register()
         self._seeding.register()
@@ -50,7 +48,7 @@ class Session:
         self._names.unregister()
         self._seeding.unregister()
         SESSION_DEFAULTS.clear()
-        for kind, names in (("cell", ("distributed", "rank", "local", "distribute")), ("line", ("distributed",))):
+        for kind, names in (("cell", ("distributed", "rank", "local")), ("line", ("distributed",))):
             for name in names:
                 self._shell.magics_manager.magics[kind].pop(name, None)
         from nb_accelerate import pool

@@ -164,6 +164,8 @@ class Cell:
             wants_value=self._options.wants_values,
             wants_accelerator=source.wants_accelerator,
             num_ranks=len(self._syncs),
+            converts=self._options.converts,
+            shows_by_hand=self._options.shows_by_hand,
         )
         with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
             rank.handle.ask(message, packed.fds if packed else ())

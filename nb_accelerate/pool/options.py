@@ -77,6 +77,8 @@ class CellOptions:
         quiet: show no output.
         progress: where its panel is drawn, see `nb_accelerate.launch.notebook_launcher`.
         wants_values: return the value of the last expression of each rank.
+        converts: the cell is written for one process; ranks share the work of its models.
+        shows_by_hand: then print how it is written for an `Accelerator`.
 
     Raises:
         ConfigError: an option has a value that cannot be.
@@ -89,6 +91,8 @@ class CellOptions:
     style: str = "fold"
     quiet: bool = False
     wants_values: bool = False
+    converts: bool = False
+    shows_by_hand: bool = False
     progress: str = "auto"
 
     def __post_init__(self) -> None:
@@ -98,6 +102,8 @@ class CellOptions:
             raise ConfigError(f"timeout={self.timeout!r} is not a number of seconds above 0. Leave it out for no limit")
         if self.ranks is not None and not self.ranks:
             raise ConfigError("ranks=() names no rank. Leave it out for all ranks")
+        if self.ranks is not None and self.converts:
+            raise ConfigError("--convert shares the work of a cell among all ranks. Leave --ranks out")
 
 
 def _no_function() -> None:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import TracebackType
 
+    from IPython.core.interactiveshell import ExecutionResult
+
     from nb_accelerate.devices import DeviceKind
     from nb_accelerate.protocol.messages import Failure, RunCell
     from nb_accelerate.protocol.shipping import Packed
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 SETUP_PROCESS = "nb_accelerate.process.setup:setup_process"
 ACCELERATOR = "nb_accelerate.accelerator:Accelerator"
+CONVERTED = "nb_accelerate.convert:Converted"
 """The training half's, by dotted name: the notebook half does not import it."""
 
 _GROUP_TIMEOUT = timedelta(days=365)
@@ -126,8 +129,8 @@ class PersistentRank:
                 if cell.wants_accelerator and "accelerator" not in self._names:
                     self._names["accelerator"] = named(ACCELERATOR)()
                     before.add("accelerator", self._names["accelerator"])
-                trained_models.begin(cell.num_ranks)
-                result = self._shell.run(cell)
+                trained_models.begin(1 if cell.converts else cell.num_ranks)
+                result = self._convert(cell) if cell.converts else self._shell.run(cell)
             error = result.error_before_exec or result.error_in_exec
         except BaseException as caught:  # an interrupt that hit between users' lines, or names that cannot be unpickled
             error = caught
@@ -148,6 +151,13 @@ class PersistentRank:
             gone=received.take_gone(),
         )
         return end, packed
+
+    def _convert(self, cell: RunCell) -> ExecutionResult:
+        with named(CONVERTED)(self._names) as converted:
+            result = self._shell.run(cell)
+            if result.success:
+                converted.report(shows=cell.shows_by_hand)
+        return result
 
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:
         try:

@@ -460,7 +460,7 @@ class TestCellsThatBreakTheGroup:
         ("%distributed sta", ["start", "status"]),
         ("%%distributed -n 2 --pro", ["--progress"]),
         ("%%rank 1 --back", ["--background"]),
-        ("%%distribute --", ["--accept", "--help", "--launch"]),
+        ("%%distributed --con", ["--convert"]),
         ("%distributed push x --", ["--help", "--large", "--ranks"]),
         ("%distributed push x", []),
         ("x = --y", []),

@@ -1,0 +1,176 @@
+"""`Converted`: the block in which a cell that is written for one process runs on all ranks, with its numbers.
+
+All ranks run all of the cell, with equal random numbers, and so see equal batches, losses and totals. What they share
+is the work of the models: a call of one is cut into rows, each rank computes its part, and all get the whole::
+
+    model(x) -> tried once (trial.py) -> this rank's rows (rows.py) -> forward -> joined rows of all ranks
+    loss.backward() -> gradients -> their mean over ranks (models.py) -> clipping, scaler, optimizer: the user's own
+
+What is a model, and what backward is called on, is seen when it happens; the cell's text is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.comm import SingleCollectives
+from nb_accelerate.convert.models import SharedModels
+from nb_accelerate.convert.users_code import SeenLoop, line_here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.process import rng
+from nb_accelerate.process.setup import setup_process
+from nb_accelerate.progress_page import Phase, here
+from nb_accelerate.strategies.select import select_collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+
+class Converted(contextlib.AbstractContextManager["Converted"]):
+    """Share the models' work of what runs inside the block.
+
+    Args:
+        names: the variables of the rank; models among them are moved to its device, and devices become its own.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        process = setup_process()
+        self._kind = process.kind
+        self._collectives = select_collectives(process)
+        self._thread, self._pid = threading.get_ident(), os.getpid()
+        self._epochs: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
+        self._plain: dict[tuple[Any, str], Any] = {}
+        self._ours: list[Any] = []
+        self.models = SharedModels(process, self._collectives)
+        self._seen = SeenLoop(names)
+        for name, value in list(names.items()):
+            if isinstance(value, torch.device) and value.type == process.device.type and value != process.device:
+                names[name] = process.device
+            elif isinstance(value, nn.Module) and self.models.is_elsewhere(value):
+                value.to(process.device)
+
+    def __enter__(self) -> Converted:
+        if self._collectives.world_size == 1:
+            return self
+        states = rng.capture(self._kind, all_devices=False)
+        rng.restore(self._collectives.broadcast_objects([states], 0)[0], self._kind)
+
+        # Functions, because a class binds no other callables to its instances.
+        def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(model, args, kwargs)
+
+        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+            return self._batches(loader, self._plain[DataLoader, "__iter__"](loader))
+
+        def refuse(_: object, **__: object) -> None:
+            raise ConfigError(
+                f"line {line_here()}: an Accelerator shares out rows itself. Run the cell without --convert, or leave "
+                "the Accelerator out"
+            )
+
+        own = (
+            (nn.Module, "__call__", call),
+            (DataLoader, "__iter__", iterate),
+            (Accelerator, "__init__", refuse),
+            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "grad", self._grad),
+            (torch, "save", self._save),
+        )
+        self._plain = {(owner, name): getattr(owner, name) for owner, name, _ in own}
+        self._ours = [function for _, _, function in own]
+        self._patch(self._ours)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._patch(self._plain.values())
+
+    def report(self, *, shows: bool) -> None:
+        """Say which models' work was not shared, and why; with `shows`, how the cell is written by hand.
+
+        All ranks say it, and it is shown once.
+        """
+        for name, (line, why) in self.models.unshared.items():
+            said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
+            print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - as above
+        if shows:
+            print(self._seen.by_hand(self.models.cut, list(self._epochs)))  # noqa: T201 - it was asked for
+
+    def _patch(self, functions: Iterable[Any]) -> None:
+        for (owner, name), function in zip(self._plain, functions, strict=True):
+            setattr(owner, name, function)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Let a model and backward run as they are: their layers, and what checkpoints compute again, are not cut."""
+        self._patch(self._plain.values())
+        try:
+            yield
+        finally:
+            self._patch(self._ours)
+
+    def _call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        plain = self._plain[nn.Module, "__call__"]
+        if (
+            next(model.parameters(), None) is None
+            or threading.get_ident() != self._thread
+            or os.getpid() != self._pid  # a worker of a loader
+            or torch.compiler.is_compiling()
+            or torch._C._is_tracing()  # noqa: SLF001 - torch.jit.is_tracing, which has no type
+            or torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001 - torch.func has no public way
+        ):
+            return plain(model, *args, **kwargs)
+        with self._inside():
+            return self.models.call(model, plain, args, kwargs)
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        page = here()
+        page.enter(Phase.BACKWARD)
+        page.trains()
+        self._seen.note()
+        with self._inside():
+            plain = self._plain[torch.autograd, "backward"]
+            self.models.backward(lambda: plain(*args, **kwargs))
+        page.enter(Phase.RUNNING)
+
+    def _grad(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        self.models.refuse_parameters(inputs)
+        with self._inside():
+            return self._plain[torch.autograd, "grad"](outputs, inputs, *args, **kwargs)
+
+    def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Save once to a file, which ranks do not read meanwhile."""
+        ranks = self._collectives if isinstance(f, (str, os.PathLike)) else SingleCollectives()
+        ranks.barrier()
+        if ranks.rank == 0:
+            self._plain[torch, "save"](obj, f, *args, **kwargs)
+        ranks.barrier()
+
+    def _batches(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader, and show in the panel how far it is."""
+        page, evaluates, total = here(), not torch.is_grad_enabled(), None
+        with contextlib.suppress(TypeError):  # a stream
+            total = len(loader)
+        epoch = self._epochs[loader] = self._epochs.get(loader, 0) + 1
+        loop = page.begin_loop(total=total, rows=loader.batch_size, epoch=epoch, evaluates=evaluates)
+        try:
+            for number, batch in enumerate(batches, start=1):
+                page.step(number)
+                page.enter(Phase.EVALUATING if evaluates else Phase.FORWARD)
+                yield batch
+                page.enter(Phase.DATA)
+        finally:
+            page.end_loop(loop)

@@ -1,0 +1,177 @@
+"""`SharedModels`: calls of models in which each rank computes a part of the rows, and all get the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from nb_accelerate.comm import operations
+from nb_accelerate.convert.trial import find_cut
+from nb_accelerate.convert.users_code import line_here
+from nb_accelerate.errors import ConfigError
+from nb_accelerate.pytree import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from nb_accelerate.comm import Collectives
+    from nb_accelerate.convert.rows import Cut
+    from nb_accelerate.process.context import ProcessContext
+
+
+class SharedModels:
+    """Calls models, and knows of each how its calls are cut.
+
+    Attributes:
+        unshared: models of which each rank computes all: by the names of their classes, the line and the reason.
+    """
+
+    def __init__(self, process: ProcessContext, collectives: Collectives) -> None:
+        self._kind, self._device, self._collectives = process.kind, process.device, collectives
+        # In the order of their first calls, which is the same on all ranks.
+        self._known = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
+        self._seed: int | None = None
+        self._random: list[Tensor] = []
+        self.unshared: dict[str, tuple[int, str]] = {}
+
+    @property
+    def cut(self) -> list[nn.Module]:
+        """The models of which calls were cut, in the same order on all ranks."""
+        return [model for model, found in list(self._known.items()) if any(cut for cut, _ in found.values())]
+
+    def is_elsewhere(self, model: nn.Module) -> bool:
+        """Whether a model is on the device of another rank."""
+        first = next(model.parameters(), None)
+        return first is not None and first.device.type == self._device.type and first.device != self._device
+
+    def call(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a call of a model gives in one process; `plain` is torch's call of a module."""
+        arguments, name = (args, kwargs), type(model).__name__
+        tensors = tensors_in(arguments)
+        cut, why = self._find(model, plain, arguments)
+        rows = cut.rows(tensors) if cut is not None else {0}
+        if cut is None or len(rows) > 1 or min(rows) < self._collectives.world_size:
+            if torch.is_grad_enabled() and name not in self.unshared and model not in self.cut:
+                self.unshared[name] = line_here(), why
+            return plain(model, *args, **kwargs)
+        self.unshared.pop(name, None)
+        args, kwargs = cut.own_part(arguments, self._collectives)
+        with self._own_random_numbers():
+            part = plain(model, *args, **kwargs)
+        if model.training:
+            self._average_statistics(model)
+        return cut.joined(part, rows.pop(), self._collectives)
+
+    def _find(self, model: nn.Module, plain: Callable[..., Any], arguments: Any) -> tuple[Cut | None, str]:
+        """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
+        tensors, ranks = tensors_in(arguments), self._collectives.world_size
+        has_rows = bool(tensors) and max(tensors[0].shape[:2], default=0) >= ranks
+        key = (has_rows, *((one.dim(), one.dtype) for one in tensors), *map(type, arguments[0]), *arguments[1])
+        known = self._known.setdefault(model, {})
+        if key not in known:
+            self._check(model)
+            found = find_cut(model, lambda given: plain(model, *given[0], **given[1]), arguments, ranks, self._kind)
+            sums = [repr(one.detach().double().sum().item()) for one in tensors]
+            of_ranks = self._collectives.all_gather_object((found, sums))
+            if any(one[1] != sums for one in of_ranks):
+                raise ConfigError(
+                    f"line {line_here()}: ranks call this {type(model).__name__} with different rows. With --convert "
+                    "all ranks read the same, and each computes its part: leave out prepared loaders, samplers for "
+                    "several processes, and seeds by time or process"
+                )
+            known[key] = next((one for one, _ in of_ranks if one[0] is None), found)
+            if known[key][0] is not None:  # models may differ between ranks after an earlier cell
+                for one in (*model.parameters(), *model.buffers()):
+                    one.data.copy_(self._collectives.broadcast(one.detach().clone(), 0))
+        return known[key]
+
+    def _check(self, model: nn.Module) -> None:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise ConfigError(
+                f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself. With "
+                "--convert, leave that line out: ranks share the rows of the model alone"
+            )
+        if self.is_elsewhere(model):
+            raise ConfigError(
+                f"line {line_here()}: this {type(model).__name__} is on the device of another rank than "
+                f"{self._collectives.rank}, whose device is {self._device}. Write 'cuda' without a number, or device"
+            )
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Let this rank's rows be dropped unlike those of other ranks. Outside, all ranks have equal random numbers."""
+        equal, seed = self._random_states(), torch.initial_seed()
+        if seed == self._seed:
+            self._set_random_states(self._random)
+        else:  # at first, or the user has set another seed
+            self._seed = seed
+            torch.manual_seed(seed + 1 + self._collectives.rank)
+        try:
+            yield
+        finally:
+            self._random = self._random_states()
+            self._set_random_states(equal)
+
+    def _random_states(self) -> list[Tensor]:
+        of_device = self._kind.get_rng_state
+        return [torch.get_rng_state(), *([] if of_device is None else [of_device()])]
+
+    def _set_random_states(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            self._kind.set_rng_state(state)
+
+    def _average_statistics(self, model: nn.Module) -> None:
+        """Average what batch norm has seen of each rank's rows."""
+        norms = [one for one in model.modules() if isinstance(one, _NormBase)]
+        # By .data: backward needs none of them, and would refuse values that were changed.
+        kept = [one.data for norm in norms for one in norm.buffers(recurse=False) if one.is_floating_point()]
+        for value, mean in zip(kept, operations.reduce(self._collectives, kept, "mean") if kept else (), strict=True):
+            value.copy_(mean)
+
+    def backward(self, plain: Callable[[], None]) -> None:
+        """Run backward, and average what it adds to the gradients of models that were cut.
+
+        Gradients of earlier backwards, of accumulated batches say, are equal on all ranks, and stay so.
+        """
+        models = self.cut
+        parameters = {id(one): one for model in models for one in model.parameters() if one.requires_grad}
+        before = {key: _version(one.grad) for key, one in parameters.items()}
+        plain()
+        for model in models:
+            # One that is in two models is averaged with the first.
+            own = [parameters.pop(id(one)) for one in model.parameters() if id(one) in parameters]
+            if any(_version(one.grad) != before[id(one)] for one in own):
+                self._average(own)
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put the mean over ranks in the place of gradients; one that no rank has stays None."""
+        lacks = any(one.grad is None for one in parameters)
+        mine = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in parameters]
+        has = torch.tensor([float(one.grad is not None) for one in parameters], device=mine[0].device)
+        *means, has = operations.reduce(self._collectives, [*mine, has], "mean")
+        used = has.tolist() if lacks else [1.0] * len(parameters)
+        for one, mean, ranks in zip(parameters, means, used, strict=True):
+            one.grad = mean if ranks else None
+
+    def refuse_parameters(self, inputs: Any) -> None:
+        """Refuse `torch.autograd.grad` of parameters, which does not average; gradients of inputs are whole."""
+        parameters = {id(one) for model in self.cut for one in model.parameters()}
+        if any(id(one) in parameters for one in inputs):
+            raise ConfigError(
+                f"line {line_here()}: with --convert, autograd.grad does not give the gradients of parameters. Write "
+                "loss.backward(), or run this cell in the notebook"
+            )
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int]:
+    # An old one is alive until the new one takes its place, so their numbers differ.
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)  # noqa: SLF001 - counts changes in place

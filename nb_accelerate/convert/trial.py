@@ -1,0 +1,132 @@
+"""Find out by trying whether a model computes rows one by one, so that its calls can be cut into parts.
+
+It is called with some rows and with parts of them, once, and the results are compared. A graph network, attention over
+a batch, or a time dimension that comes first give other results in parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from nb_accelerate.convert.rows import Cut, narrowed
+from nb_accelerate.data.split import bounds
+from nb_accelerate.process import rng
+from nb_accelerate.pytree import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from nb_accelerate.convert.rows import Join
+    from nb_accelerate.devices import DeviceKind
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+"""Relative to the largest value; 4e-3 for others, TensorFloat-32 among them."""
+
+_ROWS = 8
+"""How many rows are tried for each rank, at most: a whole batch may need more memory than one rank has."""
+
+
+def find_cut(
+    model: nn.Module, call: Callable[[Any], Any], arguments: Any, ranks: int, kind: DeviceKind
+) -> tuple[Cut | None, str]:
+    """Return how a call of a model can be cut, or None and the reason why it cannot. The model stays as it is."""
+    inputs = tensors_in(arguments)
+    sizes = list(inputs[0].shape[:2]) if inputs else []
+    why = f"it was not called with tensors of {ranks} rows or more"
+    for rows in dict.fromkeys(size for size in sizes if size >= ranks):
+        dims = [next((dim for dim, size in enumerate(one.shape) if size == rows), None) for one in inputs]
+        reason = "parts of its rows give another result than all of them together"
+        joins: list[Join | None] = [None]
+        # Numbers of rows (of a graph's nodes, say) would point outside of a part, which ends the runtime of a GPU.
+        if all(
+            dim is not None or one.is_floating_point() or not one.dim() for one, dim in zip(inputs, dims, strict=True)
+        ):
+            try:
+                joins = _try(model, call, narrowed(arguments, dims, 0, min(rows, _ROWS * ranks + 1)), dims, ranks, kind)
+            except Exception as error:  # whatever users' code makes of fewer rows
+                reason = f"fewer of its rows give an error ({type(error).__name__})"
+        found = tuple(one for one in joins if one is not None)
+        if found and len(found) == len(joins):
+            return Cut(tuple(dims), found), ""
+        why = reason if rows == sizes[0] else why  # the second dimension is rarely one of rows
+    return None, why
+
+
+def _try(
+    model: nn.Module,
+    call: Callable[[Any], Any],
+    arguments: Any,
+    dims: Sequence[int | None],
+    ranks: int,
+    kind: DeviceKind,
+) -> list[Join | None]:
+    """Return how the results of parts are joined; None for one that cannot be."""
+    rows = max(one.shape[dim] for one, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
+    ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
+    states = rng.capture(kind, all_devices=False)
+    results = []
+    with _untouched(model), torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
+        model.eval()
+        for first, end in ((0, rows), *ends):
+            results.append([one.clone() for one in tensors_in(call(narrowed(arguments, dims, first, end)))])
+            rng.restore(states, kind)
+    weights = [(end - first) / rows for first, end in ends]
+    return [_join(whole, parts, weights) for whole, *parts in zip(*results, strict=True)]
+
+
+def _join(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Join | None:
+    """Return how parts make the whole; None if they do not."""
+    if any(part.shape != whole.shape for part in parts):
+        for dim in range(whole.dim()):
+            with contextlib.suppress(RuntimeError):  # of other shapes
+                if _close(torch.cat(list(parts), dim), whole):
+                    return dim
+        return None
+    # A number that is equal in all parts is its mean too, also for gradients.
+    if whole.is_floating_point() and _close(sum(p * weight for p, weight in zip(parts, weights, strict=True)), whole):
+        return "mean"
+    return "same" if all(_close(part, whole) for part in parts) else "sum" if _close(sum(parts), whole) else None
+
+
+def _close(found: Any, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point() or not wanted.numel():
+        return torch.equal(found, wanted)
+    largest = torch.nan_to_num(wanted).abs().max().item()
+    return torch.allclose(found, wanted, rtol=0.0, atol=_TOLERANCE.get(wanted.dtype, 4e-3) * largest, equal_nan=True)
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Put attributes and buffers back that calls inside the block change."""
+    saved = [(one, dict(vars(one)), dict(one._buffers)) for one in model.modules()]  # noqa: SLF001 - no public way
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for one, attributes, buffers in saved:
+            vars(one).clear()
+            vars(one).update(attributes)
+            one._buffers.clear()  # noqa: SLF001 - as above
+            one._buffers.update(buffers)  # noqa: SLF001 - as above
+        for buffer, value in values:
+            buffer.data.copy_(value)
+
+
+class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes random numbers zero, so that they do not differ between all rows and parts."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            map_tensors(lambda one: one.zero_(), result)
+        return result

@@ -1,0 +1,245 @@
+"""``%%distributed --convert``: ranks print the numbers of one process, or it is said that they share no work."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.kernels import Kernel
+from fixtures.plain_cells import HEAD, SHAPES
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from nb_accelerate import Accelerator, notebook_launcher
+from nb_accelerate.convert import Converted
+from nb_accelerate.errors import ConfigError
+
+ALONE = {"char-RNN without a loader", "GCN", "GCN of an adjacency matrix"}
+"""What each rank computes whole, because rows cannot be told from one another."""
+
+
+def numbers(text: str) -> list[float]:
+    return [float(one) for one in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", text)]
+
+
+def run_shapes(shapes: dict[str, list[str]], convert: bool) -> dict[str, tuple[list[float], list[str]]]:
+    """Run the cells of each shape; return the numbers that the last prints, and the models that are not shared."""
+    found = {}
+    for name, cells in shapes.items():
+        names: dict[str, Any] = {"__name__": "__main__"}
+        shown = io.StringIO()
+        for cell in cells[:-1]:
+            exec(compile(cell, "cell", "exec"), names)
+        converted = Converted(names) if convert else nullcontext()
+        with converted, redirect_stdout(shown):
+            exec(compile(cells[-1], "cell", "exec"), names)
+        found[name] = numbers(shown.getvalue()), sorted(converted.models.unshared) if convert else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, tuple[list[float], list[str]]]:
+    # In a launch too: sums of floats depend on the number of threads.
+    [alone] = notebook_launcher(run_shapes, (SHAPES, False), num_processes=1)
+    return alone
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, tuple[list[float], list[str]]]]:
+    return notebook_launcher(run_shapes, (SHAPES, True), num_processes=request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_print_the_numbers_of_one_process(
+    plain: dict[str, tuple[list[float], list[str]]], ranks: list[dict[str, tuple[list[float], list[str]]]], shape: str
+):
+    assert len(plain[shape][0]) > 3
+    for rank in ranks:
+        assert rank[shape][0] == pytest.approx(plain[shape][0], rel=2e-3, abs=1e-5)
+        assert bool(rank[shape][1]) == (shape in ALONE and len(ranks) > 1)
+
+
+def outcome_of_rows() -> dict[str, Any]:
+    """What models of unusual kinds compute and learn inside the block: values that ranks and one process have alike."""
+    torch.manual_seed(0)
+    x, y = torch.randn(13, 6), torch.randint(0, 3, (13,))
+
+    class ReturnsItsLoss(nn.Module):
+        def __init__(self, reduction: str) -> None:
+            super().__init__()
+            self.layer, self.reduction = nn.Linear(6, 3), reduction
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+            out = self.layer(x)
+            loss = None if labels is None else F.cross_entropy(out, labels, reduction=self.reduction)
+            return {"loss": loss, "logits": out, "best": out.argmax(1), "sure": out > 0}
+
+    class Standardizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x - x.mean(dim=0))
+
+    outcome: dict[str, Any] = {}
+
+    def learn(name: str, model: nn.Module, loss_of: Any) -> None:
+        with Converted({}) as converted:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = loss_of(model)
+                loss.backward()
+                optimizer.step()
+        weights = [one.detach().sum().item() for one in model.parameters()]
+        outcome[name] = [loss.item(), *weights], name in converted.models.unshared
+
+    learn("a mean inside", ReturnsItsLoss("mean"), lambda model: model(x, labels=y)["loss"])
+    learn("a sum inside", ReturnsItsLoss("sum"), lambda model: model(x, labels=y)["loss"])
+    learn("several outputs", ReturnsItsLoss("sum"), lambda model: model(x)["logits"][model(x)["sure"]].square().sum())
+    net = nn.Linear(6, 3)
+    learn("a penalty", net, lambda model: F.cross_entropy(model(x), y) + sum(p.abs().sum() for p in model.parameters()))
+    inner, outer = nn.Linear(6, 5), nn.Linear(5, 3)
+    learn("a chain", nn.ModuleList([inner, outer]), lambda _: F.cross_entropy(outer(inner(x).relu()), y))
+    rnn = nn.LSTM(6, 4)  # time comes first
+    learn("rows second", rnn, lambda model: model(x.expand(5, 13, 6))[0].square().mean())
+    learn("Standardizes", Standardizes(), lambda model: F.cross_entropy(model(x), y))
+    return outcome
+
+
+def test_models_of_other_kinds_learn_as_in_one_process():
+    [alone] = notebook_launcher(outcome_of_rows, num_processes=1)
+    for rank in notebook_launcher(outcome_of_rows, num_processes=2):
+        for name, (numbers_of_rank, is_unshared) in rank.items():
+            assert numbers_of_rank == pytest.approx(alone[name][0], rel=1e-4, abs=1e-6), name
+            assert is_unshared == (name == "Standardizes")
+
+
+def chance_of_rows() -> dict[str, Any]:
+    """What dropout and batch norm do inside the block, and what is left of a rank's random numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x = torch.randn(4, 4).repeat(2, 1)  # the rows of both ranks are equal
+    with Converted({}):
+        out = model(x)
+        (0 * out).sum().backward()
+        after = torch.rand(1).item()
+        plain = isinstance(nn.Module.__call__, type(test_models_of_other_kinds_learn_as_in_one_process))
+    is_restored = nn.Module.__call__ is nn.Module._wrapped_call_impl
+    buffers = [one.tolist() for one in model.buffers()]
+    return {"out": out.tolist(), "after": after, "buffers": buffers, "restored": plain and is_restored}
+
+
+def test_rows_are_dropped_apart_and_all_else_is_equal_on_ranks():
+    one, two = notebook_launcher(chance_of_rows, num_processes=2)
+    assert one == two
+    assert one["out"][:4] != one["out"][4:]
+    assert one["restored"]
+
+
+def saves_and_loads(folder: str) -> bool:
+    with Converted({}):
+        model = nn.Linear(2, 2)
+        for number in range(20):
+            model.weight.data.fill_(number)
+            torch.save(model.state_dict(), f"{folder}/model.pt")
+            if not (torch.load(f"{folder}/model.pt")["weight"] == number).all():
+                return False
+    return True
+
+
+def test_a_file_is_saved_once_and_whole(tmp_path: Path):
+    assert notebook_launcher(saves_and_loads, (str(tmp_path),), num_processes=2) == [True, True]
+
+
+def refused(mistake: str) -> str:
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.randn(8, 2))
+    loader = DataLoader(rows, batch_size=4)
+    if mistake == "prepared":
+        loader = Accelerator().prepare(loader)
+    with pytest.raises(ConfigError) as raised:
+        train_wrongly(mistake, rows, loader)
+    return str(raised.value)
+
+
+def train_wrongly(mistake: str, rows: TensorDataset, loader: Any) -> None:
+    model: nn.Module = nn.Linear(2, 1)
+    with Converted({}):
+        if mistake == "accelerator":
+            Accelerator()
+        if mistake == "sampler":
+            loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows))
+        if mistake == "wrapped":
+            model = nn.parallel.DistributedDataParallel(model)
+        for (x,) in loader:
+            loss = model(x).sum()
+            if mistake == "gradients":
+                torch.autograd.grad(loss, model.parameters())
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ("prepared", "different rows. With --convert all ranks read the same, and each computes its part: leave out"),
+        ("accelerator", "an Accelerator shares out rows itself. Run the cell without --convert, or leave the"),
+        ("sampler", "samplers for several processes"),
+        ("wrapped", "DistributedDataParallel, which shares out rows itself. With --convert, leave that line out"),
+        ("gradients", "autograd.grad does not give the gradients of parameters. Write loss.backward()"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_line(mistake: str, reason: str):
+    for said in notebook_launcher(refused, (mistake,), num_processes=2):
+        assert reason in said
+        assert re.match(r"line \d+: ", said)
+
+
+@pytest.fixture(scope="module")
+def notebook(shared_kernel: Kernel) -> Iterator[Kernel]:
+    shared_kernel.run("%load_ext nb_accelerate").ok()
+    shared_kernel.run("%%distributed -n 2\n1").ok()
+    yield shared_kernel
+    shared_kernel.run("%unload_ext nb_accelerate").ok()
+
+
+class TestInANotebook:
+    def test_functions_and_objects_of_other_cells_are_followed(self, notebook: Kernel):
+        head, setup, last = SHAPES["quickstart"]
+        notebook.run(head + setup).ok()
+        seeded = f"torch.manual_seed(1)\n{last}"
+        shared = notebook.run(f"%%distributed --convert --show\n{seeded}").ok()
+        plain = notebook.run(seeded).ok()
+        printed, _, by_hand = shared.stdout.partition("accelerator = ")
+        assert len(numbers(plain.stdout)) > 10
+        assert numbers(printed) == pytest.approx(numbers(plain.stdout), rel=1e-4)
+        names = "model, optimizer, train_dataloader, test_dataloader"
+        line = (head + setup).lstrip().partition("loss.backward()")[0].count("\n") + 1
+        assert by_hand.splitlines()[:3] == [
+            "Accelerator(split_batches=True)  # from nb_accelerate",
+            f"{names} = accelerator.prepare({names})  # before the loop",
+            f"accelerator.backward(loss)  # line {line}: in train",
+        ]
+
+    def test_a_bar_is_no_reason_to_refuse_and_what_is_not_shared_is_said(self, notebook: Kernel):
+        notebook.run(f"{HEAD}{SHAPES['GCN'][1]}").ok()
+        cell = notebook.run(f"%%distributed --convert\nfrom tqdm.auto import tqdm\n{SHAPES['GCN'][2]}").ok()
+        assert "each of the 2 ranks computes all of GCN (line 6), so they are no faster than one" in cell.stderr
+
+    @pytest.mark.parametrize(
+        ("line", "body", "reason"),
+        [
+            ("--convert", "accelerator.backward(loss)", "this one uses an accelerator. Leave --convert out"),
+            ("--convert --ranks 0", "1", "shares the work of a cell among all ranks. Leave --ranks out"),
+        ],
+    )
+    def test_options_that_contradict_it_are_refused(self, notebook: Kernel, line: str, body: str, reason: str):
+        assert reason in notebook.run(f"%%distributed {line}\n{body}").message
