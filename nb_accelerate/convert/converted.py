@@ -1,8 +1,9 @@
 """`Converted`: the block in which a cell that is written for one process runs on all ranks, with its numbers.
 
 All ranks run all of the cell, with equal random numbers, and so see equal batches, losses and totals. What they share
-is the work of the models: a call of one is cut into rows, each rank computes its part, and all get the whole::
+is the work of loaders and models: each rank reads and computes a part of the rows, and all get the whole::
 
+    for x in loader -> rows that this rank reads -> joined rows of all ranks (loaders.py)
     model(x) -> tried once (trial.py) -> this rank's rows (rows.py) -> forward -> joined rows of all ranks
     loss.backward() -> gradients -> their mean over ranks (models.py) -> clipping, scaler, optimizer: the user's own
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.comm import SingleCollectives
+from nb_accelerate.convert.loaders import in_parts, whole_batch
 from nb_accelerate.convert.models import SharedModels
 from nb_accelerate.convert.users_code import SeenLoop, line_here
 from nb_accelerate.errors import ConfigError
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import TracebackType
 
+    from nb_accelerate.data import DataLoaderShard
+
 
 class Converted(contextlib.AbstractContextManager["Converted"]):
     """Share the models' work of what runs inside the block.
@@ -46,19 +50,21 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
 
     def __init__(self, names: dict[str, Any]) -> None:
         process = setup_process()
+        if process.kind.make_collectives is not None:
+            raise ConfigError(f"--convert is not for {process.kind.label}s. Prepare model and loader by an Accelerator")
         self._kind = process.kind
         self._collectives = select_collectives(process)
         self._thread, self._pid = threading.get_ident(), os.getpid()
-        self._epochs: weakref.WeakKeyDictionary[DataLoader[Any], int] = weakref.WeakKeyDictionary()
+        self._loaders = weakref.WeakKeyDictionary[DataLoader[Any], "DataLoaderShard | None"]()
         self._plain: dict[tuple[Any, str], Any] = {}
         self._ours: list[Any] = []
         self.models = SharedModels(process, self._collectives)
         self._seen = SeenLoop(names)
         for name, value in list(names.items()):
-            if isinstance(value, torch.device) and value.type == process.device.type and value != process.device:
+            if isinstance(value, torch.device) and value.type == process.device.type:
                 names[name] = process.device
-            elif isinstance(value, nn.Module) and self.models.is_elsewhere(value):
-                value.to(process.device)
+            elif isinstance(value, nn.Module) and any(p.device.type == process.device.type for p in value.parameters()):
+                value.to(process.device)  # from the GPU of the notebook
 
     def __enter__(self) -> Converted:
         if self._collectives.world_size == 1:
@@ -71,7 +77,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             return self._call(model, args, kwargs)
 
         def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            return self._batches(loader, self._plain[DataLoader, "__iter__"](loader))
+            return self._iterate(loader)
 
         def refuse(_: object, **__: object) -> None:
             raise ConfigError(
@@ -106,7 +112,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
             print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - as above
         if shows:
-            print(self._seen.by_hand(self.models.cut, list(self._epochs)))  # noqa: T201 - it was asked for
+            print(self._seen.by_hand(self.models.cut, list(self._loaders)))  # noqa: T201 - it was asked for
 
     def _patch(self, functions: Iterable[Any]) -> None:
         for (owner, name), function in zip(self._plain, functions, strict=True):
@@ -121,12 +127,16 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         finally:
             self._patch(self._ours)
 
+    @property
+    def _is_here(self) -> bool:
+        """Whether this is the thread of the cell, and no worker of a loader: others exchange nothing with ranks."""
+        return threading.get_ident() == self._thread and os.getpid() == self._pid
+
     def _call(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         plain = self._plain[nn.Module, "__call__"]
         if (
             next(model.parameters(), None) is None
-            or threading.get_ident() != self._thread
-            or os.getpid() != self._pid  # a worker of a loader
+            or not self._is_here
             or torch.compiler.is_compiling()
             or torch._C._is_tracing()  # noqa: SLF001 - torch.jit.is_tracing, which has no type
             or torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001 - torch.func has no public way
@@ -159,18 +169,23 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             self._plain[torch, "save"](obj, f, *args, **kwargs)
         ranks.barrier()
 
-    def _batches(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, and show in the panel how far it is."""
-        page, evaluates, total = here(), not torch.is_grad_enabled(), None
-        with contextlib.suppress(TypeError):  # a stream
-            total = len(loader)
-        epoch = self._epochs[loader] = self._epochs.get(loader, 0) + 1
-        loop = page.begin_loop(total=total, rows=loader.batch_size, epoch=epoch, evaluates=evaluates)
-        try:
-            for number, batch in enumerate(batches, start=1):
-                page.step(number)
-                page.enter(Phase.EVALUATING if evaluates else Phase.FORWARD)
-                yield batch
-                page.enter(Phase.DATA)
-        finally:
-            page.end_loop(loop)
+    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if not self._is_here:
+            return self._plain[DataLoader, "__iter__"](loader)  # type: ignore[no-any-return]
+        with self._inside():
+            if loader not in self._loaders:
+                self._loaders[loader] = in_parts(loader, self._collectives, self._kind)
+            parts = self._loaders[loader]
+            batches = iter(loader if parts is None else parts)
+        return batches if parts is None else self._wholes(parts, batches)
+
+    def _wholes(self, parts: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        while True:
+            if not self._is_here:
+                raise ConfigError("with --convert, batches are read by the thread of the cell. Read them there")
+            with self._inside():
+                part = next(batches, end)
+            if part is end:
+                return
+            yield whole_batch(part, parts.batch_remainder, self._collectives)

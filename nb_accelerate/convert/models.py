@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from nb_accelerate.errors import ConfigError
 from nb_accelerate.pytree import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -28,49 +27,43 @@ if TYPE_CHECKING:
 
 
 class SharedModels:
-    """Calls models, and knows of each how its calls are cut.
-
-    Attributes:
-        unshared: models of which each rank computes all: by the names of their classes, the line and the reason.
-    """
+    """Calls models, and knows of each how its calls are cut."""
 
     def __init__(self, process: ProcessContext, collectives: Collectives) -> None:
         self._kind, self._device, self._collectives = process.kind, process.device, collectives
         # In the order of their first calls, which is the same on all ranks.
         self._known = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
-        self._seed: int | None = None
-        self._random: list[Tensor] = []
-        self.unshared: dict[str, tuple[int, str]] = {}
+        self._num_calls = 0
+        self.unshared: dict[str, tuple[int, str]] = {}  # line and reason, by the name of the class
 
     @property
     def cut(self) -> list[nn.Module]:
         """The models of which calls were cut, in the same order on all ranks."""
         return [model for model, found in list(self._known.items()) if any(cut for cut, _ in found.values())]
 
-    def is_elsewhere(self, model: nn.Module) -> bool:
-        """Whether a model is on the device of another rank."""
-        first = next(model.parameters(), None)
-        return first is not None and first.device.type == self._device.type and first.device != self._device
-
     def call(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a call of a model gives in one process; `plain` is torch's call of a module."""
         arguments, name = (args, kwargs), type(model).__name__
         tensors = tensors_in(arguments)
-        cut, why = self._find(model, plain, arguments)
-        rows = cut.rows(tensors) if cut is not None else {0}
-        if cut is None or len(rows) > 1 or min(rows) < self._collectives.world_size:
+        cut, why = self._find(model, arguments)
+        rows, ranks = cut.rows(tensors) if cut is not None else {0}, self._collectives.world_size
+        if cut is None or len(rows) > 1 or min(rows) < ranks:
             if torch.is_grad_enabled() and name not in self.unshared and model not in self.cut:
                 self.unshared[name] = line_here(), why
             return plain(model, *args, **kwargs)
         self.unshared.pop(name, None)
         args, kwargs = cut.own_part(arguments, self._collectives)
-        with self._own_random_numbers():
+        self._num_calls += 1
+        devices = [] if self._device.index is None else [self._device.index]
+        with torch.random.fork_rng(devices, device_type=self._kind.name):
+            # Rows of this rank are dropped unlike those of others. Outside, all ranks have equal random numbers.
+            torch.manual_seed(torch.initial_seed() + self._num_calls * ranks + self._collectives.rank)
             part = plain(model, *args, **kwargs)
         if model.training:
             self._average_statistics(model)
         return cut.joined(part, rows.pop(), self._collectives)
 
-    def _find(self, model: nn.Module, plain: Callable[..., Any], arguments: Any) -> tuple[Cut | None, str]:
+    def _find(self, model: nn.Module, arguments: Any) -> tuple[Cut | None, str]:
         """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
         tensors, ranks = tensors_in(arguments), self._collectives.world_size
         has_rows = bool(tensors) and max(tensors[0].shape[:2], default=0) >= ranks
@@ -78,7 +71,7 @@ class SharedModels:
         known = self._known.setdefault(model, {})
         if key not in known:
             self._check(model)
-            found = find_cut(model, lambda given: plain(model, *given[0], **given[1]), arguments, ranks, self._kind)
+            found = find_cut(model, arguments, ranks, self._kind)
             sums = [repr(one.detach().double().sum().item()) for one in tensors]
             of_ranks = self._collectives.all_gather_object((found, sums))
             if any(one[1] != sums for one in of_ranks):
@@ -99,35 +92,12 @@ class SharedModels:
                 f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself. With "
                 "--convert, leave that line out: ranks share the rows of the model alone"
             )
-        if self.is_elsewhere(model):
+        device = next(model.parameters()).device
+        if device.type == self._device.type and device != self._device:
             raise ConfigError(
-                f"line {line_here()}: this {type(model).__name__} is on the device of another rank than "
-                f"{self._collectives.rank}, whose device is {self._device}. Write 'cuda' without a number, or device"
+                f"line {line_here()}: this {type(model).__name__} is on {device}, and the device of rank "
+                f"{self._collectives.rank} is {self._device}. Write 'cuda' without a number, or device"
             )
-
-    @contextlib.contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
-        """Let this rank's rows be dropped unlike those of other ranks. Outside, all ranks have equal random numbers."""
-        equal, seed = self._random_states(), torch.initial_seed()
-        if seed == self._seed:
-            self._set_random_states(self._random)
-        else:  # at first, or the user has set another seed
-            self._seed = seed
-            torch.manual_seed(seed + 1 + self._collectives.rank)
-        try:
-            yield
-        finally:
-            self._random = self._random_states()
-            self._set_random_states(equal)
-
-    def _random_states(self) -> list[Tensor]:
-        of_device = self._kind.get_rng_state
-        return [torch.get_rng_state(), *([] if of_device is None else [of_device()])]
-
-    def _set_random_states(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            self._kind.set_rng_state(state)
 
     def _average_statistics(self, model: nn.Module) -> None:
         """Average what batch norm has seen of each rank's rows."""

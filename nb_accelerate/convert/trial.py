@@ -7,6 +7,7 @@ a batch, or a time dimension that comes first give other results in parts.
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from nb_accelerate.process import rng
 from nb_accelerate.pytree import map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor, nn
 
@@ -33,9 +34,7 @@ _ROWS = 8
 """How many rows are tried for each rank, at most: a whole batch may need more memory than one rank has."""
 
 
-def find_cut(
-    model: nn.Module, call: Callable[[Any], Any], arguments: Any, ranks: int, kind: DeviceKind
-) -> tuple[Cut | None, str]:
+def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> tuple[Cut | None, str]:
     """Return how a call of a model can be cut, or None and the reason why it cannot. The model stays as it is."""
     inputs = tensors_in(arguments)
     sizes = list(inputs[0].shape[:2]) if inputs else []
@@ -44,12 +43,11 @@ def find_cut(
         dims = [next((dim for dim, size in enumerate(one.shape) if size == rows), None) for one in inputs]
         reason = "parts of its rows give another result than all of them together"
         joins: list[Join | None] = [None]
+        left = [one for one, dim in zip(inputs, dims, strict=True) if dim is None and one.dim()]
         # Numbers of rows (of a graph's nodes, say) would point outside of a part, which ends the runtime of a GPU.
-        if all(
-            dim is not None or one.is_floating_point() or not one.dim() for one, dim in zip(inputs, dims, strict=True)
-        ):
+        if all(one.is_floating_point() for one in left):
             try:
-                joins = _try(model, call, narrowed(arguments, dims, 0, min(rows, _ROWS * ranks + 1)), dims, ranks, kind)
+                joins = _try(model, narrowed(arguments, dims, 0, min(rows, _ROWS * ranks + 1)), dims, ranks, kind)
             except Exception as error:  # whatever users' code makes of fewer rows
                 reason = f"fewer of its rows give an error ({type(error).__name__})"
         found = tuple(one for one in joins if one is not None)
@@ -60,22 +58,18 @@ def find_cut(
 
 
 def _try(
-    model: nn.Module,
-    call: Callable[[Any], Any],
-    arguments: Any,
-    dims: Sequence[int | None],
-    ranks: int,
-    kind: DeviceKind,
+    model: nn.Module, arguments: Any, dims: Sequence[int | None], ranks: int, kind: DeviceKind
 ) -> list[Join | None]:
     """Return how the results of parts are joined; None for one that cannot be."""
     rows = max(one.shape[dim] for one, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
     ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
     states = rng.capture(kind, all_devices=False)
+    model = copy.deepcopy(model).eval()
     results = []
-    with _untouched(model), torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
-        model.eval()
+    with torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
         for first, end in ((0, rows), *ends):
-            results.append([one.clone() for one in tensors_in(call(narrowed(arguments, dims, first, end)))])
+            args, kwargs = narrowed(arguments, dims, first, end)
+            results.append([one.clone() for one in tensors_in(model(*args, **kwargs))])
             rng.restore(states, kind)
     weights = [(end - first) / rows for first, end in ends]
     return [_join(whole, parts, weights) for whole, *parts in zip(*results, strict=True)]
@@ -102,23 +96,6 @@ def _close(found: Any, wanted: Tensor) -> bool:
         return torch.equal(found, wanted)
     largest = torch.nan_to_num(wanted).abs().max().item()
     return torch.allclose(found, wanted, rtol=0.0, atol=_TOLERANCE.get(wanted.dtype, 4e-3) * largest, equal_nan=True)
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put attributes and buffers back that calls inside the block change."""
-    saved = [(one, dict(vars(one)), dict(one._buffers)) for one in model.modules()]  # noqa: SLF001 - no public way
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for one, attributes, buffers in saved:
-            vars(one).clear()
-            vars(one).update(attributes)
-            one._buffers.clear()  # noqa: SLF001 - as above
-            one._buffers.update(buffers)  # noqa: SLF001 - as above
-        for buffer, value in values:
-            buffer.data.copy_(value)
 
 
 class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]

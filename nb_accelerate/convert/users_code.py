@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
-_LOSS = re.compile(r"(?:\w+\.scale)?\(?([\w.\[\]]+)\)?\.backward\(")
 _KINDS = (nn.Module, Optimizer, DataLoader, LRScheduler)
 """In the order in which `prepare` is taught."""
 
@@ -41,37 +39,33 @@ class SeenLoop:
     def __init__(self, variables: dict[str, Any]) -> None:
         self._variables = variables
         self._backward: dict[tuple[str, int], str] = {}
-        self._named: dict[str, Any] = {}
+        self._named: dict[int, tuple[str, Any]] = {}
 
     def note(self) -> None:
-        """Note the line that calls backward, and what the names there stand for. Called by backward."""
-        frame, *callers = frames_here()
-        where = frame.f_code.co_filename, frame.f_lineno
+        """Note the line that calls backward, and what the names there stand for."""
+        frames = list(frames_here())
+        where = frames[0].f_code.co_filename, frames[0].f_lineno
         if where not in self._backward:
-            self._backward[where] = linecache.getline(*where).strip() or f"in {frame.f_code.co_name}"
-            for names in (frame.f_locals, *(one.f_locals for one in callers), self._variables):
-                found = {name: one for name, one in list(names.items()) if isinstance(one, _KINDS) and name[0] != "_"}
-                self._named = {**found, **{n: one for n, one in self._named.items() if not _is_in(one, found.values())}}
+            self._backward[where] = linecache.getline(*where).strip() or f"in {frames[0].f_code.co_name}"
+            for names in (self._variables, *(frame.f_locals for frame in reversed(frames))):
+                found = {id(one): (name, one) for name, one in list(names.items()) if isinstance(one, _KINDS)}
+                self._named = {**found, **self._named}  # names of the cell before those in functions
 
-    def by_hand(self, models: Iterable[nn.Module], loaders: Iterable[DataLoader[Any]]) -> str:
+    def by_hand(self, models: Sequence[nn.Module], loaders: Sequence[DataLoader[Any]]) -> str:
         """Return the lines for an `Accelerator`, of models and loaders that were used."""
-        parameters = [one for model in models for one in model.parameters()]
-        used = [*models, *loaders]
-        for one in self._named.values():
-            owner = one.optimizer if isinstance(one, LRScheduler) else one
-            if isinstance(owner, Optimizer) and _is_in(owner.param_groups[0]["params"][0], parameters):
-                used.append(one)
-        given = [(name, one) for one in used for name, known in self._named.items() if known is one]
+        parameters = {id(parameter) for model in models for parameter in model.parameters()}
+        trains = []
+        for _, one in self._named.values():
+            owner = getattr(one, "optimizer", one)  # of a scheduler
+            if isinstance(owner, Optimizer) and id(owner.param_groups[0]["params"][0]) in parameters:
+                trains.append(one)
+        given = [self._named[id(one)] for one in (*models, *trains, *loaders) if id(one) in self._named]
         names = ", ".join(name for kind in _KINDS for name, one in given if isinstance(one, kind))
         lines = ["accelerator = Accelerator(split_batches=True)  # from nb_accelerate"]
         lines += [f"{names} = accelerator.prepare({names})  # before the loop"]
-        for (_, number), text in self._backward.items():
-            loss = _LOSS.search(text)
-            lines += [f"accelerator.backward({loss[1] if loss else 'loss'})  # line {number}: {text}"]
+        lines += [
+            f"accelerator.backward(loss)  # line {number}: {text}" for (_, number), text in self._backward.items()
+        ]
         lines += ['loss = accelerator.reduce(loss.detach(), "mean")  # before it is printed or added up']
         lines += ["outputs, targets = accelerator.gather_for_metrics((outputs, targets))  # before rows are counted"]
         return "\n".join(lines)
-
-
-def _is_in(wanted: Any, values: Iterable[Any]) -> bool:
-    return any(one is wanted for one in values)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nb_accelerate.magics.auto import AutoMode
     from nb_accelerate.magics.seeding import Seeding
     from nb_accelerate.pool.handle import CellHandle
-    from nb_accelerate.pool.options import CellOptions, PoolOptions
+    from nb_accelerate.pool.options import CellOptions
     from nb_accelerate.pool.pool import Pool
     from nb_accelerate.pool.source import CellSource
 
@@ -82,8 +82,11 @@ class Cells:
         pool = pools.current()
         options = self._cell_options(parsed)
         self._have_ranks(pool, parsed)
-        if options.converts:
-            _check_converted(source, pool.options)
+        if options.converts and pool.options.mixed_precision != "no":
+            raise ConfigError(
+                "--mixed-precision is the default of Accelerator(), which a cell with --convert does not have. Write "
+                "torch.autocast in the cell, and start the ranks without it: %distributed stop"
+            )
         replaced = offer(pool, options.ranks)
         if replaced:
             _show(replaced)
@@ -173,19 +176,6 @@ class Cells:
                     f"{flag} {shown}: the ranks that run were started {how}. To start others, and lose what these "
                     f"have: %distributed stop, then this cell again"
                 )
-
-
-def _check_converted(source: CellSource, options: PoolOptions) -> None:
-    if source.wants_accelerator:
-        raise ConfigError(
-            "--convert is for a cell that is written for one process, and this one uses an accelerator. Leave "
-            "--convert out"
-        )
-    if options.mixed_precision != "no":
-        raise ConfigError(
-            f"--mixed-precision {options.mixed_precision} is the default of Accelerator(), which a cell with --convert "
-            f"does not have. Write torch.autocast in the cell, and start the ranks without it: %distributed stop"
-        )
 
 
 def _show(text: str) -> None:

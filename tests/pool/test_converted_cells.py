@@ -15,7 +15,7 @@ from fixtures.kernels import Kernel
 from fixtures.plain_cells import HEAD, SHAPES
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from nb_accelerate import Accelerator, notebook_launcher
 from nb_accelerate.convert import Converted
@@ -121,6 +121,41 @@ def test_models_of_other_kinds_learn_as_in_one_process():
         for name, (numbers_of_rank, is_unshared) in rank.items():
             assert numbers_of_rank == pytest.approx(alone[name][0], rel=1e-4, abs=1e-6), name
             assert is_unshared == (name == "Standardizes")
+
+
+class Counted(Dataset[Any]):
+    """Rows that count how often they were read, as a tensor or with a name."""
+
+    def __init__(self, *, has_names: bool) -> None:
+        self.has_names, self.reads = has_names, 0
+
+    def __len__(self) -> int:
+        return 19
+
+    def __getitem__(self, number: int) -> Any:
+        self.reads += 1
+        return {"x": torch.tensor([float(number)]), "id": str(number) if self.has_names else number}
+
+
+def batches_of_rows() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for has_names in (False, True):
+        torch.manual_seed(0)
+        rows = Counted(has_names=has_names)
+        loader = DataLoader(rows, batch_size=4, shuffle=True)
+        with Converted({}):
+            batches = [(one["x"].tolist(), list(map(str, one["id"]))) for _ in range(2) for one in loader]
+            ids = [one.removeprefix("tensor(").removesuffix(")") for _, batch in batches for one in batch]
+        found[f"has names: {has_names}"] = [x for x, _ in batches], ids, rows.reads
+    return found
+
+
+def test_ranks_read_parts_of_batches_and_see_the_whole():
+    [alone] = notebook_launcher(batches_of_rows, num_processes=1)
+    for rank in notebook_launcher(batches_of_rows, num_processes=2):
+        for kind, (batches, ids, reads) in rank.items():
+            assert (batches, ids) == alone[kind][:2]
+            assert reads == (2 * 20 / 2 + 1 if kind == "has names: False" else 2 * 19 + 1)
 
 
 def chance_of_rows() -> dict[str, Any]:
@@ -234,12 +269,6 @@ class TestInANotebook:
         cell = notebook.run(f"%%distributed --convert\nfrom tqdm.auto import tqdm\n{SHAPES['GCN'][2]}").ok()
         assert "each of the 2 ranks computes all of GCN (line 6), so they are no faster than one" in cell.stderr
 
-    @pytest.mark.parametrize(
-        ("line", "body", "reason"),
-        [
-            ("--convert", "accelerator.backward(loss)", "this one uses an accelerator. Leave --convert out"),
-            ("--convert --ranks 0", "1", "shares the work of a cell among all ranks. Leave --ranks out"),
-        ],
-    )
-    def test_options_that_contradict_it_are_refused(self, notebook: Kernel, line: str, body: str, reason: str):
-        assert reason in notebook.run(f"%%distributed {line}\n{body}").message
+    def test_ranks_share_a_cell_all_or_none(self, notebook: Kernel):
+        said = notebook.run("%%distributed --convert --ranks 0\n1").message
+        assert "shares the work of a cell among all ranks. Leave --ranks out" in said
