@@ -63,7 +63,7 @@ class AutoMode:
     def runs_here(self, cell: str) -> bool:
         """Return whether a cell, as it was written, runs in the notebook and not on the ranks."""
         routed = "".join(route(cell.splitlines(keepends=True), everything=self._is_on)[:1])
-        return not routed.startswith(("%%distribut", "%%rank"))
+        return not routed.startswith(("%%distributed", "%%rank"))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
