@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -62,7 +63,8 @@ class AutoMode:
 
     def runs_here(self, cell: str) -> bool:
         """Return whether a cell, as it was written, runs in the notebook and not on the ranks."""
-        routed = "".join(route(cell.splitlines(keepends=True), everything=self._is_on)[:1])
+        lines = list(itertools.dropwhile(str.isspace, cell.splitlines(keepends=True)))  # as IPython does
+        routed = "".join(route(lines, everything=self._is_on)[:1])
         return not routed.startswith(("%%distributed", "%%rank"))
 
     @contextlib.contextmanager

@@ -74,10 +74,12 @@ class TrainedModels:
         if id(first) in self._trained:
             return
         self._trained[id(first)] = first
+        if self._num_ranks == "1":  # nothing is to be told of it; it is new in a cell of several ranks
+            return
         known = self._known.get(id(first))
         self._known[id(first)] = weakref.ref(first)
         is_new = known is None or known() is not first
-        if self._is_told or not is_new or self._num_ranks == "1" or _is_averaged(self._collectives):
+        if self._is_told or not is_new or _is_averaged(self._collectives):
             return
         self._is_told = True
         logger.warning(
