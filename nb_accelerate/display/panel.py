@@ -204,7 +204,7 @@ class Panel:
             return self._watched is not None
 
     def tell_hang(self, text: str, outcome: str = "") -> bool:
-        """Show a sentence about ranks that wait in vain, until one moves or the panel can say it by itself.
+        """Show a sentence about ranks that wait for others, until one moves or the panel can say it by itself.
 
         Args:
             text: the sentence.

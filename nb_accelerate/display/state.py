@@ -137,7 +137,7 @@ class PanelState:
         self._stacks = {rank: dump for rank, dump in stacks.items() if dump}
 
     def tell_hang(self, text: str, outcome: str = "") -> None:
-        """Take what is known of ranks that wait in vain; it is shown until one of them moves.
+        """Take what is known of ranks that wait for others; it is shown until one of them moves.
 
         Args:
             text: a sentence, for where the samples of the ranks show no standstill.

@@ -160,7 +160,7 @@ class HangWatch:
 
 
 def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
-    """Return who waits for whom, as a sentence without its end; "" if nobody waits in vain.
+    """Return who waits for whom, as a sentence without its end; "" if nobody waits for another rank.
 
     Args:
         dumps: stacks of the ranks that are still busy, by rank.
