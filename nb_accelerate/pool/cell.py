@@ -230,7 +230,8 @@ class Cell:
                 f"{_were(unread)} not looked at for changes, because a part is too large or cannot be read. After a "
                 f"change in place: %distributed push {' '.join(unread)}"
             )
-        deleted = [name for name in sorted(manifest.deleted) if self._is_untold(f"{name} deleted", self._syncs)]
+        gone = manifest.deleted if self._source.free else ()  # to push is to send some names alone
+        deleted = [name for name in sorted(gone) if self._is_untold(f"{name} deleted", self._syncs)]
         if deleted:
             say(f"{_were(deleted)} deleted in the notebook; the ranks still have theirs")
 

@@ -71,6 +71,7 @@ class NamespaceSync:
         """What the objects held that the rank has, when they were sent; None if that is not certain."""
         self._uses: dict[Key, frozenset[str]] = {}
         self._settled: dict[str, list[Any]] = {}
+        self._seen: set[str] = set()
 
     def judge(self, name: str, value: object) -> Verdict:
         """Decide whether to send a name.
@@ -81,6 +82,7 @@ class NamespaceSync:
         """
         if name in SHELL_NAMES:
             return Verdict.HAS_IT
+        self._seen.add(name)
         if name in self._own or name in RANK_NAMES:
             return Verdict.OWN
         sent = self._sent.get(name)
@@ -112,8 +114,8 @@ class NamespaceSync:
         return sent.keys if sent is not None else frozenset()
 
     def has(self, name: str) -> bool:
-        """Return whether the rank was sent this name, and still has it."""
-        return name in self._sent
+        """Return whether the rank was sent this name when the notebook had it, and still has it."""
+        return name in self._sent and name in self._seen
 
     def settle(self, name: str, look: Look) -> None:
         """Note that the user knows that what a value holds now is not sent."""

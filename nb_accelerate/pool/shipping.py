@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.namespace_sync import SHELL_NAMES, Verdict
-from nb_accelerate.protocol.content import ATOMS, Look
+from nb_accelerate.protocol.content import Look, is_constant
 from nb_accelerate.protocol.renewal import is_of_torch, state_of
 from nb_accelerate.protocol.shipping import References, pack
 from nb_accelerate.worker.namespace import is_hidden
@@ -191,7 +190,7 @@ class _Planning:
             return ()
         if verdict is Verdict.SEND:
             self._send[rank].add(name)
-        if type(value) in ATOMS or isinstance(value, ModuleType):
+        if is_constant(value):
             return sync.uses(name)
         look = self._look(name)
         if name in self._forced:

@@ -29,10 +29,10 @@ MAX_BYTES = 1 << 20
 """Bytes of an array, or of a pickle, that are summed up. It takes 0.2 ms."""
 
 _MAX_ITEMS = 10_000
-"""Items of a list or dictionary that are read."""
+"""Items of all lists and dictionaries in a value that are read. They take 1 ms."""
 
-_MAX_TOKENS = 200_000
-"""Tokens of a value that are read."""
+_MAX_TOKENS = 30_000
+"""Tokens of a value that are read: of a model with 2,000 modules."""
 
 
 _MAX_SECONDS = 2e-3
@@ -43,7 +43,14 @@ CONTAINERS = (list, dict, tuple, set, frozenset, deque)
 """Types that are read as a part of the object that holds them. Most have no weak references."""
 
 _CHILDREN = ("_modules", "_parameters", "_buffers")
-_BY_NAME = (types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_BY_NAME = (
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+)
 _NO_ATTRIBUTES = frozenset({"__dict__", "__weakref__", "_abc_impl"})
 
 
@@ -117,25 +124,28 @@ class Look:
         self.is_partial = False
         self.numbers = numbers
         self.moves = moves
+        self._items_left = _MAX_ITEMS
         self._ends: list[int] = []
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         number = None if issubclass(type(value), CONTAINERS) else numbers.of(value)
         self.value = value
         self.objects[number] = value
-        if number is None:
-            self.add(value)
-        else:
-            _reader(type(value))(self, value)
-        self._ends.append(len(self.tokens))
-        tokens, ends = self.tokens, self._ends
+        self._read(Look.add if number is None else _reader(type(value)), value)
+        tokens = self.tokens
         for part in self._waiting if deep else ():  # it grows meanwhile
             if len(tokens) > _MAX_TOKENS:
                 self.is_partial = True
                 break
             kind = type(part)
-            (_readers.get(kind) or _reader(kind))(self, part)
-            ends.append(len(tokens))
+            self._read(_readers.get(kind) or _reader(kind), part)
+
+    def _read(self, read: Read, value: Any) -> None:
+        try:
+            read(self, value)
+        except Exception:  # users' code takes part
+            _leave_out(self)
+        self._ends.append(len(self.tokens))
 
     def parts(self, name: str) -> dict[int | str, list[Any]]:
         """Return the tokens of each object by its number; those of a value without one by `name`."""
@@ -155,13 +165,11 @@ class Look:
             self.tokens.append(value)
         elif issubclass(kind, CONTAINERS):
             self._container(value)
-        elif issubclass(kind, _BY_NAME):
+        elif is_constant(value):
             self.tokens.append(id(value))
         elif kind is types.MethodType:
             self.add(value.__func__)
             self.add(value.__self__)
-        elif issubclass(kind, (type, types.FunctionType)) and value.__module__ != "__main__":
-            self.tokens.append(id(value))
         else:
             number = self.read_later(value)
             if number is not None:
@@ -180,7 +188,8 @@ class Look:
 
     def _container(self, value: Any) -> None:
         self.tokens.append(len(value))
-        if len(value) > _MAX_ITEMS:
+        self._items_left -= len(value)
+        if self._items_left < 0:
             self.is_partial = True
         elif id(value) not in self._seen:  # one may hold itself
             self._seen.add(id(value))
@@ -193,6 +202,13 @@ class Look:
                     self.add(part)
         if hasattr(value, "__dict__"):
             self.add(vars(value))
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether a value cannot change, or is found by its name in every process."""
+    kind = type(value)
+    is_defined = issubclass(kind, (type, types.FunctionType))
+    return kind in ATOMS or issubclass(kind, _BY_NAME) or (is_defined and value.__module__ != "__main__")
 
 
 _readers: dict[type, Read] = {}

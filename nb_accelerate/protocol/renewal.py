@@ -42,10 +42,13 @@ def state_of(value: Any) -> Any:
     if _is_array(value):
         return value[...]
     if issubclass(kind, type):
-        return {name: part for name, part in vars(value).items() if name not in _OF_CLASSES}
+        return {name: part for name, part in vars(value).items() if not _is_of_class(name, part)}
     if kind is types.FunctionType:
         return value.__defaults__, value.__kwdefaults__, vars(value), value.__closure__
-    make, arguments, *rest = value.__reduce_ex__(5)
+    try:
+        make, arguments, *rest = value.__reduce_ex__(5)
+    except Exception:  # users' code; if it cannot be pickled, that is told where it is
+        return None
     if (make, arguments) not in ((copyreg.__newobj__, (kind,)), (kind, ())):  # type: ignore[attr-defined]
         return None
     return (rest and rest[0]) or {}
@@ -65,10 +68,11 @@ def renew(value: Any, state: Any) -> None:
     elif _is_array(value):
         value[...] = state
     elif issubclass(kind, type):
-        for name in set(vars(value)) - set(state) - _OF_CLASSES:
-            delattr(value, name)
+        for name, part in list(vars(value).items()):
+            if name not in state and not _is_of_class(name, part):
+                type.__delattr__(value, name)
         for name, part in state.items():
-            setattr(value, name, part)
+            type.__setattr__(value, name, part)  # that of an enumeration would refuse
     elif kind is types.FunctionType:
         value.__defaults__, value.__kwdefaults__, attributes, closure = state
         vars(value).clear()
@@ -83,7 +87,12 @@ def renew(value: Any, state: Any) -> None:
             vars(value).clear()
             vars(value).update(attributes or {})
         for name, part in (slots or {}).items():
-            setattr(value, name, part)
+            object.__setattr__(value, name, part)  # that of a frozen dataclass would refuse
+
+
+def _is_of_class(name: str, part: object) -> bool:
+    """Return whether an attribute belongs to the class itself, and cannot be given to another one."""
+    return name in _OF_CLASSES or issubclass(type(part), (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
 def _is_array(value: object) -> bool:

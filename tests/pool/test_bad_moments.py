@@ -132,7 +132,7 @@ def test_a_rank_that_ends_after_a_cell_in_the_background_has_is_told_of(notebook
 def test_a_rank_that_ends_while_a_value_is_packed_for_it_is_missed(notebook: Kernel):
     notebook.run(
         "class EndsIt:\n    def __reduce__(self):\n"
-        f"        os.kill({pid_of(notebook, 1)}, signal.SIGKILL)\n"
+        f"        if not loop.ranks[1].handle.ended: os.kill({pid_of(notebook, 1)}, signal.SIGKILL)\n"
         "        while not loop.ranks[1].handle.ended: time.sleep(0.01)\n"
         "        return int, (3,)\nends_it = EndsIt()"
     ).ok()
