@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from nb_accelerate.accelerator.reporting import only_reports
 from nb_accelerate.errors.traceback_lines import calling_line
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class EqualLosses:
         self._key = f"nb_accelerate/losses {next(_counter)} of rank"
         self._losses: list[float] = []
 
+    @only_reports("the comparison of losses")
     def add(self, loss: Tensor) -> None:
         """Take the loss of a step. Waits for the device in the first few steps."""
         self.is_on = self._tracker.active is None and loss.numel() == 1 and dist.is_initialized()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nb_accelerate.accelerator.reporting import only_reports
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,6 +51,7 @@ class LossReport:
         self._utilisation = kind.utilisation
         self._ask_at = 0.0
 
+    @only_reports("the figures of loss and memory")
     def report(self, loss: Tensor) -> None:
         """Report the loss of a step, a tensor with one element; does nothing within `_REPORT_SECONDS` of the last."""
         now = time.monotonic()

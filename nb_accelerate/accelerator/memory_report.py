@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
+from nb_accelerate.accelerator.reporting import only_reports
 from nb_accelerate.progress_page import RankMemory
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from nb_accelerate.optim import AcceleratedOptimizer
     from nb_accelerate.progress_page import ProgressPage
     from nb_accelerate.strategies.strategy import Strategy
+
+_WHAT = "the figure of memory"
 
 _FIRST_WAIT = 0.1
 _LONGEST_WAIT = 5.0
@@ -57,6 +60,7 @@ class MemoryReport:
         self._base = 0
         page.measure = _weakly(self)
 
+    @only_reports(_WHAT)
     def prepared(self) -> None:
         """Measure after models or optimizers were prepared, or freed: what is held besides them is the base."""
         held = self._measured()
@@ -64,6 +68,7 @@ class MemoryReport:
         self._due, self._wait = 0.0, _FIRST_WAIT
         self.measure()
 
+    @only_reports(_WHAT)
     def report(self) -> None:
         """Measure after a backward; seldom, and often only at first, when gradients and states come to be."""
         now = time.monotonic()
@@ -72,6 +77,7 @@ class MemoryReport:
             self._wait = min(2 * self._wait, _LONGEST_WAIT)
             self.measure()
 
+    @only_reports(_WHAT)
     def measure(self) -> None:
         """Measure now."""
         self._page.rank_memory(self._measured())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +12,14 @@ from nb_accelerate.accelerator import saving
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.config.checks import suggest
-from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.errors import ConfigError, NbAccelerateError, NotPreparedError
 from nb_accelerate.process import group
 from nb_accelerate.progress_page import Phase
 from nb_accelerate.tracking import BlankTracker, make_trackers
 
 if TYPE_CHECKING:
     import os
+    from argparse import Namespace
     from collections.abc import Iterator
 
     from torch.profiler import profile
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from nb_accelerate.config.profiling import ProfileKwargs
     from nb_accelerate.config.project import LoggerType, ProjectConfiguration
     from nb_accelerate.tracking import GeneralTracker
+
+logger = logging.getLogger("nb_accelerate")
 
 _TRACE = "profile_{rank}.json"
 
@@ -64,7 +69,7 @@ class RecordingSlice(Slice):
     def init_trackers(
         self,
         project_name: str,
-        config: dict[str, Any] | None = None,
+        config: Mapping[str, Any] | Namespace | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Open a run in every tracker of ``log_with``. All processes call it.
@@ -78,7 +83,7 @@ class RecordingSlice(Slice):
 
         Args:
             project_name: the name of the run or of its project, depending on the tracker.
-            config: hyperparameters to record with the run.
+            config: hyperparameters to record with the run; also an `argparse.Namespace` or a dataclass.
             init_kwargs: arguments for the library of a tracker, by its name: ``{"wandb": {"entity": "me"}}``.
 
         Raises:
@@ -89,8 +94,9 @@ class RecordingSlice(Slice):
             tracker.start()
         self.trackers[:] = opened
         if config is not None:
+            settings = dict(config) if isinstance(config, Mapping) else dict(vars(config))
             for tracker in self._recording(opened):
-                tracker.store_init_configuration(config)
+                tracker.store_init_configuration(settings)
 
     def _recording(self, trackers: list[GeneralTracker]) -> list[GeneralTracker]:
         """Return the trackers that record on this process."""
@@ -129,6 +135,8 @@ class RecordingSlice(Slice):
     ) -> None:
         """Record values in every open tracker. All processes may call it; the main one records.
 
+        What a tracker does not take is left out, and told once: training does not end for it.
+
         Args:
             values: numbers by name; some trackers take text and other values too.
             step: the number of the step.
@@ -137,7 +145,28 @@ class RecordingSlice(Slice):
         self.core.page.log(values)
         self.core.registry.progress.note(values)
         for tracker in self._recording(self.trackers):
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            self._log(tracker, values, step, (log_kwargs or {}).get(tracker.name, {}))
+
+    def _log(self, tracker: GeneralTracker, values: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+        """Log values with a tracker, without those that it does not take."""
+        try:
+            tracker.log(values, step=step, **kwargs)
+            return
+        except NbAccelerateError:  # says what is wrong in the program
+            raise
+        except Exception as error:
+            if len(values) == 1:
+                self._refused(tracker, next(iter(values)), error)
+                return
+        for name, value in values.items():
+            self._log(tracker, {name: value}, step, kwargs)
+
+    def _refused(self, tracker: GeneralTracker, name: str, error: Exception) -> None:
+        if (tracker.name, name) not in self.core.recording.refused:
+            self.core.recording.refused.add((tracker.name, name))
+            logger.warning(
+                "%s does not take %r, so it is left out (%s: %s)", tracker.name, name, type(error).__name__, error
+            )
 
     def end_training(self) -> None:
         """Close the trackers, wait for background saves, and destroy the process group if an `Accelerator` made it."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from nb_accelerate.accelerator.reporting import only_reports
 from nb_accelerate.errors.traceback_lines import calling_line
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Replicas:
         self._own: dict[str, list[float]] = {}
         self._is_told = False
 
+    @only_reports("the comparison of weights")
     def look(self, begins: bool) -> None:
         """Look at the weights; called when a pass over a loader begins and ends."""
         prepared = self._prepared()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +104,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
     """Return the bytes of the memory that tensors are in, and add that memory to what was seen."""
     total = 0
-    for tensor in tensors:
+    for tensor in _with_memory(tensors):
         local = tensor.detach()
         if _is_shard(local):
             local = local.to_local()  # type: ignore[attr-defined]  # of a DTensor
@@ -119,6 +120,15 @@ def _bytes(tensors: Iterable[Tensor], seen: set[Any]) -> int:
             seen.add(key)
             total += size
     return total
+
+
+def _with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors that are in memory as one block: of a sparse one its parts, of a lazy module none."""
+    for tensor in tensors:
+        if tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())  # noqa: SLF001 - the public ones need it coalesced
+        elif tensor.layout is torch.strided and not is_lazy(tensor):
+            yield tensor
 
 
 def _is_shard(tensor: Tensor) -> bool:

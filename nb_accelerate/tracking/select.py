@@ -189,12 +189,14 @@ class Recording:
         log_with: trackers to open, by name or as objects.
         profile: options of `Accelerator.profile`.
         trackers: trackers that are open.
+        refused: names of trackers, and of values that they did not take, of which the user was told.
     """
 
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
     log_with: list[str | LoggerType | GeneralTracker] = field(default_factory=list)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
     trackers: list[GeneralTracker] = field(default_factory=list)
+    refused: set[tuple[str, str]] = field(default_factory=set)
 
 
 def resolve_recording(
