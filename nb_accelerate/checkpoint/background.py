@@ -149,7 +149,9 @@ class StoreExchange:
             is_over = self._has_been_replaced or time.monotonic() >= deadline
             try:
                 self._store.wait(list(keys), _WAIT)
-            except dist.DistStoreError:
+            except dist.DistNetworkError:  # who serves the store has gone
+                raise
+            except RuntimeError:  # the time is over: a file raises no subclass
                 if is_over:
                     return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             else:

@@ -76,11 +76,6 @@ class ProgressPage:
         """Number of the `Phase` that is on."""
         return self._words[layout.PHASE]
 
-    @property
-    def has_returned(self) -> bool:
-        """Whether that call or cell is over, and no other has begun."""
-        return self._words[layout.PHASE] == Phase.ENDED
-
     def save_in_background(self, begins: bool) -> None:
         """Note that a checkpoint begins to be written in a thread, or that it is written. Any thread."""
         self._words[layout.SAVES] = begins

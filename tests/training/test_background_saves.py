@@ -452,6 +452,31 @@ def test_what_is_planted_in_the_store_is_refused_and_never_run(run_ranks: RunRan
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("polls", [True, False])
+def test_a_rank_that_says_nothing_in_time_is_named_whatever_the_store(run_ranks: RunRanks, polls: bool):
+    def exchange(polls: bool) -> str:
+        import os
+        import tempfile
+
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        assert dist.group.WORLD is not None
+        file = tempfile.mktemp()
+        store: Any = dist.distributed_c10d._get_default_store() if polls else dist.FileStore(file, -1)  # type: ignore[attr-defined]
+        told = StoreExchange(store.clone(), dist.group.WORLD, timeout=0.1)
+        try:
+            told._world_size = 2
+            with pytest.raises(CheckpointError) as caught:
+                told.gather(lambda: "written")
+            return str(caught.value)
+        finally:
+            if not polls:
+                os.unlink(file)
+
+    assert run_ranks(exchange, polls, world_size=1) == ["rank 1 did not finish its part of a checkpoint."]
+
+
 class _Planted:
     """Makes a file where it is unpickled."""
 
