@@ -280,7 +280,9 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
                 f"place on the ranks. To send all of it: %distributed push {name}"
             )
     containers = {address: name for address, name in sync.containers.items() if name not in values}
-    references = References(numbers, sync.known.keys() - anew, containers)
+    parts = {key: tokens for name, look in looks.items() for key, tokens in look.parts(name).items()}
+    # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
+    references = References(numbers, (sync.known.keys() & parts.keys()) - anew, containers)
     try:
         names = Names(dict(sorted(values.items())), states)
         packed = pack(
@@ -297,7 +299,6 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
     except ShippingError as error:
         raise _of_a_variable(error) from error.__cause__
     uses = frozenset[str]().union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
-    parts = {key: tokens for name, look in looks.items() for key, tokens in look.parts(name).items()}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
         contents[number] = parts.get(number) or Look(value, numbers, deep=False).tokens

@@ -410,13 +410,13 @@ class _Summing(pickle.Pickler):
         self._value = value
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in ATOMS or obj is self._value or not is_apart(obj) or _reader(type(obj)) is _array:
+        if type(obj) in ATOMS or obj is self._value or not is_apart(obj):
             return None
         # Not by its number: one that is made to be pickled has another each time.
         return None if self._look.read_later(obj) is None else 0
 
 
-_APART = frozenset({_tensor, _module, _optimizer, _array, _attributes})
+_APART = frozenset({_tensor, _module, _optimizer, _attributes})
 
 
 def is_apart(value: object) -> bool:

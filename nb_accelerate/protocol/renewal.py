@@ -32,7 +32,13 @@ def state_of(value: Any) -> Any:
     Returns:
         The state; None if an object of its type can only be made anew.
     """
-    kind = type(value)
+    try:
+        return _state_of(value, type(value))
+    except Exception:  # users' code takes part. If it cannot be pickled, that is told where it is
+        return None
+
+
+def _state_of(value: Any, kind: type) -> Any:
     if issubclass(kind, _REFILLED):
         return (list(value.items()) if issubclass(kind, dict) else list(value)), getattr(value, "__dict__", None)
     if is_of_torch(value, "Tensor"):
@@ -45,10 +51,7 @@ def state_of(value: Any) -> Any:
         return {name: part for name, part in vars(value).items() if not _is_of_class(name, part)}
     if kind is types.FunctionType:
         return value.__defaults__, value.__kwdefaults__, vars(value), value.__closure__
-    try:
-        make, arguments, *rest = value.__reduce_ex__(5)
-    except Exception:  # users' code; if it cannot be pickled, that is told where it is
-        return None
+    make, arguments, *rest = value.__reduce_ex__(5)
     if (make, arguments) not in ((copyreg.__newobj__, (kind,)), (kind, ())):  # type: ignore[attr-defined]
         return None
     return (rest and rest[0]) or {}
@@ -60,7 +63,13 @@ def renew(value: Any, state: Any) -> None:
     if issubclass(kind, _REFILLED):
         items, attributes = state
         value.clear()
-        value.update(items) if issubclass(kind, (dict, set)) else value.extend(items)
+        if issubclass(kind, dict):
+            for name, part in items:
+                value[name] = part
+        elif issubclass(kind, set):
+            value.update(items)
+        else:
+            value.extend(items)
         if attributes is not None:
             vars(value).update(attributes)
     elif is_of_torch(value, "Tensor"):

@@ -85,6 +85,13 @@ THINGS = {
         "x.lr",
         "x.lr = 9",
     ),
+    "series": Thing("import pandas as pd\nx = pd.Series([1, 2])", "int(x.sum())", "x[0] = 9"),
+    "counter": Thing("from collections import Counter\nx = Counter('ab')", "x", "x['b'] += 1"),
+    "slots": Thing(
+        "class Slots:\n    __slots__ = ('a',)\n    def __init__(self): self.a = [1]\nx = Slots()",
+        "x.a",
+        "x.a.append(9)",
+    ),
     "list": Thing("x = [1, [2]]", "x", "x[1].append(9)"),
     "function": Thing("def x(a=1): return a, x.__dict__", "x()", "x.__defaults__ = (9,); x.attribute = 9"),
     "class": Thing("class x:\n    lr = 1\n    def go(self): return self.lr", "x().go()", "x.lr = 9"),
@@ -95,7 +102,7 @@ THINGS = {
 class TestRanksComputeWithWhatTheNotebookHas:
     def test_made_later_rebound_changed_in_place_and_deleted(self, notebook: Kernel, kind: str):
         thing = THINGS[kind]
-        if kind == "frame":
+        if kind in ("frame", "series"):
             pytest.importorskip("pandas")
 
         def agree() -> str:
@@ -121,7 +128,7 @@ class TestRanksComputeWithWhatTheNotebookHas:
         )
 
     def test_first_read_in_another_cell_than_what_it_holds(self, notebook: Kernel, kind: str):
-        if kind == "frame":
+        if kind in ("frame", "series"):
             pytest.importorskip("pandas")
         notebook.run(THINGS[kind].make).ok()
         on_ranks(notebook, "print(x)")
@@ -206,6 +213,12 @@ class TestModels:
 
 
 class TestRanks:
+    def test_all_of_what_is_pushed_is_sent_also_what_is_too_large_to_look_at(self, notebook: Kernel):
+        notebook.run("many = [torch.zeros(1) for _ in range(10_001)]").ok()
+        assert on_ranks(notebook, "print(sum(many).item())").stdout == "0.0\n"
+        notebook.run("many[-1].fill_(1)\n%distributed push many").ok()
+        assert on_ranks(notebook, "print(sum(many).item())").stdout == "1.0\n"
+
     def test_a_cell_for_one_rank_leaves_the_others_to_get_it_later(self, notebook: Kernel):
         notebook.run("a = torch.zeros(1)").ok()
         on_ranks(notebook, "a")
