@@ -297,7 +297,7 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
             size=error.size,
         ) from None
     except ShippingError as error:
-        raise _of_a_variable(error) from error.__cause__
+        raise _of_a_variable(error, looks) from error.__cause__
     uses = frozenset[str]().union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
@@ -305,11 +305,13 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
     return Shipment(need.ranks, packed, values, uses, contents)
 
 
-def _of_a_variable(error: ShippingError) -> ShippingError:
-    """Return an error about a part of a dictionary of variables, told as a part of the variable."""
-    _, bracket, key = error.path.partition("['")  # what is before it is ours
-    name, _, part = key.partition("']")
-    path = f"{name}{part}" if bracket else error.path
+def _of_a_variable(error: ShippingError, looks: Mapping[str, Look]) -> ShippingError:
+    """Return an error about a part of a `Names`, told as a part of a variable."""
+    place = re.match(r"what the cell uses\[\d\]\[(?:'(\w+)'|(\d+))\]", error.path)
+    path = error.path
+    if place is not None:
+        holders = [name for name, look in looks.items() if place[2] and int(place[2]) in look.objects]
+        path = f"{place[1] or holders[0]}{path[place.end() :]}"
     return ShippingError(str(error).replace(error.path, path, 1), path=path, is_final=error.is_final)
 
 

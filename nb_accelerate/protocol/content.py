@@ -35,6 +35,9 @@ _MAX_TOKENS = 30_000
 """Tokens of a value that are read: of a model with 2,000 modules."""
 
 
+_MAX_TEXT = 1000
+"""Characters of a text that is a token."""
+
 _MAX_SECONDS = 2e-3
 """For what a type does to pickle an object of it. One that takes longer is not read again."""
 
@@ -162,7 +165,8 @@ class Look:
         """Read a part of an object."""
         kind = type(value)
         if kind in ATOMS:
-            self.tokens.append(value)
+            is_long = kind in (str, bytes) and len(value) > _MAX_TEXT
+            self.tokens.append(hash(value) if is_long else value)  # a token is kept, and must not keep much
         elif issubclass(kind, CONTAINERS):
             self._container(value)
         elif is_constant(value):
@@ -253,7 +257,8 @@ def _tensor(look: Look, value: Any) -> None:
     """Read the version counter of a tensor, and its first numbers: what is written by ``.data`` is not counted."""
     try:
         if look.moves:
-            place, head = 0, zlib.crc32(str(value.detach().flatten()[:8].tolist()).encode())
+            first = value.detach()[(slice(0, 2),) * value.ndim].tolist()
+            place, head = 0, zlib.crc32(str(first).encode())
         else:
             place = value.data_ptr()
             is_readable = value.is_cpu and value.is_contiguous() and value.nbytes >= 4

@@ -213,6 +213,14 @@ class TestModels:
 
 
 class TestRanks:
+    def test_an_attribute_that_cannot_be_sent_is_named(self, notebook: Kernel):
+        notebook.run("import threading\nclass Config: pass\nconfig = Config(); config.lr = 1").ok()
+        on_ranks(notebook, "config.lr")
+        notebook.run("config.locks = [threading.Lock()]").ok()
+        cell = notebook.run("%%distributed\nconfig.lr")
+        assert cell.error == "ShippingError"
+        assert cell.message.startswith("config['locks'][0] cannot be sent to another process")
+
     def test_all_of_what_is_pushed_is_sent_also_what_is_too_large_to_look_at(self, notebook: Kernel):
         notebook.run("many = [torch.zeros(1) for _ in range(10_001)]").ok()
         assert on_ranks(notebook, "print(sum(many).item())").stdout == "0.0\n"
