@@ -16,6 +16,7 @@ from typing_extensions import override
 from nb_accelerate.display.panel import Action
 from nb_accelerate.errors import (
     ConfigError,
+    DeadlineError,
     MissingDependencyError,
     NotPreparedError,
     ShippingError,
@@ -299,7 +300,7 @@ class Launch(Steerable):
                     backend.ends_as(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
                     raise
                 except BaseException as error:
-                    if attempt >= options.max_restarts or self._stopping:
+                    if attempt >= options.max_restarts or self._stopping or isinstance(error, DeadlineError):
                         raise
                     if isinstance(error, _NOT_RESTARTED):
                         self._tell(f"The ranks are not started again: the same {type(error).__name__} would come back.")
@@ -347,6 +348,7 @@ class Launch(Steerable):
                 world_size=size,
                 start=timeouts.start,
                 timeout=options.timeout,
+                spent=time.monotonic() - self._began,
                 say=loop.output.say,
                 attended=False,
                 on_host=plan.kind.is_host,

@@ -205,7 +205,7 @@ def notebook_launcher(
             ``"spawn"``: fresh interpreters. ``"inline"``: one rank, in this process, for a debugger.
         devices: ``"cpu"`` or another type of device (``"cuda"``, ``"xla"``, ``"xpu"``, ``"mps"``), or numbers of the
             GPUs to use, one rank each. None is all that are visible, of the best type there is.
-        timeout: seconds after which the launch is stopped. None is no limit.
+        timeout: seconds from this call after which the launch is stopped, all its attempts together. None is no limit.
         block: False returns a `Launch` at once, and the cell ends; several launches may run. Training in it can be
             paused, saved, given another learning rate, and stopped after its epoch.
         progress: ``"widget"`` shows a panel with a row for each rank, and ``"text"`` a line now and then. ``"auto"`` is

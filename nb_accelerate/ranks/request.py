@@ -76,8 +76,8 @@ class Request:
         awaits: what it waits for, from each rank.
         world_size: number of ranks in all, of which `ranks` may be some.
         start: seconds in which all ranks must become ready, for a request that does not itself wait for `Awaits.READY`.
-        timeout: seconds in which all ranks must answer, from when all are ready, or with `Awaits.READY` from its
-            beginning; None for no limit.
+        timeout: seconds in which all ranks must answer; None for no limit.
+        spent: seconds of these that were over before it began.
         say: shows the user a line.
         panel: shows how far the ranks are; None if nothing does.
         keeps_panel: whether the panel outlives the request; if not, it shows the end of the request.
@@ -110,6 +110,7 @@ class Request:
     world_size: int = 1
     start: float = NEVER
     timeout: float | None = None
+    spent: float = 0.0
     say: Callable[[str], object] = lambda _: None
     panel: Panel | None = None
     keeps_panel: bool = False
@@ -207,9 +208,10 @@ class Request:
             if rank.is_gone:  # it has ended since it was chosen, and no event will follow
                 self.ended(rank)
         now = time.monotonic()
-        self._start_ends = now + self.start
-        if self.awaits is Awaits.READY or all(rank.is_ready for rank in self.ranks):
-            self._all_are_ready(now)
+        if self.timeout is not None:
+            self._late_at = now + self.timeout - self.spent
+        if self.awaits is not Awaits.READY and not all(rank.is_ready for rank in self.ranks):
+            self._start_ends = now + self.start
         if self.awaits is Awaits.END:
             self._enter(self.steps[0].kind)
         if self.is_unwanted:
@@ -220,7 +222,7 @@ class Request:
         if self.awaits is Awaits.READY:
             self.answered(rank, Result(parcel=Parcel()), ())
         elif all(one.is_ready for one in self.ranks):
-            self._all_are_ready(time.monotonic())
+            self._start_ends = NEVER
 
     def answered(self, rank: RankProxy, message: Result | Failure | CellEnd, fds: tuple[int, ...]) -> None:
         """Note an answer.
@@ -370,11 +372,6 @@ class Request:
                 os.close(fd)
 
     # Inside.
-
-    def _all_are_ready(self, now: float) -> None:
-        self._start_ends = NEVER
-        if self.timeout is not None:
-            self._late_at = now + self.timeout
 
     def _add(self, incident: Incident, *, goes_on: bool = False) -> None:
         self.incidents.append(incident)

@@ -178,6 +178,14 @@ def test_restarts_start_all_ranks_again_and_tell_the_function(notebook: Kernel) 
     assert notebook.run("launch(works_at_last, (9,), 2, max_restarts=1)").message == "not yet, 1"
 
 
+def test_the_timeout_is_for_all_attempts_together(notebook: Kernel) -> None:
+    notebook.run("def fails():\n    time.sleep(0.2)\n    raise OSError('again')").ok()
+    cell = notebook.run("launch(fails, (), 1, max_restarts=1000, timeout=1.5)")
+    assert cell.error == "DeadlineError"
+    assert "the launch took longer than timeout=1.5 s" in cell.message
+    assert 1 <= cell.stderr.count("OSError: again; start ") < 8
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [

@@ -317,7 +317,7 @@ def becomes_another():
 for method in sys.argv[1:]:
     print(notebook_launcher(leaves_a_child, (), 2, start_method=method, progress="off"))
     try:
-        notebook_launcher(becomes_another, (), 2, start_method=method, progress="off", timeout=0.5)
+        notebook_launcher(becomes_another, (), 2, start_method=method, progress="off", timeout=5)
     except TimeoutError as error:
         print(error)
 """
