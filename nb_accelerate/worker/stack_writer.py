@@ -25,6 +25,9 @@ _MAX_FRAMES = 400
 ASK_STACK, ASK_LINE = b"?", b"l"
 """Requests. The answer to the second one stands on the progress page."""
 
+_LIBRARIES = ("/tqdm/_monitor.py", "/multiprocessing/queues.py", "/torch/utils/data/_utils/pin_memory.py")
+"""Files in which threads begin that never run code of users: of progress bars and loaders, which most training has."""
+
 _CHUNK = 1 << 12
 """Bytes of requests that are read at once, and answered once."""
 
@@ -56,7 +59,7 @@ def _serve(requests: int, stacks: int) -> None:
             frame = sys._current_frames().get(main or 0)  # noqa: SLF001 - the documented way to it
             if ASK_LINE in asked:
                 _note_line(frame, phase)
-            answer = _listed(frame, has_one_thread=not _threads_of_users()) if ASK_STACK in asked else b""
+            answer = _listed(frame, has_one_thread=not _has_threads_of_users()) if ASK_STACK in asked else b""
             del frame  # it would keep the variables of a function alive
             while answer:
                 answer = answer[os.write(stacks, answer) :]
@@ -77,11 +80,18 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
         yield Frame(filename=one.f_code.co_filename, lineno=lineno, name=one.f_code.co_name)
 
 
-def _threads_of_users() -> set[int]:
-    """Return the threads that may run code of users, beside the main thread. Called in this module's own."""
+def _has_threads_of_users() -> bool:
+    """Return whether threads live that may run code of users, beside the main thread. Called in this module's own."""
     ours = {one.ident for one in threading.enumerate() if isinstance(one, HelperThread)}
     ours |= {threading.main_thread().ident, threading.get_ident()}
-    return sys._current_frames().keys() - ours  # noqa: SLF001 - the documented way to them
+    frames = sys._current_frames()  # noqa: SLF001 - the documented way to them
+    return any(ident not in ours and not _is_of_library(frame) for ident, frame in frames.items())
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    files = [one.f_code.co_filename for one, _ in walk_stack(frame)]
+    began = next((file for file in reversed(files) if not file.endswith("/threading.py")), "")
+    return began.endswith(_LIBRARIES)
 
 
 def _listed(frame: FrameType | None, *, has_one_thread: bool) -> bytes:

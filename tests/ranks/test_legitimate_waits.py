@@ -310,12 +310,22 @@ def one_has_returned(rank: int) -> None:
         dist.barrier()
 
 
+def one_has_left_a_loop_with_a_bar_and_workers(rank: int) -> None:
+    from tqdm import tqdm
+
+    for batch in tqdm(torch.utils.data.DataLoader(list(range(8)), num_workers=1, multiprocessing_context="fork")):
+        if rank == 1 and batch == 2:
+            return
+        dist.barrier()
+
+
+@pytest.mark.parametrize("wait", [one_has_returned, one_has_left_a_loop_with_a_bar_and_workers])
 def test_a_wait_for_a_rank_that_has_returned_is_told_and_ends_by_itself(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    wait: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Launch, "timeouts", QUICK)
     with pytest.raises(DeadlockError, match=r"rank 0 waits in barrier, .*; rank 1 has finished"):
-        notebook_launcher(in_a_group, (one_has_returned,), 2, progress="off")
+        notebook_launcher(in_a_group, (wait,), 2, progress="off")
     assert "it ends by itself after 0.6 s" in capfd.readouterr().err
 
 
