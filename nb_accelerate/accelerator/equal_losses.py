@@ -48,12 +48,19 @@ class EqualLosses:
 
     def __init__(self, strategy: Strategy, tracker: LoaderTracker, *, reads_later: bool) -> None:
         world_size = strategy.data_collectives.world_size
-        self.is_on = 1 < world_size == strategy.collectives.world_size and not reads_later
+        self.is_on = False
+        self._is_of_use = 1 < world_size == strategy.collectives.world_size and not reads_later
         self._rank = strategy.collectives.rank
         self._world_size = world_size
         self._tracker = tracker
-        self._key = f"nb_accelerate/losses {next(_counter)} of rank"
+        self._key = ""
         self._losses: list[float] = []
+
+    def begin(self) -> None:
+        """Look at the losses that follow, until they are told: another model was prepared."""
+        self.is_on = self._is_of_use
+        self._key = f"nb_accelerate/losses {next(_counter)} of rank"
+        self._losses = []
 
     @only_reports("the comparison of losses")
     def add(self, loss: Tensor) -> None:
@@ -77,6 +84,7 @@ class EqualLosses:
         self.is_on = False
         keys = [f"{self._key} {rank}" for rank in range(self._world_size)]
         if store.check(keys) and len({bytes(store.get(key)) for key in keys}) == 1:
+            self._is_of_use = False
             logger.warning(
                 "%s: the first losses are equal to the last bit on all %d processes, so each of them trains with the "
                 "same rows, and no work is shared. Prepare a DataLoader, and loop over it; or give each process rows "

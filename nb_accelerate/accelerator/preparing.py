@@ -80,6 +80,9 @@ class PreparingSlice(PreparedSlice):
             _check_kind(item)
         models = [number for number, item in enumerate(args) if isinstance(item, nn.Module)]
         optimizers = [number for number, item in enumerate(args) if isinstance(item, torch.optim.Optimizer)]
+        if again := [args[number] for number in models if _contains(self.core.prepared.models, args[number])]:
+            self.core.strategy.copy_rank_0(again)
+            self.core.replicas.prepared_again()
         results: dict[int, Any] = dict.fromkeys(range(len(args)))
         trained = self._prepare_training(
             [self._request(args[number], places[number], args) for number in models],
@@ -148,9 +151,6 @@ class PreparingSlice(PreparedSlice):
         requests = {
             id(one.model): self._checked(one) for one in models if not _contains(core.prepared.models, one.model)
         }
-        if again := [one.model for one in models if _contains(core.prepared.models, one.model)]:
-            core.strategy.copy_rank_0(again)
-            core.replicas.prepared_again()
         given = {id(one[0]): one for one in optimizers if not _contains(core.prepared.optimizers, one[0])}
         for request in requests.values():
             core.precision.prepare_model(innermost(request.model))
@@ -215,6 +215,7 @@ class PreparingSlice(PreparedSlice):
         core.shared.models.add(prepared)
         core.steering.begin()
         core.tracker.look = core.replicas.look
+        core.equal_losses.begin()
         return prepared
 
     def _finish_optimizer(

@@ -93,8 +93,8 @@ class Replicas:
             if not store.check([key]):
                 continue
             position, _, values = store.get(key).decode().partition(":")
-            pairs = zip(self._own.get(position, ()), map(float, values.split()), strict=False)
-            if any(abs(own - their) > _TOLERANCE * max(abs(own), abs(their)) for own, their in pairs):
+            own, their = self._own.get(position, []), [*map(float, values.split())]
+            if len(own) == len(their) and any(map(_differ, own, their)):
                 self._is_told = True
                 logger.warning(
                     "%s: the weights on rank %d are not those on rank 0, as after load_state_dict with other weights "
@@ -104,6 +104,10 @@ class Replicas:
                     rank,
                 )
                 return
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > _TOLERANCE * max(abs(one), abs(other))
 
 
 def _some_of(parameters: Sequence[Tensor]) -> list[float]:

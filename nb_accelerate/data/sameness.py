@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from nb_accelerate.data.dispatcher import DataLoaderDispatcher
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.errors import CollectiveMismatchError
 from nb_accelerate.errors.traceback_lines import calling_line
@@ -49,7 +50,10 @@ def check_loaders(collectives: Collectives, given: Sequence[DataLoader[Any]], ma
     """
     if collectives.world_size == 1 or not given:
         return
-    own = [(after.extent(), rows_of(before)) for before, after in zip(given, made, strict=True)]
+    own = [
+        (after.extent(), {} if isinstance(after, DataLoaderDispatcher) else rows_of(before))  # rank 0 reads for all
+        for before, after in zip(given, made, strict=True)
+    ]
     for number, of_ranks in enumerate(zip(*collectives.all_gather_object(own), strict=False), start=1):
         _check_lengths(number, [extent for extent, _ in of_ranks])
         rows = [rows for _, rows in of_ranks]

@@ -70,8 +70,8 @@ class TrainedModels:
         return tuple(name for name, one in models.items() if any(id(p) in self._trained for p in _parameters(one)))
 
     def _look(self, optimizer: Any, *_: object) -> None:
-        first = optimizer.param_groups[0]["params"][0]  # stands for its model
-        if id(first) in self._trained:
+        first = next((one for group in optimizer.param_groups for one in group["params"]), None)  # for all of its model
+        if first is None or id(first) in self._trained:
             return
         self._trained[id(first)] = first
         if self._num_ranks == "1":  # nothing is to be told of it; it is new in a cell of several ranks

@@ -60,7 +60,7 @@ def _whole(save: Callable[..., None]) -> Callable[..., None]:
             os.replace(beside, path)  # noqa: PTH105 - as above
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        _tell_of_others(obj, path)
+        _tell_of_others(obj, path, given=str(f))
 
     return save_whole
 
@@ -76,7 +76,7 @@ def _folder_beside(path: str) -> str | None:
         return None
 
 
-def _tell_of_others(obj: object, path: str) -> None:
+def _tell_of_others(obj: object, path: str, *, given: str) -> None:
     """Warn, once for a path, if another rank has saved to it too."""
     is_rank = multiprocessing.parent_process() is None and threading.current_thread() is threading.main_thread()
     if path in _saved or not (is_rank and has_group()):
@@ -95,5 +95,5 @@ def _tell_of_others(obj: object, path: str) -> None:
             calling_line() or "torch.save",
             ', and without "module." in its keys' if is_wrapped else "",
             "accelerator.unwrap_model(model).state_dict()" if is_wrapped else "...",
-            os.path.basename(path),  # noqa: PTH119 - as above
+            given,
         )

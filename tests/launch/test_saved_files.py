@@ -46,7 +46,7 @@ def test_a_file_that_all_ranks_write_is_told_once(run_ranks: RunRanks, tmp_path:
     first, second = run_ranks(save, str(tmp_path), kind)
     line = 'torch.save(model.state_dict() if kind == "wrapped" else {"weights": torch.ones(2)}, path)'
     assert first + second == [
-        f'{line}: several ranks write this file, one after the other. To write it once{advice}"best.pt")'
+        f'{line}: several ranks write this file, one after the other. To write it once{advice}"{tmp_path}/best.pt")'
     ]
     assert os.listdir(tmp_path) == ["best.pt"]
 
