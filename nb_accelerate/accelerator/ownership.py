@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.errors import NotPreparedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -12,14 +13,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+logger = logging.getLogger("nb_accelerate")
+
 
 def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
-    """Refuse an optimizer that trains nothing. Called before its first step.
+    """Warn of an optimizer that trains nothing. Called before its first step.
 
     Parameters need not belong to a model (a temperature, a soft prompt, an image); they have gradients by then.
-
-    Raises:
-        ConfigError: none of its parameters is one of a prepared model, and none has a gradient.
     """
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not mine or any(parameter.grad is not None for parameter in mine):
@@ -29,11 +29,14 @@ def check_owned(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -
     if not prepared or any(id(parameter) in owned for parameter in mine):
         return
     names = ", ".join(type(model).__name__ for model in prepared)
-    raise ConfigError(
-        f"None of the {len(mine)} parameters of this {type(optimizer).__name__} belongs to a prepared model ({names}), "
-        "and none has a gradient, so it trains nothing. Make it from the parameters of the model that you prepare: "
-        "optimizer = Optimizer(model.parameters()) after the last change that replaces them (a new model, resized "
-        "embeddings), then model, optimizer = accelerator.prepare(model, optimizer)."
+    logger.warning(
+        "None of the %d parameters of this %s belongs to a prepared model (%s), and none has a gradient, so it trains "
+        "nothing. Make it from the parameters of the model that you prepare: optimizer = Optimizer(model.parameters()) "
+        "after the last change that replaces them (a new model, resized embeddings), then model, optimizer = "
+        "accelerator.prepare(model, optimizer).",
+        len(mine),
+        type(optimizer).__name__,
+        names,
     )
 
 

@@ -102,10 +102,7 @@ class TrainingSlice(Slice):
                     optimizer.zero_grad()
 
         Args:
-            *models: those whose backward runs in the block; what ``prepare`` returned.
-
-        Raises:
-            NotPreparedError: a model did not go through ``prepare``.
+            *models: those whose backward runs in the block; what ``prepare`` returned, or what holds it.
         """
         return AccumulateBlock(self.core, models)
 
@@ -123,10 +120,7 @@ class TrainingSlice(Slice):
             optimizer.step()
 
         Args:
-            model: what ``prepare`` returned.
-
-        Raises:
-            NotPreparedError: it did not go through ``prepare``.
+            model: what ``prepare`` returned, or what holds it.
         """
         return self.core.strategy.no_sync((model,)) or contextlib.nullcontext()
 

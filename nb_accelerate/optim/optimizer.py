@@ -112,8 +112,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure: recomputes the loss, for optimizers that want it.
 
         Raises:
-            ConfigError: a closure was given with fp16; or the optimizer trains nothing that was prepared or has
-                gradients.
+            ConfigError: a closure was given with fp16.
             NotPreparedError: with fp16, gradients do not come from ``accelerator.backward``.
             CheckpointError: a checkpoint could not be saved in the background. The step is done.
         """

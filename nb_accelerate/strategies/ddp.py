@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
@@ -12,9 +11,10 @@ from torch.nn import parallel
 from typing_extensions import override
 
 from nb_accelerate.config.options import note_use
-from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.strategy import Strategy
+from nb_accelerate.strategies.unwrapping import flattened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from nb_accelerate.comm import Collectives
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
-    from nb_accelerate.strategies.strategy import ModelRequest
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -141,14 +140,6 @@ class DDPStrategy(Strategy):
         super().__init__(device, collectives, distributed_type)
         self._options = options
         self._device_ids = [device] if pass_device_ids else None
-        self._unwrapped: WeakSet[nn.Module] = WeakSet()  # prepared without a wrapper: nothing in them is trained
-
-    @override
-    def prepare_model(self, request: ModelRequest) -> nn.Module:
-        prepared = super().prepare_model(request)
-        if prepared is request.model:
-            self._unwrapped.add(prepared)
-        return prepared
 
     @override
     def use_ddp_options(self, options: DistributedDataParallelKwargs) -> None:
@@ -217,7 +208,7 @@ class DDPStrategy(Strategy):
     @override
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
-        for wrapped in self._wrappers(models):
+        for wrapped in _wrappers(models):
             if getattr(wrapped, "needs_first_sync", False):
                 raise ConfigError(
                     "DistributedDataParallelKwargs(static_graph=True) needs a first backward that exchanges gradients, "
@@ -229,7 +220,7 @@ class DDPStrategy(Strategy):
     @override
     def accumulate(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
-        for wrapped in self._wrappers(models):
+        for wrapped in _wrappers(models):
             if getattr(wrapped, "needs_first_sync", False):
                 vars(wrapped)["needs_first_sync"] = False  # averaging a part of the sum gives the same gradients
             else:
@@ -246,19 +237,15 @@ class DDPStrategy(Strategy):
 
         return GradientAverage(optimizer, self.collectives, wrappers)
 
-    def _wrappers(self, models: Iterable[nn.Module]) -> list[parallel.DistributedDataParallel]:
-        found = []
-        for model in models:
-            wrapped = _wrapped(model)
-            if wrapped is not None:
-                found.append(wrapped)
-            elif getattr(model, "_orig_mod", model) not in self._unwrapped:
-                raise NotPreparedError(
-                    f"accumulate or no_sync was given a {type(model).__name__} that prepare did not return, so the "
-                    "exchange of its gradients cannot be held back. Give it what prepare returned: "
-                    "model = accelerator.prepare(model)."
-                )
-        return found
+
+def _wrappers(models: Iterable[Any]) -> Iterator[parallel.DistributedDataParallel]:
+    """Yield the wrappers in what a user gives; a model without one exchanges no gradients."""
+    for model in flattened(models):
+        wrapped = _wrapped(model)
+        if wrapped is not None:
+            yield wrapped
+        else:
+            yield from (one for one in model.modules() if isinstance(one, parallel.DistributedDataParallel))
 
 
 def _wrapped(model: nn.Module) -> parallel.DistributedDataParallel | None:

@@ -19,7 +19,7 @@ from nb_accelerate.comm.data_parallel import share_random_numbers
 from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
-from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.averaging import GradientAverage
 from nb_accelerate.strategies.ddp import is_alive
 from nb_accelerate.strategies.dtensors import DTensorStrategy
@@ -27,7 +27,7 @@ from nb_accelerate.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.strategies.model_memory import measure
 from nb_accelerate.strategies.sharding import is_sharded, shard_model
 from nb_accelerate.strategies.shards import is_shard
-from nb_accelerate.strategies.unwrapping import innermost
+from nb_accelerate.strategies.unwrapping import flattened, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,7 +98,6 @@ class FSDPStrategy(DTensorStrategy):
         self._dtype: torch.dtype | None = None
         if options.cpu_ram_efficient_loading:
             Environment.set_rank_0_loading()
-        self._unsharded: WeakSet[nn.Module] = WeakSet()  # prepared for evaluation only
         self._no_sync_depth: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._holding: WeakSet[nn.Module] = WeakSet()  # may hold gradients that were not exchanged
 
@@ -120,7 +119,6 @@ class FSDPStrategy(DTensorStrategy):
     def prepare_model(self, request: ModelRequest) -> nn.Module:
         if request.training:
             return self.wrap(request.model)  # which moves it, a block at a time
-        self._unsharded.add(request.model)
         return super().prepare_model(request)
 
     @override
@@ -149,16 +147,11 @@ class FSDPStrategy(DTensorStrategy):
     @override
     def no_sync(self, models: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
         block = contextlib.ExitStack()
-        for model in models:
+        for model in flattened(models):
             inner = innermost(model)
-            if is_sharded(inner):
-                block.enter_context(self._without_sync(inner))
-            elif inner not in self._unsharded:
-                raise NotPreparedError(
-                    f"accumulate or no_sync was given a {type(model).__name__} that prepare did not return, so the "
-                    "exchange of its gradients cannot be held back. Give it what prepare returned: "
-                    "model = accelerator.prepare(model)."
-                )
+            for one in [inner] if is_sharded(inner) else inner.modules():  # of nested ones, each counts by itself
+                if is_sharded(one):
+                    block.enter_context(self._without_sync(one))
         return block
 
     @contextlib.contextmanager

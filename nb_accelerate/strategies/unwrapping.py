@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nb_accelerate.precision.forward import restore_forward
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from torch import nn
 
 
@@ -56,3 +59,12 @@ def innermost(model: nn.Module) -> nn.Module:
     while (wrapped := _is_wrapper(inner)) or hasattr(inner, "_orig_mod"):
         inner = inner.module if wrapped else inner._orig_mod  # noqa: SLF001 - torch.compile's name for it
     return inner  # type: ignore[no-any-return]
+
+
+def flattened(models: Iterable[Any]) -> Iterator[nn.Module]:
+    """Yield the modules in what a user gives for models: in lists and tuples too, and nothing of other kinds."""
+    for one in models:
+        if isinstance(one, (list, tuple)):
+            yield from flattened(one)
+        elif isinstance(one, Module):
+            yield one
