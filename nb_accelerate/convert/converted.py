@@ -72,23 +72,11 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         states = rng.capture(self._kind, all_devices=False)
         rng.restore(self._collectives.broadcast_objects([states], 0)[0], self._kind)
 
-        # Functions, because a class binds no other callables to its instances.
-        def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._call(model, args, kwargs)
-
-        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-            return self._iterate(loader)
-
-        def refuse(_: object, **__: object) -> None:
-            raise ConfigError(
-                f"line {line_here()}: an Accelerator shares out rows itself. Run the cell without --convert, or leave "
-                "the Accelerator out"
-            )
-
         own = (
-            (nn.Module, "__call__", call),
-            (DataLoader, "__iter__", iterate),
-            (Accelerator, "__init__", refuse),
+            # Functions, because a class binds no other callables to its instances.
+            (nn.Module, "__call__", lambda model, *args, **kwargs: self._call(model, args, kwargs)),
+            (DataLoader, "__iter__", lambda loader: self._iterate(loader)),  # noqa: PLW0108 - as above
+            (Accelerator, "__init__", _refuse),
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
             (torch, "save", self._save),
@@ -101,13 +89,11 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._patch(self._plain.values())
+        self._ours = list(self._plain.values())  # a batch may be read after the cell
+        self._patch(self._ours)
 
     def report(self, *, shows: bool) -> None:
-        """Say which models' work was not shared, and why; with `shows`, how the cell is written by hand.
-
-        All ranks say it, and it is shown once.
-        """
+        """Say, on all ranks, whose work was not shared, and why; with `shows`, how the cell is written by hand."""
         for name, (line, why) in self.models.unshared.items():
             said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
             print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - as above
@@ -163,7 +149,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
 
     def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         """Save once to a file, which ranks do not read meanwhile."""
-        ranks = self._collectives if isinstance(f, (str, os.PathLike)) else SingleCollectives()
+        ranks = self._collectives if self._is_here and isinstance(f, (str, os.PathLike)) else SingleCollectives()
         ranks.barrier()
         if ranks.rank == 0:
             self._plain[torch, "save"](obj, f, *args, **kwargs)
@@ -189,3 +175,10 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             if part is end:
                 return
             yield whole_batch(part, parts.batch_remainder, self._collectives)
+
+
+def _refuse(_: Accelerator, **__: object) -> None:
+    raise ConfigError(
+        f"line {line_here()}: an Accelerator shares out rows itself. Run the cell without --convert, or leave the "
+        "Accelerator out"
+    )

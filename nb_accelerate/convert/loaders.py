@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from nb_accelerate.comm.packing import communicate_packed
 from nb_accelerate.config.loader import DataLoaderConfiguration
-from nb_accelerate.convert.rows import joined_rows
 from nb_accelerate.data import prepare_data_loader
 from nb_accelerate.process import rng
 from nb_accelerate.pytree import map_tensors, tensors_in
@@ -44,4 +44,5 @@ def in_parts(loader: DataLoader[Any], collectives: Collectives, kind: DeviceKind
 
 def whole_batch(part: Any, real: int | None, collectives: Collectives) -> Any:
     """Return the batch of which each rank has read a part; only the first `real` rows are not repeated ones."""
-    return map_tensors(lambda one: joined_rows(one, len(one) * collectives.world_size, collectives)[:real], part)
+    wholes = iter(communicate_packed(tensors_in(part), collectives.all_gather, collectives.world_size))
+    return map_tensors(lambda _: next(wholes).flatten(0, 1)[:real], part)

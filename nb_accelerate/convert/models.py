@@ -67,7 +67,9 @@ class SharedModels:
         """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
         tensors, ranks = tensors_in(arguments), self._collectives.world_size
         has_rows = bool(tensors) and max(tensors[0].shape[:2], default=0) >= ranks
-        key = (has_rows, *((one.dim(), one.dtype) for one in tensors), *map(type, arguments[0]), *arguments[1])
+        args, kwargs = arguments
+        choices = (one for one in (*args, *kwargs.values()) if isinstance(one, (bool, str, type(None))))
+        key = (has_rows, *((one.dim(), one.dtype) for one in tensors), *map(type, args), *kwargs, *choices)
         known = self._known.setdefault(model, {})
         if key not in known:
             self._check(model)

@@ -86,19 +86,6 @@ def _narrowed(whole: Tensor, dim: int, collectives: Collectives) -> Tensor:
     return whole.narrow(dim, first, end - first)
 
 
-def joined_rows(part: Tensor, rows: int, collectives: Collectives, dim: int = 0) -> Tensor:
-    """Return the rows of all ranks, which may have different numbers of them."""
-    sent, ranks = part.detach().movedim(dim, 0), collectives.world_size
-    sent = sent.to(torch.uint8) if sent.dtype is torch.bool else sent
-    missing = -(-rows // ranks) - sent.shape[0]
-    if missing:
-        sent = torch.cat([sent, sent.new_zeros(missing, *sent.shape[1:])])
-    ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
-    parts = collectives.all_gather(sent.contiguous())
-    whole = torch.cat([one[: end - first] for one, (first, end) in zip(parts, ends, strict=True)])
-    return whole.to(part.dtype).movedim(0, dim)
-
-
 class _Part(Function):
     """This rank's part of what is whole."""
 
@@ -116,13 +103,21 @@ class _Part(Function):
 
 
 class _Whole(Function):
-    """What is whole, of all parts."""
+    """What is whole, of all parts; ranks may have different numbers of rows."""
 
     @staticmethod
     @override
     def forward(ctx: Any, part: Tensor, dim: int, rows: int, collectives: Collectives) -> Tensor:
-        ctx.dim, ctx.collectives = dim, collectives
-        return joined_rows(part, rows, collectives, dim)
+        ctx.dim, ctx.collectives, ranks = dim, collectives, collectives.world_size
+        sent = part.detach().movedim(dim, 0)
+        sent = sent.to(torch.uint8) if sent.dtype is torch.bool else sent
+        missing = -(-rows // ranks) - sent.shape[0]
+        if missing:
+            sent = torch.cat([sent, sent.new_zeros(missing, *sent.shape[1:])])
+        ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
+        parts = collectives.all_gather(sent.contiguous())
+        whole = torch.cat([one[: end - first] for one, (first, end) in zip(parts, ends, strict=True)])
+        return whole.to(part.dtype).movedim(0, dim)
 
     @staticmethod
     @override

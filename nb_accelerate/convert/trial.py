@@ -41,7 +41,7 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> 
     why = f"it was not called with tensors of {ranks} rows or more"
     for rows in dict.fromkeys(size for size in sizes if size >= ranks):
         dims = [next((dim for dim, size in enumerate(one.shape) if size == rows), None) for one in inputs]
-        reason = "parts of its rows give another result than all of them together"
+        reason = "parts of its rows do not give what all of them give together"
         joins: list[Join | None] = [None]
         left = [one for one, dim in zip(inputs, dims, strict=True) if dim is None and one.dim()]
         # Numbers of rows (of a graph's nodes, say) would point outside of a part, which ends the runtime of a GPU.
@@ -64,13 +64,17 @@ def _try(
     rows = max(one.shape[dim] for one, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
     ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
     states = rng.capture(kind, all_devices=False)
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model)
     results = []
     with torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
-        for first, end in ((0, rows), *ends):
+        for first, end in ((0, rows), (0, rows), *ends):
             args, kwargs = narrowed(arguments, dims, first, end)
             results.append([one.clone() for one in tensors_in(model(*args, **kwargs))])
             rng.restore(states, kind)
+            model.eval()  # from the second call on, as batch norm uses all rows in training
+    in_training, *results = results
+    if [(one.dim(), one.dtype) for one in in_training] != [(one.dim(), one.dtype) for one in results[0]]:
+        return [None]
     weights = [(end - first) / rows for first, end in ends]
     return [_join(whole, parts, weights) for whole, *parts in zip(*results, strict=True)]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+
+from nb_accelerate.errors.traceback_lines import is_users
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,12 +23,9 @@ _KINDS = (nn.Module, Optimizer, DataLoader, LRScheduler)
 
 
 def frames_here() -> Iterator[FrameType]:
-    """Yield the frames of the callers, without those of torch and of this package."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as `warnings` does
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("nb_accelerate", "torch"):
-            yield frame
-        frame = frame.f_back
+    """Yield the frames of users' code that led here, the newest first."""
+    stack = traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 - as `warnings` does
+    return (frame for frame, _ in stack if is_users(frame.f_code.co_filename))
 
 
 def line_here() -> int:
@@ -43,16 +43,16 @@ class SeenLoop:
 
     def note(self) -> None:
         """Note the line that calls backward, and what the names there stand for."""
-        frames = list(frames_here())
-        where = frames[0].f_code.co_filename, frames[0].f_lineno
-        if where not in self._backward:
-            self._backward[where] = linecache.getline(*where).strip() or f"in {frames[0].f_code.co_name}"
-            for names in (self._variables, *(frame.f_locals for frame in reversed(frames))):
-                found = {id(one): (name, one) for name, one in list(names.items()) if isinstance(one, _KINDS)}
-                self._named = {**found, **self._named}  # names of the cell before those in functions
+        frame = next(frames_here(), None)
+        if frame is None or (where := (frame.f_code.co_filename, frame.f_lineno)) in self._backward:
+            return
+        self._backward[where] = linecache.getline(*where).strip() or f"in {frame.f_code.co_name}"
+        for names in (*(one.f_locals for one in frames_here()), self._variables):
+            found = {id(one): (name, one) for name, one in list(names.items()) if isinstance(one, _KINDS)}
+            self._named |= found  # names of the cell in the place of those in functions
 
     def by_hand(self, models: Sequence[nn.Module], loaders: Sequence[DataLoader[Any]]) -> str:
-        """Return the lines for an `Accelerator`, of models and loaders that were used."""
+        """Return the lines for an `Accelerator`, of models and loaders that were used; "" if nothing was trained."""
         parameters = {id(parameter) for model in models for parameter in model.parameters()}
         trains = []
         for _, one in self._named.values():
@@ -68,4 +68,4 @@ class SeenLoop:
         ]
         lines += ['loss = accelerator.reduce(loss.detach(), "mean")  # before it is printed or added up']
         lines += ["outputs, targets = accelerator.gather_for_metrics((outputs, targets))  # before rows are counted"]
-        return "\n".join(lines)
+        return "\n".join(lines) if self._backward else ""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 SETUP_PROCESS = "nb_accelerate.process.setup:setup_process"
 ACCELERATOR = "nb_accelerate.accelerator:Accelerator"
-CONVERTED = "nb_accelerate.convert:Converted"
+CONVERTED = "nb_accelerate.convert.converted:Converted"
 """The training half's, by dotted name: the notebook half does not import it."""
 
 _GROUP_TIMEOUT = timedelta(days=365)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from nb_accelerate import Accelerator, notebook_launcher
-from nb_accelerate.convert import Converted
+from nb_accelerate.convert.converted import Converted
 from nb_accelerate.errors import ConfigError
 
 ALONE = {"char-RNN without a loader", "GCN", "GCN of an adjacency matrix"}
@@ -89,6 +89,15 @@ def outcome_of_rows() -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x - x.mean(dim=0))
 
+    class AddsAnOutput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor, twice: bool = False) -> list[torch.Tensor]:
+            out = self.layer(x)
+            return [out, out] if self.training or twice else [out]
+
     outcome: dict[str, Any] = {}
 
     def learn(name: str, model: nn.Module, loss_of: Any) -> None:
@@ -111,6 +120,8 @@ def outcome_of_rows() -> dict[str, Any]:
     learn("a chain", nn.ModuleList([inner, outer]), lambda _: F.cross_entropy(outer(inner(x).relu()), y))
     rnn = nn.LSTM(6, 4)  # time comes first
     learn("rows second", rnn, lambda model: model(x.expand(5, 13, 6))[0].square().mean())
+    learn("by a choice", AddsAnOutput().eval(), lambda model: sum(map(torch.sum, model(x, False) + model(x, True))))
+    learn("AddsAnOutput", AddsAnOutput(), lambda model: sum(map(torch.sum, model(x))))
     learn("Standardizes", Standardizes(), lambda model: F.cross_entropy(model(x), y))
     return outcome
 
@@ -120,7 +131,7 @@ def test_models_of_other_kinds_learn_as_in_one_process():
     for rank in notebook_launcher(outcome_of_rows, num_processes=2):
         for name, (numbers_of_rank, is_unshared) in rank.items():
             assert numbers_of_rank == pytest.approx(alone[name][0], rel=1e-4, abs=1e-6), name
-            assert is_unshared == (name == "Standardizes")
+            assert is_unshared == (name in {"Standardizes", "AddsAnOutput"})
 
 
 class Counted(Dataset[Any]):
@@ -167,17 +178,37 @@ def chance_of_rows() -> dict[str, Any]:
         out = model(x)
         (0 * out).sum().backward()
         after = torch.rand(1).item()
-        plain = isinstance(nn.Module.__call__, type(test_models_of_other_kinds_learn_as_in_one_process))
+        norm, other = nn.BatchNorm1d(4), torch.randn(8, 4)
+        norm(other)
+        is_replaced = nn.Module.__call__ is not nn.Module._wrapped_call_impl
     is_restored = nn.Module.__call__ is nn.Module._wrapped_call_impl
-    buffers = [one.tolist() for one in model.buffers()]
-    return {"out": out.tolist(), "after": after, "buffers": buffers, "restored": plain and is_restored}
+    return {
+        "out": out.tolist(),
+        "after": after,
+        "mean": torch.allclose(norm.running_mean, 0.1 * other.mean(dim=0)),
+        "restored": is_replaced and is_restored,
+    }
 
 
 def test_rows_are_dropped_apart_and_all_else_is_equal_on_ranks():
     one, two = notebook_launcher(chance_of_rows, num_processes=2)
     assert one == two
     assert one["out"][:4] != one["out"][4:]
+    assert one["mean"]
     assert one["restored"]
+
+
+def reads_after_the_block() -> list[Any]:
+    batches = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4)
+    with Converted({}):
+        rest = iter(batches)
+        next(rest)
+    (rows,) = next(rest)
+    return [rows.tolist(), nn.Module.__call__ is nn.Module._wrapped_call_impl]
+
+
+def test_a_loader_may_be_read_on_after_the_cell():
+    assert notebook_launcher(reads_after_the_block, num_processes=2) == [[[4.0, 5.0, 6.0, 7.0], True]] * 2
 
 
 def saves_and_loads(folder: str) -> bool:
