@@ -105,8 +105,15 @@ class OptionsSlice(Slice):
 
     @property
     def native_amp(self) -> bool:
-        """Whether models compute in a mixed precision of torch."""
+        """Whether models compute in a mixed precision of torch. May be assigned, which changes nothing.
+
+        Scripts do so for devices without autocast; here the device table knows what a device computes in.
+        """
         return self.core.precision.name != "no"
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        pass
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs:

@@ -137,6 +137,8 @@ def test_options_can_be_read_back():
     assert (accelerator.ddp_handler, accelerator.scaler_handler) == (ddp, scaler)
     assert (accelerator.autocast_handler, accelerator.init_handler) == (AutocastKwargs(), InitProcessGroupKwargs())
     assert accelerator.native_amp
+    accelerator.native_amp = False  # under `if torch.backends.mps.is_available()`, in published scripts
+    assert accelerator.native_amp
     assert accelerator.scaler.get_scale() == 8.0
     other = Accelerator(mixed_precision="no")
     assert not other.native_amp
