@@ -120,10 +120,6 @@ DIFFERENCES = {
     "test_prepare_refuses_what_it_does_not_know": (
         "`prepare` refuses what is no model, optimizer, loader or scheduler; accelerate hands it back."
     ),
-    "test_an_optimizer_that_trains_nothing_is_refused": (
-        "An optimizer that would train nothing, since all its parameters are those of a model that was not "
-        "prepared and is not used, is refused; accelerate steps it."
-    ),
     "test_ranks_that_share_rows_count_as_one": (
         "Tensor parallelism runs on CPUs too, where accelerate refuses it. `gather`, `reduce`, `gather_for_metrics`, "
         "`split_between_processes` and schedulers count the processes of one group, which read the same rows, as one."

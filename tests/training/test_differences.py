@@ -117,18 +117,6 @@ def test_prepare_refuses_what_it_does_not_know():
         ours.prepare("a metric")
 
 
-def test_an_optimizer_that_trains_nothing_is_told(caplog):
-    theirs, ours = both(cpu=True)
-    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    for accelerator, is_told in ((theirs, False), (ours, True)):
-        before = other.weight.item()
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=1.0))
-        accelerator.backward(prepared(torch.ones(1, 1)).sum())
-        optimizer.step()
-        assert other.weight.item() == before
-        assert ("belongs to a prepared model" in caplog.text) == is_told
-
-
 def test_options_refuse_what_would_do_nothing():
     for package, refuses in ((accelerate, False), (nb_accelerate, True)):
         config = package.utils.DataLoaderConfiguration()
