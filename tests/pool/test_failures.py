@@ -458,6 +458,18 @@ class TestHangs:
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
     @pytest.mark.slow
+    def test_ranks_that_wait_for_one_in_a_debugger_are_not_told_to_interrupt(self, notebook: Kernel, ranks: int):
+        if ranks == 1:
+            pytest.skip("nobody waits for anybody")
+        with timeouts(notebook, quiet=0.3, told=0.3, deadlock=1.0):
+            cell = notebook.start("%%distributed\nif rank == 0:\n    breakpoint()\ndist.barrier()", allow_stdin=True)
+            notebook.client.get_stdin_msg(timeout=20)
+            seen = notebook.wait_for_output(cell, "so far")
+            notebook.client.input("c")
+            notebook.finish(cell).ok()
+        assert "nterrupt" not in seen
+
+    @pytest.mark.slow
     def test_a_rank_that_waits_for_a_thread_of_one_that_has_ended_is_left_alone(self, notebook: Kernel, ranks: int):
         if ranks == 1:
             pytest.skip("nobody waits for anybody")
