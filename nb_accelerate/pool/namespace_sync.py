@@ -153,11 +153,10 @@ class NamespaceSync:
         """Return the global names that functions read which were sent with some objects."""
         return frozenset[str]().union(*(self._uses.get(key, ()) for key in keys))
 
-    @property
-    def containers(self) -> dict[int, str]:
-        """Names of lists and dictionaries that were sent, by their addresses."""
+    def containers(self, namespace: Mapping[str, object]) -> dict[int, str]:
+        """Return the names of lists and dictionaries that were sent, and that the notebook still has, by address."""
         named = {name: sent.value() for name, sent in self._sent.items() if name in self.known}
-        return {id(value): name for name, value in named.items() if value is not None}
+        return {id(value): name for name, value in named.items() if value is namespace.get(name) and value is not None}
 
     def is_untold(self, name: str, value: object) -> bool:
         """Return whether the user was not told yet that this value does not replace the rank's own, and remember it."""
@@ -191,8 +190,13 @@ class NamespaceSync:
             uses: global names that functions among them read.
         """
         for key, tokens in contents.items():
-            self.known[key] = tokens
+            sent = self._sent[key] if isinstance(key, str) else None
+            others = {name for name in self._sent.keys() & self.known.keys() if sent and self._has_same(name, sent)}
+            self.known.update(dict.fromkeys({key, *others}, tokens))
             self._uses[key] = self._uses.get(key, frozenset()) | uses
+
+    def _has_same(self, name: str, sent: _Sent) -> bool:
+        return self._sent[name].value() is sent.value() is not None
 
     def gone(self, numbers: Iterable[Key]) -> None:
         """Note objects that the rank has no more."""

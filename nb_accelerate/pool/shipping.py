@@ -39,12 +39,14 @@ class Need:
         sync: what one of them has.
         values: what is sent, by name.
         changed: objects that they have and that are to hold something else.
+        containers: names of lists and dictionaries that they have, by address.
     """
 
     ranks: list[int]
     sync: NamespaceSync
     values: dict[str, Any]
     changed: dict[Key, Any]
+    containers: dict[int, str]
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Shipment:
         ranks: the ranks that get them.
         packed: a `Names`, pickled.
         values: the values, by name.
-        uses: global names that functions among the values read.
+        uses: global names that functions among the values read, and those of containers that are referred to.
         contents: what objects hold on the ranks then.
     """
 
@@ -130,11 +132,17 @@ def make_manifest(
         TooLargeError: the values have more than `limit` bytes; the text says how to send them nevertheless.
     """
     forced = frozenset(forced)
-    wanted = {*free, *forced}
-    while True:  # until no function that is packed reads a name that was not asked for
+    wanted, held = {*free, *forced}, set[str]()
+    while True:  # until nothing that is packed uses a name that was not asked for
         manifest = Manifest()
+        planning = _Planning(wanted, held, namespace, syncs, numbers, forced, manifest)
+        more = planning.held() - wanted
+        if more:
+            held |= more
+            wanted |= more
+            continue
         try:
-            for need in _Planning(wanted, namespace, syncs, numbers, forced, manifest).needs(ask):
+            for need in planning.needs(ask):
                 manifest.shipments.append(_pack(need, manifest.looks, numbers, limit, is_forced=bool(forced)))
         except BaseException:
             manifest.close()
@@ -152,12 +160,14 @@ class _Planning:
     def __init__(
         self,
         wanted: set[str],
+        held: set[str],
         namespace: Mapping[str, Any],
         syncs: Mapping[int, NamespaceSync],
         numbers: Numbers,
         forced: frozenset[str],
         manifest: Manifest,
     ) -> None:
+        self._held = held
         self._namespace = namespace
         self._syncs = syncs
         self._numbers = numbers
@@ -184,6 +194,8 @@ class _Planning:
         value = self._namespace[name]
         verdict = Verdict.SEND if name in self._forced else sync.judge(name, value)
         if verdict is Verdict.OWN:
+            if name in self._held:
+                return ()
             manifest.own[name] = value
             if self._numbers.get(value) in sync.known or sync.is_settled(name):
                 self._look(name)
@@ -216,6 +228,14 @@ class _Planning:
             looks[name] = Look(self._namespace[name], self._numbers)
         return looks[name]
 
+    def held(self) -> set[str]:
+        """Return the names of lists and the like in what is sent. A list has no number: it stays one by its name."""
+        held = set[int]()
+        for name in set[str]().union(*self._send.values(), *self._changed.values()) & self._manifest.looks.keys():
+            held |= self._manifest.looks[name].held
+        names = [name for name, value in self._namespace.items() if id(value) in held] if held else []
+        return {name for name in names if not is_hidden(name) and name not in SHELL_NAMES}
+
     def needs(self, ask: Ask) -> list[Need]:
         """Return what ranks need, those together that need the same."""
         touched = self._touched(ask)
@@ -241,8 +261,10 @@ class _Planning:
                     manifest.weights.add(name)
             if names or objects:
                 same = (frozenset(names), frozenset(objects), frozenset(sync.known))
-                need = found.setdefault(same, Need([], sync, {name: self._namespace[name] for name in names}, objects))
-                need.ranks.append(rank)
+                if same not in found:
+                    values = {name: self._namespace[name] for name in names}
+                    found[same] = Need([], sync, values, objects, sync.containers(self._namespace))
+                found[same].ranks.append(rank)
         manifest.weights -= self._forced
         return [*found.values()]
 
@@ -279,7 +301,7 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
                 f"{name} holds a {type(value).__qualname__} that was changed in the notebook. It cannot be changed in "
                 f"place on the ranks. To send all of it: %distributed push {name}"
             )
-    containers = {address: name for address, name in sync.containers.items() if name not in values}
+    containers = {address: name for address, name in need.containers.items() if name not in values}
     parts = {key: tokens for name, look in looks.items() for key, tokens in look.parts(name).items()}
     # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
     references = References(numbers, (sync.known.keys() & parts.keys()) - anew, containers)
@@ -299,6 +321,7 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
     except ShippingError as error:
         raise _of_a_variable(error, looks) from error.__cause__
     uses = frozenset[str]().union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
+    uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
         contents[number] = parts.get(number) or Look(value, numbers, deep=False).tokens

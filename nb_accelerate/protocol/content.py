@@ -118,6 +118,7 @@ class Look:
         value: as given.
         tokens: all that was read.
         objects: those that were read, by number.
+        held: addresses of the containers, and of other objects without numbers, that were read.
         is_partial: something was left out, because it is too large or cannot be read.
     """
 
@@ -129,7 +130,7 @@ class Look:
         self.moves = moves
         self._items_left = _MAX_ITEMS
         self._ends: list[int] = []
-        self._seen: set[int] = set()
+        self.held: set[int] = set()
         self._waiting: list[Any] = []
         number = None if issubclass(type(value), CONTAINERS) else numbers.of(value)
         self.value = value
@@ -178,8 +179,8 @@ class Look:
             number = self.read_later(value)
             if number is not None:
                 self.tokens.append(number)
-            elif id(value) not in self._seen:
-                self._seen.add(id(value))
+            elif id(value) not in self.held:
+                self.held.add(id(value))
                 _reader(kind)(self, value)
 
     def read_later(self, value: Any) -> int | None:
@@ -195,8 +196,8 @@ class Look:
         self._items_left -= len(value)
         if self._items_left < 0:
             self.is_partial = True
-        elif id(value) not in self._seen:  # one may hold itself
-            self._seen.add(id(value))
+        elif id(value) not in self.held:  # one may hold itself
+            self.held.add(id(value))
             if issubclass(type(value), dict):
                 for key, part in dict.items(value):
                     self.add(key)

@@ -65,14 +65,14 @@ class References:
         numbers: of objects.
         known: numbers of those that the receivers have.
         names: variables of the receivers that hold a list or dictionary, by its address here.
-        used: those of `known` that were referred to, when it was packed.
+        used: those of `known` and `names` that were referred to, when it was packed.
         packed: the objects that were packed, by number.
     """
 
     numbers: Numbers
     known: Container[int | str]
     names: Mapping[int, str] = field(default_factory=dict)
-    used: set[int] = field(default_factory=set)
+    used: set[int | str] = field(default_factory=set)
     packed: dict[int, Any] = field(default_factory=dict)
 
 
@@ -336,13 +336,14 @@ class _ReferringPickler(_Pickler):
 
     def persistent_id(self, obj: Any) -> int | str | None:
         references = self._references
-        number = references.numbers.get(obj)
-        if number is None:
-            return references.names.get(id(obj))
-        if number not in references.known:
+        key: int | str | None = references.numbers.get(obj)
+        if key is None:
+            key = references.names.get(id(obj))
+        elif key not in references.known:
             return None
-        references.used.add(number)
-        return number
+        if key is not None:
+            references.used.add(key)
+        return key
 
 
 class _ReferringUnpickler(pickle.Unpickler):

@@ -57,6 +57,9 @@ class Received(Numbers):
         """
         sent, objects = unpack_numbered(parcel, fds, lambda key: self._find(key, names))
         changed = {key: self._find(key, names) for key in sent.states}
+        # Whatever holds a list that is changed here holds something else then, and has not been changed by this rank.
+        has_lists = any(isinstance(key, str) for key in changed)
+        same = self._tokens.keys() - self.changed([*self._tokens], names) if has_lists else ()
         for key, value in changed.items():
             renew(value, sent.states[key])
         for name, value in sent.values.items():
@@ -66,8 +69,10 @@ class Received(Numbers):
             self._take(number, value)
         for value in objects.values():
             self._find_home_of_parameters(value)
-        for key, value in {**objects, **changed, **{name: names[name] for name in sent.values}}.items():
-            self._tokens[key] = self._read(value)
+        for key in {*objects, *changed, *sent.values, *same}:
+            value = names.get(key) if isinstance(key, str) else self._object(key)
+            if value is not None:
+                self._tokens[key] = self._read(value)
 
     def changed(self, keys: Iterable[Key], names: dict[str, Any]) -> set[Key]:
         """Return which of these objects hold something else than when they came, or were last changed, from there."""

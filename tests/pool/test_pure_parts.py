@@ -246,7 +246,8 @@ class TestNamespaceSync:
         sent(sync, numbers, settings=settings)
         settings["layers"].append(3)
         assert sync.changed("settings", Look(settings, numbers), is_new=False) == {"settings"}
-        assert sync.containers == {id(settings): "settings"}
+        assert sync.containers({"settings": settings}) == {id(settings): "settings"}
+        assert sync.containers({}) == {}
 
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
         sync = NamespaceSync()
