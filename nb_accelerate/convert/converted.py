@@ -94,7 +94,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
 
     def report(self, *, shows: bool) -> None:
         """Say, on all ranks, whose work was not shared, and why; with `shows`, how the cell is written by hand."""
-        for name, (line, why) in self.models.unshared.items():
+        for name, line, why in dict.fromkeys(self.models.unshared.values()):
             said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
             print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - as above
         if shows:

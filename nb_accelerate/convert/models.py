@@ -34,7 +34,7 @@ class SharedModels:
         # In the order of their first calls, which is the same on all ranks.
         self._known = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
         self._num_calls = 0
-        self.unshared: dict[str, tuple[int, str]] = {}  # line and reason, by the name of the class
+        self.unshared: dict[int, tuple[str, int, str]] = {}  # class, line and reason, by the model's id
 
     @property
     def cut(self) -> list[nn.Module]:
@@ -43,15 +43,15 @@ class SharedModels:
 
     def call(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a call of a model gives in one process; `plain` is torch's call of a module."""
-        arguments, name = (args, kwargs), type(model).__name__
+        arguments = args, kwargs
         tensors = tensors_in(arguments)
         cut, why = self._find(model, arguments)
         rows, ranks = cut.rows(tensors) if cut is not None else {0}, self._collectives.world_size
         if cut is None or len(rows) > 1 or min(rows) < ranks:
-            if torch.is_grad_enabled() and name not in self.unshared and model not in self.cut:
-                self.unshared[name] = line_here(), why
+            if any(arguments) and torch.is_grad_enabled() and model not in self.cut:
+                self.unshared.setdefault(id(model), (type(model).__name__, line_here(), why))
             return plain(model, *args, **kwargs)
-        self.unshared.pop(name, None)
+        self.unshared.pop(id(model), None)
         args, kwargs = cut.own_part(arguments, self._collectives)
         self._num_calls += 1
         devices = [] if self._device.index is None else [self._device.index]
@@ -66,10 +66,10 @@ class SharedModels:
     def _find(self, model: nn.Module, arguments: Any) -> tuple[Cut | None, str]:
         """Return how a call is cut, which is tried once for calls that are alike but for the number of rows."""
         tensors, ranks = tensors_in(arguments), self._collectives.world_size
-        has_rows = bool(tensors) and max(tensors[0].shape[:2], default=0) >= ranks
+        has_rows = [size >= ranks for one in tensors[:1] for size in one.shape[:2]]
         args, kwargs = arguments
         choices = (one for one in (*args, *kwargs.values()) if isinstance(one, (bool, str, type(None))))
-        key = (has_rows, *((one.dim(), one.dtype) for one in tensors), *map(type, args), *kwargs, *choices)
+        key = (*has_rows, *((one.dim(), one.dtype) for one in tensors), *map(type, args), *kwargs, *choices)
         known = self._known.setdefault(model, {})
         if key not in known:
             self._check(model)

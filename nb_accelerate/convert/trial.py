@@ -64,7 +64,8 @@ def _try(
     rows = max(one.shape[dim] for one, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
     ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
     states = rng.capture(kind, all_devices=False)
-    model = copy.deepcopy(model)
+    kept = [one for part in model.modules() for one in tensors_in(dict(vars(part))) if one.grad_fn is not None]
+    model = copy.deepcopy(model, {id(one): one.detach() for one in kept})  # torch copies only what was not computed
     results = []
     with torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
         for first, end in ((0, rows), (0, rows), *ends):

@@ -15,6 +15,7 @@ from fixtures.kernels import Kernel
 from fixtures.plain_cells import HEAD, SHAPES
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import spectral_norm, weight_norm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from nb_accelerate import Accelerator, notebook_launcher
@@ -40,7 +41,10 @@ def run_shapes(shapes: dict[str, list[str]], convert: bool) -> dict[str, tuple[l
         converted = Converted(names) if convert else nullcontext()
         with converted, redirect_stdout(shown):
             exec(compile(cells[-1], "cell", "exec"), names)
-        found[name] = numbers(shown.getvalue()), sorted(converted.models.unshared) if convert else []
+        found[name] = (
+            numbers(shown.getvalue()),
+            [one for one, *_ in converted.models.unshared.values()] if convert else [],
+        )
     return found
 
 
@@ -109,7 +113,7 @@ def outcome_of_rows() -> dict[str, Any]:
                 loss.backward()
                 optimizer.step()
         weights = [one.detach().sum().item() for one in model.parameters()]
-        outcome[name] = [loss.item(), *weights], name in converted.models.unshared
+        outcome[name] = [loss.item(), *weights], name in {one for one, *_ in converted.models.unshared.values()}
 
     learn("a mean inside", ReturnsItsLoss("mean"), lambda model: model(x, labels=y)["loss"])
     learn("a sum inside", ReturnsItsLoss("sum"), lambda model: model(x, labels=y)["loss"])
@@ -120,6 +124,8 @@ def outcome_of_rows() -> dict[str, Any]:
     learn("a chain", nn.ModuleList([inner, outer]), lambda _: F.cross_entropy(outer(inner(x).relu()), y))
     rnn = nn.LSTM(6, 4)  # time comes first
     learn("rows second", rnn, lambda model: model(x.expand(5, 13, 6))[0].square().mean())
+    normed = nn.Sequential(spectral_norm(nn.Linear(6, 4)), weight_norm(nn.Linear(4, 3)))
+    learn("computed weights", normed, lambda model: F.cross_entropy(model(x), y))
     learn("by a choice", AddsAnOutput().eval(), lambda model: sum(map(torch.sum, model(x, False) + model(x, True))))
     learn("AddsAnOutput", AddsAnOutput(), lambda model: sum(map(torch.sum, model(x))))
     learn("Standardizes", Standardizes(), lambda model: F.cross_entropy(model(x), y))
