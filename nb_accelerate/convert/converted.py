@@ -61,10 +61,13 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         self.models = SharedModels(process, self._collectives)
         self._seen = SeenLoop(names)
         for name, value in list(names.items()):
-            if isinstance(value, torch.device) and value.type == process.device.type:
+            # What is on the notebook's GPU moves to that of the rank; what is on the CPU stays there.
+            if isinstance(value, torch.device) and self.models.is_of_another_rank(value):
                 names[name] = process.device
-            elif isinstance(value, nn.Module) and any(p.device.type == process.device.type for p in value.parameters()):
-                value.to(process.device)  # from the GPU of the notebook
+            elif isinstance(value, nn.Module) and any(
+                self.models.is_of_another_rank(one.device) for one in value.parameters()
+            ):
+                value.to(process.device)
 
     def __enter__(self) -> Converted:
         if self._collectives.world_size == 1:

@@ -41,6 +41,10 @@ class SharedModels:
         """The models of which calls were cut, in the same order on all ranks."""
         return [model for model, found in list(self._known.items()) if any(cut for cut, _ in found.values())]
 
+    def is_of_another_rank(self, device: torch.device) -> bool:
+        """Whether a device is a GPU that this rank does not use."""
+        return device.type == self._device.type and device.index not in (None, self._device.index)
+
     def call(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a call of a model gives in one process; `plain` is torch's call of a module."""
         arguments = args, kwargs
@@ -95,7 +99,7 @@ class SharedModels:
                 "--convert, leave that line out: ranks share the rows of the model alone"
             )
         device = next(model.parameters()).device
-        if device.type == self._device.type and device != self._device:
+        if self.is_of_another_rank(device):
             raise ConfigError(
                 f"line {line_here()}: this {type(model).__name__} is on {device}, and the device of rank "
                 f"{self._collectives.rank} is {self._device}. Write 'cuda' without a number, or device"

@@ -30,15 +30,10 @@ Join: TypeAlias = "int | Literal['mean', 'sum', 'same']"
 
 @dataclass(frozen=True)
 class Cut:
-    """How calls of one kind are cut.
+    """How calls of one kind are cut, and their results joined."""
 
-    Attributes:
-        dims: for each tensor among the arguments, the dimension that holds rows; None if all ranks get all of it.
-        joins: for each tensor among what is returned, how its parts are joined.
-    """
-
-    dims: tuple[int | None, ...]
-    joins: tuple[Join, ...]
+    dims: tuple[int | None, ...]  # that hold the rows of each argument; None if all ranks get all of it
+    joins: tuple[Join, ...]  # for each tensor that is returned
 
     def rows(self, tensors: Sequence[Tensor]) -> set[int]:
         """Return how many rows arguments have; more than one number if they do not agree."""

@@ -104,6 +104,8 @@ class CellOptions:
             raise ConfigError("ranks=() names no rank. Leave it out for all ranks")
         if self.ranks is not None and self.converts:
             raise ConfigError("--convert shares the work of a cell among all ranks. Leave --ranks out")
+        if self.shows_by_hand and not self.converts:
+            raise ConfigError("--show tells how a cell with --convert is written by hand. Write --convert too")
 
 
 def _no_function() -> None:

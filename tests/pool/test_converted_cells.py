@@ -301,11 +301,28 @@ class TestInANotebook:
             f"accelerator.backward(loss)  # line {line}: in train",
         ]
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_what_other_cells_have_made_is_trained_as_in_one_process(self, notebook: Kernel, shape: str):
+        *before, last = SHAPES[shape]
+        notebook.run("%distributed reset").ok()
+        notebook.run("\n".join(before)).ok()
+        seeded = f"torch.manual_seed(1); np.random.seed(1); random.seed(1)\n{last}"
+        shared = notebook.run(f"%%distributed --convert\n{seeded}").ok()
+        plain = notebook.run(seeded).ok()
+        assert numbers(shared.stdout) == pytest.approx(numbers(plain.stdout), rel=2e-3, abs=1e-5)
+
     def test_a_bar_is_no_reason_to_refuse_and_what_is_not_shared_is_said(self, notebook: Kernel):
         notebook.run(f"{HEAD}{SHAPES['GCN'][1]}").ok()
         cell = notebook.run(f"%%distributed --convert\nfrom tqdm.auto import tqdm\n{SHAPES['GCN'][2]}").ok()
         assert "each of the 2 ranks computes all of GCN (line 6), so they are no faster than one" in cell.stderr
 
-    def test_ranks_share_a_cell_all_or_none(self, notebook: Kernel):
-        said = notebook.run("%%distributed --convert --ranks 0\n1").message
-        assert "shares the work of a cell among all ranks. Leave --ranks out" in said
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ("--convert --ranks 0", "shares the work of a cell among all ranks. Leave --ranks out"),
+            ("--show", "Write --convert too"),
+        ],
+    )
+    def test_options_that_contradict_it_are_refused(self, notebook: Kernel, options: str, reason: str):
+        assert reason in notebook.run(f"%%distributed {options}\n1").message
