@@ -301,17 +301,6 @@ class TestInANotebook:
             f"accelerator.backward(loss)  # line {line}: in train",
         ]
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_what_other_cells_have_made_is_trained_as_in_one_process(self, notebook: Kernel, shape: str):
-        *before, last = SHAPES[shape]
-        notebook.run("%distributed reset").ok()
-        notebook.run("\n".join(before)).ok()
-        seeded = f"torch.manual_seed(1); np.random.seed(1); random.seed(1)\n{last}"
-        shared = notebook.run(f"%%distributed --convert\n{seeded}").ok()
-        plain = notebook.run(seeded).ok()
-        assert numbers(shared.stdout) == pytest.approx(numbers(plain.stdout), rel=2e-3, abs=1e-5)
-
     def test_a_bar_is_no_reason_to_refuse_and_what_is_not_shared_is_said(self, notebook: Kernel):
         notebook.run(f"{HEAD}{SHAPES['GCN'][1]}").ok()
         cell = notebook.run(f"%%distributed --convert\nfrom tqdm.auto import tqdm\n{SHAPES['GCN'][2]}").ok()
