@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import random
+import secrets
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,14 @@ class RandomStates:
 
     Attributes:
         python: of the module ``random``.
-        numpy: of ``numpy.random``: key, position, and a number of a normal distribution that was drawn with another;
-            None without NumPy, or with a bit generator that is not NumPy's default one.
+        numpy: of ``numpy.random``: key, position, and a number of a normal distribution that was drawn with another. A
+            seed where NumPy is not imported, so that nobody has seeded it; None with a bit generator that is not
+            NumPy's default one.
         torch: None where torch is not imported, so that nobody has seeded it.
     """
 
     python: tuple[Any, ...]
-    numpy: tuple[bytes, int, int, float] | None
+    numpy: tuple[bytes, int, int, float] | int | None
     torch: bytes | None
 
     @classmethod
@@ -42,8 +44,11 @@ class RandomStates:
         if self.numpy is not None:
             with contextlib.suppress(ImportError, ValueError):  # there is another bit generator here
                 numpy: Any = importlib.import_module("numpy")
-                key, *rest = self.numpy
-                numpy.random.set_state(("MT19937", numpy.frombuffer(key, numpy.uint32), *rest))
+                if isinstance(self.numpy, int):
+                    numpy.random.seed(self.numpy)
+                else:
+                    key, *rest = self.numpy
+                    numpy.random.set_state(("MT19937", numpy.frombuffer(key, numpy.uint32), *rest))
         if self.torch is not None:
             import torch
 
@@ -52,13 +57,12 @@ class RandomStates:
                 torch.cuda.manual_seed_all(torch.initial_seed())
 
 
-def _of_numpy() -> tuple[bytes, int, int, float] | None:
-    """Return the state of NumPy's random numbers, importing it: ranks that import it later are to draw the same."""
-    try:
-        numpy: Any = importlib.import_module("numpy")
-    except ImportError:
-        return None
-    state = numpy.random.get_state(legacy=False)
+def _of_numpy() -> tuple[bytes, int, int, float] | int | None:
+    # By attribute, since another thread may be importing it. To import it here would cost time, and threads.
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is None:
+        return secrets.randbits(32)
+    state = numpy_random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return None
     return state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"]
