@@ -53,6 +53,7 @@ def test_only_runs_can_be_stopped(capsys: pytest.CaptureFixture[str]):
     assert "there is no run with pid" in capsys.readouterr().err
 
 
+@pytest.mark.may_leave("descriptors")  # of the loop of an older jupyter_client, if an earlier test has ended the last
 def test_a_notebook_loses_its_ranks_and_goes_on_with_its_cell(
     tmp_path: Path, kernel: Kernel, capsys: pytest.CaptureFixture[str]
 ):
