@@ -263,6 +263,8 @@ class CheckpointHandle:
     def close(self) -> None:
         """Wait, at the end of a process, and say what nobody was told."""
         self._ended.wait()
+        if self._begun.is_set():
+            self._thread.join()  # it still frees tensors, in C++ that Python's end would stop by an abort
         if self._error is not None and not self.was_told:
             logger.error("%s was not saved: %s", self.folder, self._error)
 
