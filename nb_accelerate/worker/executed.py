@@ -243,6 +243,8 @@ def _import_all(modules: tuple[str, ...]) -> bool:
     try:
         for module in modules:
             importlib.import_module(module)
+        if "numpy" in sys.modules:  # which torch imports, if it is there
+            importlib.import_module("numpy.random")  # NumPy does that when it is used: in each rank, for 10 ms
         patch_libraries()
         # Packages may be installed from now on; a rank lists the folders when it imports something. In each idle
         # process this would take longer than all else.

@@ -32,6 +32,7 @@ from nb_accelerate.helper_threads import tell_failures
 from nb_accelerate.progress_page import install
 from nb_accelerate.protocol.channel import Channel
 from nb_accelerate.protocol.messages import Call, CellEnd, Failure, InputReply, Quit, Ready, ThreadFailed
+from nb_accelerate.protocol.random_states import RandomStates  # noqa: TC001 - imported before ranks unpickle one
 from nb_accelerate.protocol.shipping import unpack
 from nb_accelerate.worker.bars import bars_as_rows
 from nb_accelerate.worker.call import answer, fail
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nb_accelerate.protocol.messages import Parcel, Setup
-    from nb_accelerate.protocol.random_states import RandomStates
     from nb_accelerate.protocol.shipping import Packed
     from nb_accelerate.worker.cell import PersistentRank
     from nb_accelerate.worker.ends import RankEnds
