@@ -118,15 +118,15 @@ class Cell:
 
     def begin(self, timeouts: Timeouts) -> None:
         """Ask the ranks to run it."""
-        looks = self._manifest.looks
+        snapshots = self._manifest.snapshots
         for shipment in self._manifest.shipments:
             for rank in shipment.ranks:
                 sync = self._syncs[rank]
                 known, contents = sync.known.keys(), shipment.contents.keys()
                 self._sent[rank] = {*shipment.values}, {*(contents - known)}, {*(contents & known)}
-                sync.sent(shipment.values, looks, shipment.uses)
+                sync.sent(shipment.values, snapshots, shipment.uses)
                 sync.holds(shipment.contents, shipment.uses)
-        looks.clear()  # they would keep what the notebook deletes meanwhile
+        snapshots.clear()  # they would keep what the notebook deletes meanwhile
         self._group.loop.begin(self.request, self._output, hangs=timeouts)
 
     def take_note(self) -> None:
@@ -199,12 +199,12 @@ class Cell:
 
     def _has_changed(self, name: str, syncs: Iterable[NamespaceSync]) -> bool:
         """Return whether the notebook has changed, in place, a value of which the ranks have their own."""
-        look = self._manifest.looks.get(name)
+        snapshot = self._manifest.snapshots.get(name)
         found = False
         for sync in syncs:
-            if look is not None and not sync.is_settled(name, look):
-                found |= sync.is_settled(name) or bool(sync.changed(name, look, is_new=True))
-                sync.settle(name, look)
+            if snapshot is not None and not sync.is_settled(name, snapshot):
+                found |= sync.is_settled(name) or bool(sync.changed(name, snapshot, is_new=True))
+                sync.settle(name, snapshot)
         return found
 
     def _say_what_has_changed(self) -> None:
@@ -213,7 +213,7 @@ class Cell:
         if manifest.conflicts:
             names = sorted(manifest.conflicts)
             for name, sync in itertools.product(names, self._syncs.values()):
-                sync.settle(name, manifest.looks[name])
+                sync.settle(name, manifest.snapshots[name])
             say(
                 f"{_were(names)} changed both in the notebook and on the ranks, which go on with theirs. To send the "
                 f"notebook's: %distributed push {' '.join(names)}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from nb_accelerate.protocol.content import Look
+    from nb_accelerate.protocol.content import Snapshot
     from nb_accelerate.worker.received import Key
 
 RANK_NUMBERS = frozenset({"rank", "local_rank", "world_size"})
@@ -88,24 +88,24 @@ class NamespaceSync:
         sent = self._sent.get(name)
         return Verdict.SEND if sent is None or sent.value() is not value else Verdict.HAS_IT
 
-    def changed(self, name: str, look: Look, *, is_new: bool) -> set[Key]:
+    def changed(self, name: str, snapshot: Snapshot, *, is_new: bool) -> set[Key]:
         """Return which of the objects in a value hold something else than when they were sent.
 
         Args:
             name: of the value.
-            look: at the value, as it is now.
+            snapshot: of the value, as it is now.
             is_new: the name had another value then.
         """
         sent = self._sent.get(name)
-        if sent is not None and sent.tokens == look.tokens:
+        if sent is not None and sent.tokens == snapshot.tokens:
             return set()
         found = {
             key
-            for key, tokens in look.parts(name).items()
+            for key, tokens in snapshot.parts(name).items()
             if key in self.known and self.known[key] != tokens and not (is_new and key == name)
         }
         if sent is not None and not found and not is_new:  # they were sent with another name
-            sent.tokens = look.tokens
+            sent.tokens = snapshot.tokens
         return found
 
     def replaced(self, name: str) -> frozenset[Key]:
@@ -117,13 +117,13 @@ class NamespaceSync:
         """Return whether the rank was sent this name when the notebook had it, and still has it."""
         return name in self._sent and name in self._seen
 
-    def settle(self, name: str, look: Look) -> None:
+    def settle(self, name: str, snapshot: Snapshot) -> None:
         """Note that the user knows that what a value holds now is not sent."""
-        self._settled[name] = look.tokens
+        self._settled[name] = snapshot.tokens
 
-    def is_settled(self, name: str, look: Look | None = None) -> bool:
-        """Return whether the user knows that what a value holds, now or at an earlier look, is not sent."""
-        return name in self._settled and (look is None or self._settled[name] == look.tokens)
+    def is_settled(self, name: str, snapshot: Snapshot | None = None) -> bool:
+        """Return whether the user knows that what a value holds, now or at an earlier snapshot, is not sent."""
+        return name in self._settled and (snapshot is None or self._settled[name] == snapshot.tokens)
 
     @property
     def own(self) -> frozenset[str]:
@@ -166,20 +166,22 @@ class NamespaceSync:
         self._told[name] = _reference(value)
         return True
 
-    def sent(self, values: Mapping[str, object], looks: Mapping[str, Look], uses: frozenset[str]) -> None:
+    def sent(self, values: Mapping[str, object], snapshots: Mapping[str, Snapshot], uses: frozenset[str]) -> None:
         """Note values that were sent to the rank. Its own values of these names are replaced.
 
         Args:
             values: by name.
-            looks: at those that are no numbers and texts.
+            snapshots: of those that are no numbers and texts.
             uses: global names that functions among the values read.
         """
         for name, value in values.items():
             self._own.discard(name)
             self._lost.discard(name)
             self._modules.pop(name, None)
-            look = looks.get(name)
-            tokens, keys = (None, frozenset()) if look is None else (look.tokens, frozenset(look.parts(name)))
+            snapshot = snapshots.get(name)
+            tokens, keys = (
+                (None, frozenset()) if snapshot is None else (snapshot.tokens, frozenset(snapshot.parts(name)))
+            )
             self._sent[name] = _Sent(_reference(value), tokens, keys, uses)
 
     def holds(self, contents: Mapping[Key, list[Any]], uses: frozenset[str]) -> None:

@@ -25,7 +25,7 @@ from nb_accelerate.pool.options import CellOptions, PoolOptions
 from nb_accelerate.pool.shipping import of_pulled
 from nb_accelerate.pool.source import read_cell
 from nb_accelerate.pool.starting import plan_pool
-from nb_accelerate.protocol.content import Look, Numbers
+from nb_accelerate.protocol.content import Numbers, Snapshot
 from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.random_states import RandomStates
 from nb_accelerate.protocol.shipping import pack
@@ -417,7 +417,7 @@ class Pool:
             sync.bound(values)
             for name, value in values.items():
                 sync.is_untold(name, value)
-                sync.settle(name, Look(value, self._numbers))
+                sync.settle(name, Snapshot(value, self._numbers))
 
     def reset(self) -> None:
         """Delete all variables of the ranks."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.namespace_sync import SHELL_NAMES, Verdict
-from nb_accelerate.protocol.content import Look, is_constant
+from nb_accelerate.protocol.content import Snapshot, is_constant
 from nb_accelerate.protocol.renewal import is_of_torch, state_of
 from nb_accelerate.protocol.shipping import References, pack
 from nb_accelerate.worker.namespace import is_hidden
@@ -74,7 +74,7 @@ class Manifest:
 
     Attributes:
         shipments: at most one for each rank.
-        looks: at the values that the cell uses, by name.
+        snapshots: of the values that the cell uses, by name.
         own: names that cells on the ranks have bound, and that are therefore not sent, with the notebook's values.
         conflicts: names of values that both the notebook and the ranks have changed; they are not sent.
         replacing: names that the notebook has bound again, to what takes the place of something ranks have changed.
@@ -84,7 +84,7 @@ class Manifest:
     """
 
     shipments: list[Shipment] = field(default_factory=list)
-    looks: dict[str, Look] = field(default_factory=dict)
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     conflicts: set[str] = field(default_factory=set)
     replacing: set[str] = field(default_factory=set)
@@ -101,7 +101,7 @@ class Manifest:
         for shipment in self.shipments:
             shipment.packed.close()
         self.shipments.clear()
-        self.looks.clear()
+        self.snapshots.clear()
         self.own.clear()
         self.unread.clear()
 
@@ -143,7 +143,7 @@ def make_manifest(
             continue
         try:
             for need in planning.needs(ask):
-                manifest.shipments.append(_pack(need, manifest.looks, numbers, limit, is_forced=bool(forced)))
+                manifest.shipments.append(_pack(need, manifest.snapshots, numbers, limit, is_forced=bool(forced)))
         except BaseException:
             manifest.close()
             raise
@@ -198,41 +198,41 @@ class _Planning:
                 return ()
             manifest.own[name] = value
             if self._numbers.get(value) in sync.known or sync.is_settled(name):
-                self._look(name)
+                self._snapshot(name)
             return ()
         if verdict is Verdict.SEND:
             self._send[rank].add(name)
         if is_constant(value):
             return sync.uses(name)
-        look = self._look(name)
+        snapshot = self._snapshot(name)
         if name in self._forced:
-            self._changed[rank][name] = look.parts(name).keys() & sync.known.keys()
+            self._changed[rank][name] = snapshot.parts(name).keys() & sync.known.keys()
             if name in sync.known and state_of(value) is not None and sync.judge(name, value) is Verdict.HAS_IT:
                 self._send[rank].discard(name)
             else:
                 self._changed[rank][name].discard(name)
-        elif not sync.is_settled(name, look):
-            changed = sync.changed(name, look, is_new=verdict is Verdict.SEND)
+        elif not sync.is_settled(name, snapshot):
+            changed = sync.changed(name, snapshot, is_new=verdict is Verdict.SEND)
             if name in changed and state_of(value) is None:
                 self._send[rank].add(name)
                 changed.discard(name)
             if changed:
                 self._changed[rank][name] = changed
-            elif look.is_partial and verdict is Verdict.HAS_IT:
+            elif snapshot.is_partial and verdict is Verdict.HAS_IT:
                 manifest.unread[name] = value
-        return sync.uses(name) if verdict is Verdict.HAS_IT else sync.uses(name).union(*map(names_in, look.codes()))
+        return sync.uses(name) if verdict is Verdict.HAS_IT else sync.uses(name).union(*map(names_in, snapshot.codes()))
 
-    def _look(self, name: str) -> Look:
-        looks = self._manifest.looks
-        if name not in looks:
-            looks[name] = Look(self._namespace[name], self._numbers)
-        return looks[name]
+    def _snapshot(self, name: str) -> Snapshot:
+        snapshots = self._manifest.snapshots
+        if name not in snapshots:
+            snapshots[name] = Snapshot(self._namespace[name], self._numbers)
+        return snapshots[name]
 
     def held(self) -> set[str]:
         """Return the names of lists and the like in what is sent. A list has no number: it stays one by its name."""
         held = set[int]()
-        for name in set[str]().union(*self._send.values(), *self._changed.values()) & self._manifest.looks.keys():
-            held |= self._manifest.looks[name].held
+        for name in set[str]().union(*self._send.values(), *self._changed.values()) & self._manifest.snapshots.keys():
+            held |= self._manifest.snapshots[name].held
         names = [name for name, value in self._namespace.items() if id(value) in held] if held else []
         return {name for name in names if not is_hidden(name) and name not in SHELL_NAMES}
 
@@ -253,7 +253,7 @@ class _Planning:
             changes = {name: keys - blocked for name, keys in self._changed[rank].items()}
             objects: dict[Key, Any] = {}
             for name, keys in changes.items():
-                parts = manifest.looks[name].objects
+                parts = manifest.snapshots[name].objects
                 objects.update((key, parts[key if isinstance(key, int) else None]) for key in keys)
                 if is_of_torch(self._namespace[name], "nn.Module") and any(
                     is_of_torch(objects[key], "Tensor") for key in keys
@@ -282,10 +282,12 @@ class _Planning:
         return set[Key]().union(*ask(ranks, tuple(set[Key]().union(*keys.values()))))
 
 
-def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | None, *, is_forced: bool) -> Shipment:
+def _pack(
+    need: Need, snapshots: Mapping[str, Snapshot], numbers: Numbers, limit: int | None, *, is_forced: bool
+) -> Shipment:
     values, sync = need.values, need.sync
     states: dict[Key, Any] = {}
-    roots = {id(look.value): name for name, look in looks.items()}
+    roots = {id(snapshot.value): name for name, snapshot in snapshots.items()}
     anew: set[Key] = set()
     for key, value in need.changed.items():
         state = state_of(value)
@@ -296,13 +298,13 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
         if id(value) in roots:
             values[roots[id(value)]] = value
         elif not is_forced:
-            name = next(name for name, look in looks.items() if key in look.objects)
+            name = next(name for name, snapshot in snapshots.items() if key in snapshot.objects)
             raise ShippingError(
                 f"{name} holds a {type(value).__qualname__} that was changed in the notebook. It cannot be changed in "
                 f"place on the ranks. To send all of it: %distributed push {name}"
             )
     containers = {address: name for address, name in need.containers.items() if name not in values}
-    parts = {key: tokens for name, look in looks.items() for key, tokens in look.parts(name).items()}
+    parts = {key: tokens for name, snapshot in snapshots.items() for key, tokens in snapshot.parts(name).items()}
     # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
     references = References(numbers, (sync.known.keys() & parts.keys()) - anew, containers)
     try:
@@ -311,7 +313,7 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
             names, name="what the cell uses", advice=_ADVICE, into_main=True, limit=limit, references=references
         )
     except TooLargeError as error:
-        sent = sorted(values or looks)
+        sent = sorted(values or snapshots)
         raise TooLargeError(
             f"{', '.join(sent)} of the notebook: {error.size / 2**30:.1f} GiB would be copied to the ranks. "
             f"To copy them: %distributed push {' '.join(sent)} --large. Or load the data on the ranks "
@@ -319,21 +321,21 @@ def _pack(need: Need, looks: Mapping[str, Look], numbers: Numbers, limit: int | 
             size=error.size,
         ) from None
     except ShippingError as error:
-        raise _of_a_variable(error, looks) from error.__cause__
+        raise _of_a_variable(error, snapshots) from error.__cause__
     uses = frozenset[str]().union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
     uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list
-        contents[number] = parts.get(number) or Look(value, numbers, deep=False).tokens
+        contents[number] = parts.get(number) or Snapshot(value, numbers, deep=False).tokens
     return Shipment(need.ranks, packed, values, uses, contents)
 
 
-def _of_a_variable(error: ShippingError, looks: Mapping[str, Look]) -> ShippingError:
+def _of_a_variable(error: ShippingError, snapshots: Mapping[str, Snapshot]) -> ShippingError:
     """Return an error about a part of a `Names`, told as a part of a variable."""
     place = re.match(r"what the cell uses\[\d\]\[(?:'(\w+)'|(\d+))\]", error.path)
     path = error.path
     if place is not None:
-        holders = [name for name, look in looks.items() if place[2] and int(place[2]) in look.objects]
+        holders = [name for name, snapshot in snapshots.items() if place[2] and int(place[2]) in snapshot.objects]
         path = f"{place[1] or holders[0]}{path[place.end() :]}"
     return ShippingError(str(error).replace(error.path, path, 1), path=path, is_final=error.is_final)
 

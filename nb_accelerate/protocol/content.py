@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Read = Callable[["Look", Any], None]
+    Read = Callable[["Snapshot", Any], None]
 
 MAX_BYTES = 1 << 20
 """Bytes of an array, or of a pickle, that are summed up. It takes 0.2 ms."""
@@ -105,8 +105,8 @@ class Numbers:
         """Take note of the end of an object."""
 
 
-class Look:
-    """What a value holds at this moment. Keeps the objects in it alive: do not keep it.
+class Snapshot:
+    """What a value holds at this moment. It keeps the objects in the value alive, so it is not to be kept.
 
     Args:
         value: the value.
@@ -135,7 +135,7 @@ class Look:
         number = None if issubclass(type(value), CONTAINERS) else numbers.of(value)
         self.value = value
         self.objects[number] = value
-        self._read(Look.add if number is None else _reader(type(value)), value)
+        self._read(Snapshot.add if number is None else _reader(type(value)), value)
         tokens = self.tokens
         for part in self._waiting if deep else ():  # it grows meanwhile
             if len(tokens) > _MAX_TOKENS:
@@ -254,26 +254,26 @@ def _reader_of(kind: type, torch: Any) -> Read:
     return _attributes if is_plain and has_attributes else _opaque
 
 
-def _tensor(look: Look, value: Any) -> None:
+def _tensor(snapshot: Snapshot, value: Any) -> None:
     """Read the version counter of a tensor, and its first numbers: what is written by ``.data`` is not counted."""
     try:
-        if look.moves:
+        if snapshot.moves:
             first = value.detach()[(slice(0, 2),) * value.ndim].tolist()
             place, head = 0, zlib.crc32(str(first).encode())
         else:
             place = value.data_ptr()
             is_readable = value.is_cpu and value.is_contiguous() and value.nbytes >= 4
             head = ctypes.c_uint32.from_address(place).value if is_readable else 0
-        look.tokens.append((value._version, value.requires_grad, place, head))  # noqa: SLF001 - there is no public name
+        snapshot.tokens.append((value._version, value.requires_grad, place, head))  # noqa: SLF001 - there is no public name
     except Exception:  # of inference mode, not initialized, or without memory of its own
-        look.tokens.append(value.requires_grad)
-        look.is_partial = True
+        snapshot.tokens.append(value.requires_grad)
+        snapshot.is_partial = True
 
 
-def _module(look: Look, value: Any) -> None:
+def _module(snapshot: Snapshot, value: Any) -> None:
     """Read a module, but not whether it is training: `model.eval()` is no change."""
-    _class_of(look, value)
-    append, add, later = look.tokens.append, look.add, look.read_later
+    _class_of(snapshot, value)
+    append, add, later = snapshot.tokens.append, snapshot.add, snapshot.read_later
     attributes = vars(value)
     for part in map(attributes.get, _CHILDREN):
         if part:
@@ -300,78 +300,78 @@ def _own_attributes() -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(names), tuple(name for name in names if name.endswith("_hooks"))
 
 
-def _optimizer(look: Look, value: Any) -> None:
+def _optimizer(snapshot: Snapshot, value: Any) -> None:
     for part in (value.defaults, value.state, value.param_groups):
-        look.add(part)
+        snapshot.add(part)
 
 
-def _array(look: Look, value: Any) -> None:
-    look.tokens += (value.shape, value.dtype.str)
+def _array(snapshot: Snapshot, value: Any) -> None:
+    snapshot.tokens += (value.shape, value.dtype.str)
     if value.nbytes > MAX_BYTES or value.dtype.hasobject:
-        _opaque(look, value) if value.nbytes <= MAX_BYTES else _leave_out(look)
+        _opaque(snapshot, value) if value.nbytes <= MAX_BYTES else _leave_out(snapshot)
     else:
-        look.tokens.append(zlib.crc32(value if value.flags.c_contiguous else value.tobytes()))
+        snapshot.tokens.append(zlib.crc32(value if value.flags.c_contiguous else value.tobytes()))
 
 
-def _class(look: Look, value: type) -> None:
+def _class(snapshot: Snapshot, value: type) -> None:
     for name, part in vars(value).items():
         if name in _NO_ATTRIBUTES or (name.startswith("__") and not issubclass(type(part), types.FunctionType)):
             continue
-        look.tokens.append(name)
+        snapshot.tokens.append(name)
         if issubclass(type(part), (staticmethod, classmethod)):
-            look.add(part.__func__)
+            snapshot.add(part.__func__)
         elif issubclass(type(part), property):
-            look.add((part.fget, part.fset, part.fdel))
+            snapshot.add((part.fget, part.fset, part.fdel))
         else:
-            look.add(part)
+            snapshot.add(part)
 
 
-def _function(look: Look, value: Any) -> None:
+def _function(snapshot: Snapshot, value: Any) -> None:
     for part in (value.__defaults__, value.__kwdefaults__, vars(value)):
-        look.add(part)
+        snapshot.add(part)
     for cell in value.__closure__ or ():
         try:
-            look.add(cell.cell_contents)
+            snapshot.add(cell.cell_contents)
         except ValueError:  # its variable has no value yet
             continue
 
 
-def _attributes(look: Look, value: Any) -> None:
-    _class_of(look, value)
-    look.add(getattr(value, "__dict__", None))
+def _attributes(snapshot: Snapshot, value: Any) -> None:
+    _class_of(snapshot, value)
+    snapshot.add(getattr(value, "__dict__", None))
     for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle does
-        look.add(getattr(value, name, None))
+        snapshot.add(getattr(value, name, None))
 
 
-def _class_of(look: Look, value: object) -> None:
+def _class_of(snapshot: Snapshot, value: object) -> None:
     if type(value).__module__ == "__main__":
-        look.add(type(value))
+        snapshot.add(type(value))
 
 
-def _opaque(look: Look, value: object) -> None:
+def _opaque(snapshot: Snapshot, value: object) -> None:
     """Sum up the pickle of a value."""
-    number = look.numbers.get(value)
-    if number in look.numbers.slow:
-        _leave_out(look)
+    number = snapshot.numbers.get(value)
+    if number in snapshot.numbers.slow:
+        _leave_out(snapshot)
         return
     for _ in range(2):  # the first time, libraries are imported
         began = time.perf_counter()
         checksum = Checksum(MAX_BYTES)
         try:
-            _Summing(look, value, checksum).dump(value)
+            _Summing(snapshot, value, checksum).dump(value)
         except Exception:  # users' code, or there is too much of it
             break
         if time.perf_counter() - began < _MAX_SECONDS:
-            look.tokens.append(checksum.value)
+            snapshot.tokens.append(checksum.value)
             return
-    _leave_out(look)
+    _leave_out(snapshot)
     if number is not None:
-        look.numbers.slow.add(number)
+        snapshot.numbers.slow.add(number)
 
 
-def _leave_out(look: Look) -> None:
-    look.tokens.append(None)
-    look.is_partial = True
+def _leave_out(snapshot: Snapshot) -> None:
+    snapshot.tokens.append(None)
+    snapshot.is_partial = True
 
 
 class Checksum:
@@ -410,9 +410,9 @@ class Checksum:
 class _Summing(pickle.Pickler):
     """Sums up an object, and has the objects in it read that are read in other ways."""
 
-    def __init__(self, look: Look, value: object, checksum: Checksum) -> None:
+    def __init__(self, snapshot: Snapshot, value: object, checksum: Checksum) -> None:
         super().__init__(checksum, protocol=5, buffer_callback=checksum.take)
-        self._look = look
+        self._look = snapshot
         self._value = value
 
     def persistent_id(self, obj: Any) -> int | None:

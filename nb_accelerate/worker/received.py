@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import override
 
 from nb_accelerate.errors import ShippingError
-from nb_accelerate.protocol.content import Look, Numbers
+from nb_accelerate.protocol.content import Numbers, Snapshot
 from nb_accelerate.protocol.renewal import renew
 from nb_accelerate.protocol.shipping import unpack_numbered
 
@@ -120,7 +120,7 @@ class Received(Numbers):
         return None if reference is None else reference()
 
     def _read(self, value: Any) -> list[Any]:
-        return Look(value, self, deep=False, moves=True).tokens
+        return Snapshot(value, self, deep=False, moves=True).tokens
 
     def _successor(self, number: int, value: Any) -> str:
         """Return which parameter a module has in the place of one that was sent; "" if it has the same."""

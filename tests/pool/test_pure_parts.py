@@ -20,7 +20,7 @@ from nb_accelerate.pool.lifecycle import PoolState, check, state_of
 from nb_accelerate.pool.names import free_names
 from nb_accelerate.pool.namespace_sync import NamespaceSync, Verdict
 from nb_accelerate.pool.source import read_cell
-from nb_accelerate.protocol.content import Look, Numbers
+from nb_accelerate.protocol.content import Numbers, Snapshot
 from nb_accelerate.ranks.display_ids import DisplayIds
 from nb_accelerate.ranks.hang import verdict
 from nb_accelerate.ranks.merge import Merge
@@ -212,7 +212,7 @@ class Thing:
 
 
 def sent(sync: NamespaceSync, numbers: Numbers, **values: object) -> None:
-    looks = {name: Look(value, numbers) for name, value in values.items()}
+    looks = {name: Snapshot(value, numbers) for name, value in values.items()}
     sync.sent(values, looks, frozenset())
     for name, look in looks.items():
         sync.holds(look.parts(name), frozenset())
@@ -234,18 +234,18 @@ class TestNamespaceSync:
         sync, numbers, thing, holder = NamespaceSync(), Numbers(), Thing(), Thing()
         holder.part = thing
         sent(sync, numbers, holder=holder)
-        assert sync.changed("holder", Look(holder, numbers), is_new=False) == set()
+        assert sync.changed("holder", Snapshot(holder, numbers), is_new=False) == set()
         thing.lr = 0.2
         number = numbers.get(thing)
-        assert sync.changed("holder", Look(holder, numbers), is_new=False) == {number}
+        assert sync.changed("holder", Snapshot(holder, numbers), is_new=False) == {number}
         sync.gone([number])
-        assert sync.changed("holder", Look(holder, numbers), is_new=False) == set()
+        assert sync.changed("holder", Snapshot(holder, numbers), is_new=False) == set()
 
     def test_plain_data_that_was_changed_in_place_is_known_by_its_name(self):
         sync, numbers, settings = NamespaceSync(), Numbers(), {"lr": 0.1, "layers": [1, 2]}
         sent(sync, numbers, settings=settings)
         settings["layers"].append(3)
-        assert sync.changed("settings", Look(settings, numbers), is_new=False) == {"settings"}
+        assert sync.changed("settings", Snapshot(settings, numbers), is_new=False) == {"settings"}
         assert sync.containers({"settings": settings}) == {id(settings): "settings"}
         assert sync.containers({}) == {}
 
@@ -299,15 +299,15 @@ class TestLook:
         thing, items = Thing(), []
         items.append(items)
         thing.itself, thing.items = thing, items
-        assert len(Look(thing, Numbers()).objects) == 1
+        assert len(Snapshot(thing, Numbers()).objects) == 1
 
     @pytest.mark.parametrize("value", [range(20_000), bytearray(1 << 21), (one for one in "abc")])
     def test_what_is_too_large_or_cannot_be_read_is_left_out(self, value: object):
         thing = Thing()
         thing.value = list(value) if isinstance(value, range) else value
-        look = Look(thing, Numbers())
+        look = Snapshot(thing, Numbers())
         assert look.is_partial
-        assert look.tokens == Look(thing, look.numbers).tokens
+        assert look.tokens == Snapshot(thing, look.numbers).tokens
 
 
 class TestDisplayIds:
