@@ -245,7 +245,7 @@ def test_in_a_cell_without_a_prepared_loader_buttons_are_grey_and_commands_are_n
     code = "%%distributed\nfor _ in trange(100, desc='cell'):\n    time.sleep(0.03)"
     sent = everything(notebook, code, in_lab=True)
     for title in ("Pause", "Save", "Stop after epoch"):
-        _, last = sent.looks_of_buttons[title]
+        *_, last = sent.looks_of_buttons[title]
         assert last == (True, NO_LOOP)
     shown = " ".join(one["data"].get("text/plain", "") for one in sent.of("display_data"))
     for name in ("pause", "save", "stop after epoch"):
