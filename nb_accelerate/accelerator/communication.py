@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.comm import operations
-from nb_accelerate.data.plan import real_rows_of_padded
-from nb_accelerate.pytree import map_tensors, tensors_in
+from nb_accelerate.pytree import find_batch_size, map_tensors, tensors_in
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
-    from nb_accelerate.data.tracker import TrackedLoader
+    from nb_accelerate.data.plan import GroupRows
+    from nb_accelerate.data.tracker import TrackedLoop
 
 
 class CommunicationSlice(Slice):
@@ -70,12 +70,14 @@ class CommunicationSlice(Slice):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return what all processes computed for a batch, in the order of the data and without copies of rows.
 
-        Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch.
-        At the end of the data, rows that were repeated to give all processes equal batches are left out. In one
-        process, what has an entry for each row of a full batch (``loss.repeat(batch_size)``) is cut to the rows of the
-        last one. Of a single value, such as a mean loss, that of each process is returned, with a warning if rows were
-        repeated. Where batches have no fixed size, use `pad_across_processes` before, or objects; rows of padding are
-        kept. Outside a loop everything is gathered: there is no last batch then.
+        Call it inside the loop over a prepared loader, with something that has one entry for each row of the batch, or
+        equally many for each. At the end of the data, entries of rows that were repeated to give all processes equal
+        batches are left out. In one process, what has an entry for each row of a full batch
+        (``loss.repeat(batch_size)``) is cut to the rows of the last one. What has no entries for rows, such as a mean
+        loss, is returned as all processes gave it, with a warning if rows were repeated. Where batches have no fixed
+        size, use `pad_across_processes` before, or objects; rows of padding are kept. Of loaders that advance together
+        (``zip``), the one whose batches have as many rows counts. Outside a loop everything is gathered: there is no
+        last batch then.
 
         Example::
 
@@ -93,60 +95,109 @@ class CommunicationSlice(Slice):
             use_gather_object: pickle ``input_data``, a list, even if it holds tensors (of unequal shapes, say).
 
         Raises:
-            ValueError: at the end of the data, ``input_data`` does not have one entry for each row of the batch, or
-                processes have different numbers of rows.
+            ValueError: the loader has ``even_batches=False``, and processes have different numbers of rows at the end
+                of the data. It is raised at the first batch if that is known then.
         """
         collectives = self.core.data_collectives
-        loader = self.core.tracker.active
-        if collectives.world_size == 1:
-            return input_data if loader is None else _real_rows(input_data, loader)
+        ranks = collectives.world_size
+        loops = self.core.tracker.together
+        if ranks == 1:
+            return _rows_of_smaller_batch(input_data, loops)
         as_objects = use_gather_object or not _only_tensors(input_data)
-        if loader is None and collectives.rank == 0:
+        if not loops and collectives.rank == 0:
             warnings.warn(
                 "gather_for_metrics was called outside a loop over a prepared loader. It returns what all processes "
                 "gave, and cannot tell which rows are copies. Call it inside the loop, over loader = "
                 "accelerator.prepare(loader): there it leaves them out.",
                 stacklevel=2,
             )
-        if loader is None or loader.batch_remainder is None:
+        if any(loop.is_uneven for loop in loops):
+            raise ValueError(
+                "gather_for_metrics cannot be used with a loader that has even_batches=False: at the end of its data "
+                "some processes have fewer rows, or no batch at all. Write even_batches=True in "
+                "DataLoaderConfiguration; the rows it repeats are left out here."
+            )
+        rows = _rows_of_group(input_data, loops, ranks)
+        if rows is None or rows.real is None:
             return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
-        _check_rows(input_data, loader, as_objects=as_objects)
-        real = loader.batch_remainder
         if as_objects:
-            return operations.gather_object(collectives, input_data)[:real]
-        if loader.rows_of_ranks is not None:  # tensors of different sizes are gathered padded, or refused by gather
-            real = real_rows_of_padded(loader.rows_of_ranks, real)
-        is_single = [not tensor.dim() for tensor in tensors_in(input_data)]
-        gathered = self.gather(input_data)
-        if any(is_single) and collectives.rank == 0:  # later than the exchange: a warning may be an error
+            parts = operations.gather_lists(collectives, input_data)
+            kept = [rows.real_entries([len(part) for part in parts])]
+            gathered = [entry for part in parts for entry in part][: kept[0]]
+        else:
+            tensors = tensors_in(input_data)
+            kept = [rows.real_entries([len(one)] * ranks) if one.dim() else None for one in tensors]
+            each = iter(kept)
+            gathered = map_tensors(lambda tensor: tensor[: next(each)], self.gather(input_data))
+        if None in kept and collectives.rank == 0:  # later than the exchange: a warning may be an error
             warnings.warn(
-                "gather_for_metrics was given a single value, such as a mean loss, and returns that of each process. "
-                f"Rows that are repeated in the last batch (only {loader.batch_remainder} of all are real) count in "
-                "it. For exact figures, give it one entry for each row.",
+                "gather_for_metrics was given something that has not one entry for each row, such as a mean loss, and "
+                f"returns it as all processes gave it. Rows that are repeated in this last batch (only {rows.real} of "
+                "all are real) count in it. For exact figures, give it one entry for each row.",
                 stacklevel=2,
             )
-        singles = iter(is_single)
-        return map_tensors(lambda tensor: tensor if next(singles) else tensor[:real], gathered)
+        return gathered
 
 
-def _real_rows(data: Any, loader: TrackedLoader) -> Any:
-    """Cut what a single process computed for a full batch to the rows of a smaller last one."""
-    full = _rows_of_full_batch(loader)
-    real = loader.batch_remainder or loader.rows_on_rank
-    if not loader.end_of_dataloader or full is None or not real or real >= full:
-        return data
-    if isinstance(data, (list, tuple)) and not _only_tensors(data):
-        return data[:real] if len(data) == full else data
-    if not _only_tensors(data):
-        return data
-    return map_tensors(lambda tensor: tensor[:real] if _rows(tensor) == full else tensor, data)
+def _rows_of_group(data: Any, loops: Sequence[TrackedLoop], ranks: int) -> GroupRows | None:
+    """Return the numbers of rows of the group that data were computed for.
+
+    Args:
+        data: of one batch.
+        loops: over loaders that advance together, outer ones first.
+        ranks: number of ranks.
+    """
+    if len({loop.rows for loop in loops}) == 1:
+        return loops[0].rows
+    fitting = [loop for loop in loops if _entries(data) == _rows_on_rank(loop, ranks)]
+    if len({loop.rows for loop in fitting}) > 1:
+        warnings.warn(
+            "gather_for_metrics was called in a loop over several prepared loaders whose batches have equally many "
+            "rows, of which not all are at their end. Rows are left out as if what it was given belonged to the first "
+            "of them. Iterate each loader in a loop of its own, or give them different batch sizes.",
+            stacklevel=3,
+        )
+    return next((loop.rows for loop in [*fitting, *loops]), None)
 
 
-def _rows_of_full_batch(loader: TrackedLoader) -> int | None:
+def _rows_on_rank(loop: TrackedLoop, ranks: int) -> int | None:
+    if loop.rows is not None and loop.rows.on_rank is not None:
+        return loop.rows.on_rank
+    full = _rows_of_full_group(loop)
+    return None if full is None else full // ranks
+
+
+def _rows_of_full_group(loop: TrackedLoop) -> int | None:
     try:
-        return getattr(loader, "total_batch_size", None)
+        return getattr(loop.loader, "total_batch_size", None)
     except TypeError:  # batches have no fixed size
         return None
+
+
+def _entries(data: Any) -> int | None:
+    if not _only_tensors(data):
+        return len(data) if isinstance(data, (list, tuple)) else None
+    return find_batch_size(data)
+
+
+def _rows_of_smaller_batch(data: Any, loops: Sequence[TrackedLoop]) -> Any:
+    """Cut what a single process computed for a full batch to the rows of a smaller last one."""
+    rows_at_end: dict[int | None, set[int | None]] = {}
+    for loop in loops:
+        rows_at_end.setdefault(_rows_of_full_group(loop), set()).add(_rows_at_end(loop))
+    # Where several loops have full batches of one size, what was given may belong to any of them.
+    smaller = {full: found.pop() for full, found in rows_at_end.items() if len(found) == 1}
+    if not any(smaller.values()):
+        return data
+    if _only_tensors(data):
+        return map_tensors(lambda tensor: tensor[: smaller.get(len(tensor))] if tensor.dim() else tensor, data)
+    return data[: smaller.get(len(data))] if isinstance(data, (list, tuple)) else data
+
+
+def _rows_at_end(loop: TrackedLoop) -> int | None:
+    if not loop.end_of_dataloader or loop.rows is None:
+        return None
+    return loop.rows.real or loop.rows.on_rank
 
 
 def _only_tensors(data: Any) -> bool:
@@ -154,33 +205,3 @@ def _only_tensors(data: Any) -> bool:
         return bool(tensors_in(data, strict=True))
     except TypeError:
         return False
-
-
-def _check_rows(data: Any, loader: TrackedLoader, *, as_objects: bool) -> None:
-    """Refuse data without one entry per row, of which none can be dropped. Called before any exchange, on all ranks."""
-    if not loader.even:
-        raise ValueError(
-            "gather_for_metrics cannot be used for the last batches of a loader with even_batches=False: some "
-            "processes have fewer rows, or no batch at all. Write even_batches=True in DataLoaderConfiguration; the "
-            "rows it repeats are left out here."
-        )
-    if as_objects and not isinstance(data, (list, tuple)):
-        return  # gather_object says what is wrong with it
-    if loader.rows_on_rank is None:
-        return  # a loader of the user's, which does not say
-    given = [len(data)] if as_objects else [_rows(tensor) for tensor in tensors_in(data) if tensor.dim()]
-    right = {loader.rows_on_rank}
-    if loader.rows_of_ranks is not None and not as_objects:
-        right.add(max(loader.rows_of_ranks))  # padded to gather them
-    wrong = next((rows for rows in given if rows not in right), None)
-    if wrong is None:
-        return
-    raise ValueError(
-        f"gather_for_metrics was given something with {wrong} entries for a batch of {loader.rows_on_rank} rows. In "
-        f"this last batch only {loader.batch_remainder} rows of all processes are real, and which entries belong to "
-        "them cannot be known. Give it one entry for each row, or use gather for values that are not about rows."
-    )
-
-
-def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else -1

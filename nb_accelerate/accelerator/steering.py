@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nb_accelerate.accelerator.core import Prepared
     from nb_accelerate.config.project import ProjectConfiguration
-    from nb_accelerate.data.tracker import TrackedLoader
+    from nb_accelerate.data.loader import DataLoaderShard
     from nb_accelerate.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.progress_page.commands import Command, CommandReader
     from nb_accelerate.state.shared import SharedTraining
@@ -99,7 +99,7 @@ class Steering:
         if number and self._tracker.active is None:
             self._look(number)
 
-    def between_batches(self, loader: TrackedLoader) -> None:
+    def between_batches(self, loader: DataLoaderShard) -> None:
         """Obey between two batches of a loader, or before its first. Not of one in a loop over another."""
         number = self._commands.pending
         if number and self._tracker.loaders[:1] in ((), (loader,)):

@@ -159,7 +159,12 @@ def copy_from_owner(collectives: Collectives, tensor: Tensor | None) -> Tensor:
 
 
 def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
-    """Return the items of all ranks in one list, in rank order.
+    """Return the items of all ranks in one list, in rank order. Arguments and errors are those of `gather_lists`."""
+    return [item for part in gather_lists(collectives, items) for item in part]
+
+
+def gather_lists(collectives: Collectives, items: Sequence[Any]) -> list[list[Any]]:
+    """Return the items of each rank as a list, in rank order.
 
     Args:
         collectives: of this process.
@@ -173,7 +178,7 @@ def gather_object(collectives: Collectives, items: Sequence[Any]) -> list[Any]:
             f"gather_object was given a {type(items).__name__}, but joins lists. "
             "Write gather_object([item]) for one item."
         )
-    return [item for part in collectives.all_gather_object(list(items)) for item in part]
+    return collectives.all_gather_object(list(items))
 
 
 def broadcast_object_list(collectives: Collectives, items: list[Any], from_process: int = 0) -> list[Any]:

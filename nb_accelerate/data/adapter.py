@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -138,8 +139,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         if self._loaded is not None and self._loaded.position:  # and not begun yet
             return self.iteration, self._loaded.position
         current = self.epochs.current
-        position = 0 if current is None else current.position
-        return self.iteration - (position > 0), position
+        if current is None or not current.position:
+            return self.iteration, 0
+        return current.epoch, current.position
 
     @property
     def _first_position(self) -> int:
@@ -213,30 +215,56 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that its position is counted
         self.epochs.announce()
-        batches = self._begin()
-        current = self._progress
-        for batch in batches:
-            current.position += 1
-            current.read_state = current.reader.read_state()
-            yield batch
-        current.position = 0
-        current.read_state = current.reader.end_state()
+        progress, batches = self._begin()
+        try:
+            for batch in batches:
+                progress.position += 1
+                progress.read_state = progress.reader.read_state()
+                yield batch
+            progress.position = 0
+            progress.read_state = progress.reader.end_state()
+        finally:
+            self._end(progress)
 
-    def _begin(self) -> Iterator[Any]:
-        """Begin an epoch: return its batches, without those that are left out, and note its position."""
+    def _begin(self) -> tuple[EpochProgress, Iterator[Any]]:
+        """Begin an epoch: return its progress, and its batches without those that are left out."""
         reader, position = self._reader, self._first_position
         loaded, self._loaded = self._loaded, None
         resumed = loaded is not None and loaded.position > 0
         if resumed and not reader.source.is_restored:
             # Without a saved sampler state, batches before the position need not be drawn.
             reader = reader.starting_at(max(position - reader.skipped, 0))
-        self._progress = current = EpochProgress(reader, position)
+        progress = EpochProgress(reader.for_one_pass(), position, self.epochs.epoch)
+        repeat = 0 if loaded is None else loaded.repeat
         # torch draws a random number when reading begins, and rows that are left out may draw some when they are read.
         # A resumed epoch drew them before it was saved, so later draws (dropout) must not be shifted by drawing again.
-        if position:
-            with preserve_rng_state():
-                batches = reader.read(self.epochs.epoch, resumed=resumed)
-        else:
-            batches = reader.read(self.epochs.epoch, resumed=resumed)
-        self.epochs.begins(current)
-        return batches
+        drawing = preserve_rng_state() if position else contextlib.nullcontext()
+        with _own_workers(reader.source.loader, inside=self._progress.is_running), drawing:
+            batches = progress.reader.read(self.epochs.epoch, resumed=resumed, repeat=repeat)
+        self.epochs.begins(progress)
+        progress.loader = self
+        self._progress = progress
+        return progress, batches
+
+    def _end(self, progress: EpochProgress) -> None:
+        """Note that an epoch is over, or that its loop was left."""
+        progress.loader = None
+        self.epochs.ends(progress)
+        outer = progress.outer
+        while outer is not None and outer.loader is not self:
+            outer = outer.outer
+        if outer is not None and self._progress is progress:
+            self._progress = outer
+
+
+@contextlib.contextmanager
+def _own_workers(loader: Any, *, inside: bool) -> Iterator[None]:
+    """Begin to read a loader of torch without taking persistent workers from a loop over it that this is ``inside``."""
+    if not inside:
+        yield
+        return
+    kept, loader._iterator = loader._iterator, None  # noqa: SLF001 - torch's
+    try:
+        yield
+    finally:
+        loader._iterator = kept  # noqa: SLF001 - torch's

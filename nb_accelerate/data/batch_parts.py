@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from nb_accelerate.data.iterable import LastBatch
-from nb_accelerate.data.plan import part_bounds, round_of_batches
+from nb_accelerate.data.plan import GroupRows, part_bounds, round_of_batches
 from nb_accelerate.data.rows import count_rows, join_rows, slice_rows
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ class LastGroup:
 
     def mark(self, part: Any, rank: int) -> LastBatch:
         """Return a rank's part together with these numbers."""
-        return LastBatch(part, self.real, self.rows[rank], self.rows if len(set(self.rows)) > 1 else None)
+        differ = len(set(self.rows)) > 1
+        return LastBatch(part, GroupRows(self.real, self.rows[rank], self.rows if differ else None))
 
 
 def join_batches(batches: Sequence[CountedBatch]) -> CountedBatch:

@@ -184,7 +184,7 @@ class DispatchingReader(CollectiveReader):
         return -(-(self._ranks - 1) // self._batch_rows)  # at most ranks - 1 rows are copied, see `part_bounds`
 
     @override
-    def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
+    def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:
         self._yielded_state = ReadState()
         shares = self.collectives.num_sharing > 1
         random_state = OwnRandomState(device_kind(self.collectives.device.type)) if shares else contextlib.nullcontext()

@@ -15,27 +15,53 @@ from nb_accelerate.data.reader import ReadState
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nb_accelerate.data.plan import GroupRows
     from nb_accelerate.data.reader import Reader
 
 
 class EpochProgress:
-    """The progress of one epoch of a loader.
+    """The progress of one epoch of a loader: all that belongs to one iteration, and not to the loader.
 
     Args:
         reader: reads the epoch.
         position: batches that were left out at its beginning.
+        epoch: its number, from 0.
 
     Attributes:
         position: batches that were handed out or left out so far; 0 when it is over.
         read_state: the state of reading after the batch that was handed out last.
+        loader: the loader that is iterated; None before and after.
+        outer: the epoch of the same data in whose loop this one began, if it did.
+        end_of_dataloader: whether the batch that was handed out last is the last.
+        rows: of the group of the current batch; None if that is complete, or not known to be incomplete.
     """
 
-    __slots__ = ("__weakref__", "position", "read_state", "reader")
-
-    def __init__(self, reader: Reader, position: int) -> None:
+    def __init__(self, reader: Reader, position: int, epoch: int = 0) -> None:
         self.reader = reader
         self.position = position
+        self.epoch = epoch
         self.read_state = ReadState()
+        self.loader: Any = None
+        self.outer: EpochProgress | None = None
+        self.end_of_dataloader = False
+        self.rows: GroupRows | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its loop has begun and has not been left."""
+        return self.loader is not None
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last batch of all ranks together; 0 if all are real, -1 if not known."""
+        return -1 if self.rows is None else self.rows.real or 0
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have, or have, different numbers of rows."""
+        if self.reader.even:
+            return False
+        return self.reader.is_uneven or (self.rows is not None and self.rows.real is not None)
 
 
 class EpochCounter:
@@ -63,8 +89,20 @@ class EpochCounter:
 
     def begins(self, current: EpochProgress) -> None:
         """Count an epoch that begins."""
+        around = self.current
+        while around is not None and not around.is_running:
+            around = around.outer
+        current.outer = around
         self.epoch += 1
         self._current = weakref.ref(current)
+
+    def ends(self, current: EpochProgress) -> None:
+        """Go on in the epoch in whose loop one has ended, or was left. Without one, that one stays the current."""
+        around = current.outer
+        while around is not None and not around.is_running:
+            around = around.outer
+        if around is not None and self.current is current:
+            self._current = weakref.ref(around)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_current": None}

@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from typing_extensions import override
 
-from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, rows_per_rank
+from nb_accelerate.data.plan import GroupRows, ShardPlan, piece_of_last_group, rows_per_rank
+from nb_accelerate.data.samplers import IterationEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,19 +37,10 @@ class LastRow:
 
 @dataclass(frozen=True, slots=True)
 class LastBatch:
-    """A rank's part of the last group of an epoch, with the number of real rows of that group.
-
-    Attributes:
-        batch: this rank's part of the group.
-        real: real rows of the group, of all ranks together; None if all are real.
-        rows: rows of this part; None if not known.
-        rows_of_ranks: rows of the parts of all ranks, if they differ; else None.
-    """
+    """A rank's part of the last group of an epoch, with the numbers of rows of that group."""
 
     batch: Any
-    real: int | None
-    rows: int | None
-    rows_of_ranks: tuple[int, ...] | None = None
+    rows: GroupRows
 
     def pin_memory(self) -> LastBatch:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
@@ -73,8 +65,8 @@ class MarkingCollate:
         if type(first) is not LastRow:
             return self.collate(rows)
         if not self.batched:
-            return LastBatch(self.collate(first.row), first.real, 1)
-        return LastBatch(self.collate([marked.row for marked in rows]), first.real, len(rows))
+            return LastBatch(self.collate(first.row), GroupRows(first.real, 1))
+        return LastBatch(self.collate([marked.row for marked in rows]), GroupRows(first.real, len(rows)))
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -184,8 +176,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 class MarkingShard(IterableDatasetShard):
     """Like `IterableDatasetShard`, but rows of an incomplete last group are yielded as `LastRow`."""
 
-    def real_rows(self, rows_on_rank: int) -> None:
-        """Return None: the `LastRow` objects carry the number."""
+    is_uneven = False
+    """Not known before the end."""
+
+    end = IterationEnd()
+    """Nothing is known of it here: the `LastRow` objects carry the numbers."""
 
     @override
     def _last_rows(self, rows: list[Any], real: int) -> list[Any]:

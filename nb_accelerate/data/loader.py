@@ -28,8 +28,6 @@ from nb_accelerate.pytree import map_tensors, send_to_device, tensors_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from typing_extensions import Self
-
     from nb_accelerate.data.epochs import EpochProgress
     from nb_accelerate.data.tracker import HasTracker, LoaderTracker
 
@@ -53,17 +51,8 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         **kwargs: those of `DataLoaderAdapter`.
 
     Attributes:
-        end_of_dataloader: whether the batch handed out is the last.
-        remainder: real rows (not copies) in the last batch of all ranks together; 0 if all are real, -1 if not known.
-        batch_remainder: the same for the current batch; None if all its rows are real.
-        rows_on_rank: rows of the current batch on this rank; set together with ``batch_remainder``.
-        rows_of_ranks: those of all ranks, if batches have no fixed size and ranks have different numbers.
         gradient_state: the position of the loop in its loaders and, of an `Accelerator`, in its accumulation window.
     """
-
-    batch_remainder: int | None = None
-    rows_on_rank: int | None = None
-    rows_of_ranks: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -134,29 +123,27 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             raise TypeError(f"{type(self.dataset).__name__} does not say how long it is")
         return self._rows
 
+    @property
     @override
-    def skipping(self, batches: int) -> Self:
-        later = super().skipping(batches)
-        later.reset()
-        return later
+    def end_of_dataloader(self) -> bool:  # type: ignore[override]  # set by the epoch that is in progress
+        """Whether the batch handed out is the last."""
+        return self._progress.end_of_dataloader
 
+    @property
     @override
-    def reset(self) -> None:
-        super().reset()
-        self.batch_remainder = self.rows_of_ranks = None
+    def remainder(self) -> int:  # type: ignore[override]  # likewise
+        """Real rows (not copies) in the last batch of all ranks together; 0 if all are real, -1 if not known."""
+        return self._progress.remainder
 
-    @override
-    def begin(self) -> None:
-        self.reset()
-        self._tracker.begin(self)
+    @property
+    def batch_remainder(self) -> int | None:
+        """Real rows in the current batch of all ranks together; None if all its rows are real."""
+        rows = self._progress.rows
+        return None if rows is None else rows.real
 
     def track(self, tracker: LoaderTracker) -> None:
         """Report epochs to this tracker from now on. Called by ``prepare``."""
         self._tracker = tracker
-
-    @override
-    def _tracked_by(self) -> LoaderTracker:
-        return self._tracker
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
@@ -167,7 +154,6 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         if not evaluates:
             between_batches(self)
         self.epochs.announce()
-        self.begin()
         page = here()
         enter, step = page.enter, page.step
         reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
@@ -183,9 +169,10 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             num_workers=self._reader.source.loader.num_workers,
         )
         enter(reads)
+        progress, tracker = None, self._tracker
         try:
-            batches = self._begin()
-            progress = self._progress
+            progress, batches = self._begin()
+            tracker.begin(progress)
             if progress.reader.source.is_stateful:
                 batches = _with_read_states(batches, progress)
             try:
@@ -202,36 +189,35 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             for upcoming in batches:
                 position += 1
                 progress.position = position
+                if tracker.active is not progress:
+                    tracker.advance(progress)
                 step(position)
                 enter(works)
                 if type(current) is LastBatch:  # of one worker of several; others go on
-                    current = self._note_last(progress.reader.last(current))
+                    progress.rows, current = current.rows, current.batch
                     yield current if late is None else late(current)
-                    self.batch_remainder = self.rows_of_ranks = None
+                    progress.rows = None
                 else:
                     yield current if late is None else late(current)
                 end_step(position, current)
                 between_batches(self)
                 current = upcoming
                 enter(reads)
-            self.end_of_dataloader = True
+            progress.end_of_dataloader = True
             progress.position = 0
+            if tracker.active is not progress:
+                tracker.advance(progress)
             step(position + 1)
             enter(works)
-            current = self._note_last(progress.reader.last(current))
+            last = progress.reader.last(current)
+            progress.rows, current = last.rows, last.batch
             yield current if late is None else late(current)
             end_step(position + 1, current)
         finally:
             page.end_loop(loop)
-            self.end()
-
-    def _note_last(self, last: LastBatch) -> Any:
-        """Store how many rows of the last group are real, and return the batch alone."""
-        self.batch_remainder = last.real
-        self.remainder = last.real or 0
-        self.rows_on_rank = last.rows
-        self.rows_of_ranks = last.rows_of_ranks
-        return last.batch
+            if progress is not None:
+                self._end(progress)
+                tracker.end(progress)
 
     def extent(self) -> tuple[int, int] | None:
         """Return the rows of the dataset and the batches of this rank, or None if ranks may differ in them."""

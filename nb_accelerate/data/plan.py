@@ -25,6 +25,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """How many rows of a group are real (not copies), and how many rows each rank has of it.
+
+    Gathered in rank order, the real rows come first.
+
+    Attributes:
+        real: real rows of all ranks together; None if all are.
+        on_rank: rows of this rank, copies included; None if not known.
+        of_ranks: rows of all ranks, if they differ; else None.
+    """
+
+    real: int | None
+    on_rank: int | None
+    of_ranks: tuple[int, ...] | None = None
+
+    def real_entries(self, entries: Sequence[int]) -> int | None:
+        """Return how many entries belong to real rows: the first, in rank order. None if that cannot be known.
+
+        Args:
+            entries: how many each rank has; as many for one row as for another, or padded to those of the longest.
+        """
+        if self.real is None:
+            return sum(entries)
+        if self.on_rank is None:
+            return min(self.real, sum(entries))
+        left, kept = self.real, 0
+        for rows, number in zip(self.of_ranks or [self.on_rank] * len(entries), entries, strict=True):
+            real = min(rows, left)
+            left -= real
+            if real < rows and real and number % rows:
+                return None
+            kept += number if real == rows else number // rows * real if real else 0
+        return kept
+
+
 def rows_per_rank(batch_size: int, world_size: int, *, split_batches: bool) -> int:
     """Return how many rows of a full group each rank takes.
 
@@ -148,20 +184,6 @@ def round_of_batches(last: list[T], start: Sequence[T], world_size: int, *, even
     """
     missing = world_size - len(last) if even_batches else 0
     return last + [start[index % len(start)] for index in range(missing)]
-
-
-def real_rows_of_padded(rows_of_ranks: Sequence[int], real: int) -> int:
-    """Return how many rows come before the repeated batches, where all batches of a round are padded to the longest.
-
-    Args:
-        rows_of_ranks: rows of each batch of the round, in rank order, before it was padded.
-        real: rows of all batches that are not repeated; these come first.
-    """
-    batches = rows = 0
-    while rows < real:
-        rows += rows_of_ranks[batches]
-        batches += 1
-    return batches * max(rows_of_ranks)
 
 
 def part_bounds(rows: int, world_size: int, *, even: bool) -> list[tuple[int, int]]:

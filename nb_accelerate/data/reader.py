@@ -23,9 +23,10 @@ from typing_extensions import override
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.data import positions
 from nb_accelerate.data.iterable import LastBatch
+from nb_accelerate.data.plan import GroupRows
 from nb_accelerate.data.positions import SavedPosition
 from nb_accelerate.data.rows import count_rows
-from nb_accelerate.pytree import find_batch_size
+from nb_accelerate.data.samplers import IterationEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,8 +43,12 @@ class Shard(Protocol):
     even_batches: bool
     """Whether all ranks get equal batches."""
 
-    def real_rows(self, rows_on_rank: int) -> int | None:
-        """Return how many rows of the last group are real, or None if all are. Called after the last batch."""
+    end: IterationEnd
+    """Has the rows of the last batch, of the iteration that was begun last."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have different numbers of rows of the last group."""
         ...
 
 
@@ -66,7 +71,6 @@ class Reader:
     Args:
         source: the loader of torch.
         shard: the rank's part of the data; None if the rank reads everything.
-        items_are_batches: the loader has no batch size: what it reads are batches by themselves.
         dropped: batches to read and leave out at the beginning of every epoch, counted in positions.
 
     Attributes:
@@ -78,13 +82,11 @@ class Reader:
 
     per_batch = 1
 
-    def __init__(
-        self, source: TorchSource, *, shard: Shard | None = None, items_are_batches: bool = False, dropped: int = 0
-    ) -> None:
+    def __init__(self, source: TorchSource, *, shard: Shard | None = None, dropped: int = 0) -> None:
         self.source = source
         self.shard = shard
-        self.items_are_batches = items_are_batches
         self.dropped = dropped
+        self._end = IterationEnd()
         self.not_drawn = self.reread = 0
 
     @property
@@ -103,9 +105,20 @@ class Reader:
             self.shard.even_batches = value
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have different numbers of rows at the end of the data."""
+        return self.shard is not None and self.shard.is_uneven
+
+    @property
     def compares_lengths(self) -> bool:
         """Whether the datasets of all ranks have to be equally long."""
         return self.even
+
+    def for_one_pass(self) -> Self:
+        """Return a reader of the same loader, with a state of its own: a loader may be iterated inside its own loop."""
+        reader = copy.copy(self)
+        reader.source = copy.copy(self.source)
+        return reader
 
     def __len__(self) -> int:
         return max(len(self.source.loader) - self.dropped * self.per_batch, 0)
@@ -141,33 +154,38 @@ class Reader:
         """Return how many batches at the beginning are read although they are left out."""
         return 0
 
-    def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
+    def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:  # noqa: ARG002 - for a subclass
         """Begin an epoch; return its batches from position `skipped` on, or from where `restore` said.
 
-        All ranks call it together. Arguments are those of `TorchSource.open`.
+        All ranks call it together.
+
+        Args:
+            epoch: as for `TorchSource.open`.
+            resumed: likewise.
+            repeat: batches to leave out after the state that was restored, see `ReadState`.
         """
         dropped = 0 if resumed and self.source.is_restored else self.dropped
         batches = self.source.open(epoch, resumed=resumed)
+        if self.shard is not None:
+            self._end = self.shard.end
         if dropped:
             skip(batches, dropped)
         return batches
 
     def last(self, batch: Any) -> LastBatch:
-        """Return the last batch of an epoch with the number of real rows of its group.
+        """Return the last batch of an epoch with the numbers of rows of its group.
+
+        Rows are what the sampler drew. Those of a stream that one process reads are counted in the batch.
 
         Args:
             batch: one that `read` yielded; the loop may call this for a `LastBatch` in the middle of an epoch as well.
         """
         if type(batch) is LastBatch:
-            if not self.items_are_batches:
-                return batch
-            rows = find_batch_size(batch.batch) or 1
-            return LastBatch(batch.batch, (batch.real or 0) * rows, rows, batch.rows_of_ranks)
-        if self.shard is None:
-            return LastBatch(batch, None, count_rows(batch))
-        rows = (find_batch_size(batch) or 1) if self.items_are_batches else count_rows(batch) or 0
-        real = self.shard.real_rows(rows)
-        return LastBatch(batch, real, rows, getattr(self.shard, "last_rows_of_ranks", None))
+            return batch
+        if self.shard is not None:
+            return LastBatch(batch, self._end.rows)
+        rows = self.source.rows_of_last()
+        return LastBatch(batch, GroupRows(None, count_rows(batch) if rows is None else rows))
 
     def read_state(self) -> ReadState:
         """Return the state of reading after the batch that `read` yielded last."""

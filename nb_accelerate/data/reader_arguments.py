@@ -119,7 +119,7 @@ class ReaderArguments:
                 outer = SamplerShard(
                     outer, self.ranks, self.rank, even_batches=self.config.even_batches, make_sync=self._make_sync()
                 )
-            self.reader |= {"shard": outer, "items_are_batches": not batches}
+            self.reader["shard"] = outer
         if batched:
             parts["batch_sampler"] = outer
         else:
@@ -161,7 +161,7 @@ class ReaderArguments:
             even_batches=self.config.even_batches,
             skip_batches=skipped,
         )
-        self.reader |= {"shard": shard, "items_are_batches": not batched}
+        self.reader["shard"] = shard
         parts["collate_fn"] = MarkingCollate(loader.collate_fn, batched=batched)
         return parts
 

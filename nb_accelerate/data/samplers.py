@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
-from nb_accelerate.data.plan import ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
+from nb_accelerate.data.plan import GroupRows, ShardPlan, piece_of_last_group, round_of_batches, rows_per_rank
 from nb_accelerate.data.shuffling import as_row_numbers
 from nb_accelerate.errors import ConfigError
 
@@ -94,6 +94,18 @@ SHUFFLING = (RandomSampler, SeedableRandomSampler)
 """Samplers whose order is one permutation, of which slices are taken without a list of the whole."""
 
 
+class IterationEnd:
+    """What is known of the end of one iteration of a sampler, as soon as its last batch has been drawn.
+
+    It belongs to the iteration, since a sampler may be iterated inside its own loop.
+
+    Attributes:
+        rows: of the last batch.
+    """
+
+    rows = GroupRows(None, None)
+
+
 class BatchSamplerShard(BatchSampler):
     """One rank's part of a batch sampler.
 
@@ -111,10 +123,7 @@ class BatchSamplerShard(BatchSampler):
         on_start: what ``make_sync`` returned.
         start: how many batches of this rank are left out at the beginning of every epoch.
         reread: how many of those are yielded all the same, before the others: the last group is filled up from them.
-        last_group_rows: after an epoch, the real rows of an incomplete last group that this rank has a part of;
-            None if its last batch is complete on all ranks.
-        last_rows_of_ranks: after an epoch, how many rows each rank has of that group, if not all have equally many
-            because batches have no fixed size; else None.
+        end: of the iteration that was begun last.
 
     Raises:
         ConfigError: batches are to be split, but have no fixed size, or one that cannot be split evenly.
@@ -145,8 +154,7 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = size  # type: ignore[assignment]  # None where batches differ in size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # not all have one
-        self.last_group_rows: int | None = None
-        self.last_rows_of_ranks: tuple[int, ...] | None = None
+        self.end = IterationEnd()
         self._make_sync = make_sync
         self._local = rows_per_rank(size, num_processes, split_batches=split_batches) if size is not None else None
         self._examine()
@@ -171,9 +179,13 @@ class BatchSamplerShard(BatchSampler):
         """Return this sampler without the first batches of each epoch; planned rows are skipped in constant time."""
         return _starting_at(self, batch)
 
-    def real_rows(self, rows_on_rank: int) -> int | None:  # noqa: ARG002 - SamplerShard needs to know
-        """Return how many rows of the last group are real, or None if all are. Called after the last batch."""
-        return self.last_group_rows
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have different numbers of rows of the last group."""
+        if self.even_batches or not self._plannable:
+            return False
+        plan = self._plan(len(self.sampler))  # type: ignore[arg-type]
+        return plan.remainder > 0
 
     def __len__(self) -> int:
         return max(self._num_batches() - self.start, 0)
@@ -190,10 +202,16 @@ class BatchSamplerShard(BatchSampler):
         return whole + (rest > 0 if self.even_batches else rest > self.process_index)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        self.end = end = IterationEnd()
+        return self._begun(end)
+
+    def _begun(self, end: IterationEnd) -> Iterator[list[Any]]:
+        # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
         if self.on_start is not None:
             self.on_start()
-        # A generator, so that all this happens when the first row is asked for: the loader draws a number in between.
-        yield from self._planned() if self._plannable else without_first(self._streamed(), self.start, self.reread)
+        yield from (
+            self._planned(end) if self._plannable else without_first(self._streamed(end), self.start, self.reread)
+        )
 
     def _plan(self, rows: int) -> ShardPlan:
         return ShardPlan(
@@ -205,20 +223,19 @@ class BatchSamplerShard(BatchSampler):
             drop_last=self.drop_last,
         )
 
-    def _planned(self) -> Iterator[list[Any]]:
+    def _planned(self, end: IterationEnd) -> Iterator[list[Any]]:
         """Yield slices of the order of the epoch."""
         order, drawn_again = _order_of(self.sampler)
         plan = self._plan(len(order))
-        self._note_last(plan.remainder)
+        self._note_last(end, plan.remainder)
         if self.reread:
             yield from islice(plan.batches(order, self.process_index), self.reread)
         yield from plan.batches(order, self.process_index, start=self.start)
         if drawn_again is not None:
             torch.randperm(len(order), generator=drawn_again)
 
-    def _streamed(self) -> Iterator[list[Any]]:
+    def _streamed(self, end: IterationEnd) -> Iterator[list[Any]]:
         """Iterate a sampler whose order is not known before, and yield this rank's batches."""
-        self.last_group_rows = self.last_rows_of_ranks = None
         per_group = 1 if self.split_batches else self.num_processes
         start: list[Any] = []  # of the data: rows, or whole batches where these have no fixed size
         enough = per_group if self.batch_size is None else self.batch_size * per_group
@@ -231,9 +248,11 @@ class BatchSamplerShard(BatchSampler):
                 start.extend([batch] if self.batch_size is None else batch)
             group.append(batch)
         if len(group) == per_group and (self.batch_size is None or len(group[-1]) == self.batch_size):
-            yield self._mine(group)
+            mine = self._mine(group)
+            end.rows = GroupRows(None, len(mine))
+            yield mine
         elif group and not self.drop_last:
-            yield from self._end(group, start)
+            yield from self._last(end, group, start)
 
     def _mine(self, group: list[list[Any]]) -> list[Any]:
         if not self.split_batches:
@@ -242,17 +261,18 @@ class BatchSamplerShard(BatchSampler):
         first = self.process_index * self._local
         return group[0][first : first + self._local]
 
-    def _end(self, group: list[list[Any]], start: list[Any]) -> Iterator[list[Any]]:
+    def _last(self, end: IterationEnd, group: list[list[Any]], start: list[Any]) -> Iterator[list[Any]]:
         if self._local is None:
             assigned = round_of_batches(group, start, self.num_processes, even_batches=self.even_batches)
             if len(assigned) > self.process_index:
-                rows_of_ranks = tuple(len(batch) for batch in assigned)
-                self.last_group_rows = sum(rows_of_ranks[: len(group)])
-                self.last_rows_of_ranks = rows_of_ranks if len(set(rows_of_ranks)) > 1 else None
-                yield assigned[self.process_index]
+                mine = assigned[self.process_index]
+                of_ranks = tuple(len(batch) for batch in assigned)
+                differ = len(set(of_ranks)) > 1
+                end.rows = GroupRows(sum(of_ranks[: len(group)]), len(mine), of_ranks if differ else None)
+                yield mine
             return
         rows = [row for batch in group for row in batch]
-        self._note_last(len(rows))
+        self._note_last(end, len(rows))
         yield from piece_of_last_group(
             rows,
             start,
@@ -262,9 +282,16 @@ class BatchSamplerShard(BatchSampler):
             even_batches=self.even_batches,
         )
 
-    def _note_last(self, rows: int) -> None:
-        has_part = self.even_batches or (self._local is not None and rows > self.process_index * self._local)
-        self.last_group_rows = rows if rows and has_part else None
+    def _note_last(self, end: IterationEnd, rows: int) -> None:
+        """Note the rows of the last batch of this rank.
+
+        Args:
+            end: what is noted.
+            rows: of an incomplete last group; 0 if it is complete.
+        """
+        assert self._local is not None
+        mine = self._local if self.even_batches else min(rows - self.process_index * self._local, self._local)
+        end.rows = GroupRows(rows, mine) if rows and mine > 0 else GroupRows(None, self._local)
 
 
 class SamplerShard(Sampler[Any]):
@@ -280,7 +307,7 @@ class SamplerShard(Sampler[Any]):
     Attributes:
         on_start: what ``make_sync`` returned.
         start: how many items of this rank are left out at the beginning of every epoch.
-        last_group_items: after an epoch, the real items of an incomplete last round that this rank has a part of.
+        end: of the iteration that was begun last. An item counts as one row, whatever is in it.
     """
 
     def __init__(
@@ -296,7 +323,7 @@ class SamplerShard(Sampler[Any]):
         self.process_index = process_index
         self.even_batches = even_batches
         self.start = 0
-        self.last_group_items: int | None = None
+        self.end = IterationEnd()
         self._make_sync = make_sync
         self.use_sampler(sampler)
 
@@ -312,21 +339,26 @@ class SamplerShard(Sampler[Any]):
         """Return this sampler without the first items of each epoch."""
         return _starting_at(self, batch)
 
-    def real_rows(self, rows_on_rank: int) -> int | None:
-        """Return how many rows of the last round are real, or None if all are. Called after the last item."""
-        return None if self.last_group_items is None else self.last_group_items * rows_on_rank
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some ranks have fewer items than others."""
+        return not self.even_batches and self._plan(len(self.sampler)).remainder > 0
 
     def __len__(self) -> int:
         batches = self._plan(len(self.sampler)).num_batches(self.process_index)
         return max(batches - self.start, 0)
 
     def __iter__(self) -> Iterator[Any]:
+        self.end = end = IterationEnd()
+        return self._begun(end)
+
+    def _begun(self, end: IterationEnd) -> Iterator[Any]:
         if self.on_start is not None:
             self.on_start()
         order = list(self.sampler)
         plan = self._plan(len(order))
         has_part = self.even_batches or plan.remainder > self.process_index
-        self.last_group_items = plan.remainder if plan.remainder and has_part else None
+        end.rows = GroupRows(plan.remainder if plan.remainder and has_part else None, 1)
         for batch in plan.batches(order, self.process_index, start=self.start):
             yield batch[0]
 

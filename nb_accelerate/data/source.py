@@ -6,9 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from nb_accelerate.data.positions import SavedPosition
+from nb_accelerate.data.samplers import BatchSamplerShard
 from nb_accelerate.data.skipping import skipping
 from nb_accelerate.data.torch_iterator import accelerated
 from nb_accelerate.errors import CheckpointError
@@ -103,6 +104,17 @@ class TorchSource:
             return iter(loader)
         finally:
             loader.generator = own
+
+    def rows_of_last(self) -> int | None:
+        """Return how many rows the last batch of an epoch has; None if only the batch itself can tell."""
+        batches = self.sampler
+        if self.reads_in_order or type(batches) not in (BatchSampler, BatchSamplerShard):
+            return None
+        try:
+            rest = 0 if batches.drop_last else len(batches.sampler) % batches.batch_size
+        except TypeError:  # a sampler without a length
+            return None
+        return rest or batches.batch_size
 
     def state(self) -> dict[str, Any] | None:
         """Return the state of torchdata's loader; None if a position is only a number of batches."""

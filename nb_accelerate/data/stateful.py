@@ -63,9 +63,16 @@ class StatefulSource(TorchSource):
 
     is_stateful = True
     loader: Any
+    _iterator: Any = None
+    """Of torchdata, for the epoch that this source has opened; the loader has that of the latest."""
 
     @override
     def open(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
+        batches = self._opened(epoch, resumed=resumed)
+        self._iterator = self.loader._iterator  # noqa: SLF001 - torchdata's
+        return batches
+
+    def _opened(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
         if not self.is_restored:
             return super().open(epoch, resumed=resumed)
         loader, over = self.loader, positions.is_over(self.loader.next_iter_state)
@@ -81,9 +88,13 @@ class StatefulSource(TorchSource):
 
     @override
     def state(self) -> dict[str, Any]:
-        # torchdata would begin an epoch to have a state.
-        state: dict[str, Any] = {} if self.loader._iterator is None else self.loader.state_dict()  # noqa: SLF001
-        return state
+        loader, latest = self.loader, self.loader._iterator  # noqa: SLF001 - torchdata's
+        loader._iterator = latest if self._iterator is None else self._iterator  # noqa: SLF001 - whose state it saves
+        try:
+            # Without an iterator, torchdata would begin an epoch to have a state.
+            return loader.state_dict() if loader._iterator is not None else {}  # noqa: SLF001
+        finally:
+            loader._iterator = latest  # noqa: SLF001 - torchdata's
 
     @property
     @override

@@ -35,7 +35,6 @@ from nb_accelerate.errors import ConfigError, DispatchError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nb_accelerate.data.positions import SavedPosition
     from nb_accelerate.data.source import TorchSource
 
 _FULL, _OTHER, _FAILED = range(3)  # codes for what a rank has for the next step, from good to bad
@@ -122,7 +121,6 @@ class StreamReader(CollectiveReader):
     def __init__(self, source: TorchSource, *, drop_last_group: bool = False, **kwargs: Any) -> None:
         super().__init__(source, **kwargs)
         self._drop_last_group = drop_last_group
-        self._repeat = 0  # batches to leave out once, after reading was taken up at a saved state
         self._pool: list[
             CountedBatch
         ] = []  # batches of all ranks that were gathered and not handed out; the same on all ranks
@@ -130,9 +128,8 @@ class StreamReader(CollectiveReader):
         self._yielded_since = 0  # batches handed out since then
 
     @override
-    def read(self, epoch: int, *, resumed: bool) -> Iterator[Any]:
+    def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:
         self._pool = []
-        repeat, self._repeat = self._repeat, 0
         is_restored = resumed and self.source.is_restored
         try:
             own = self.source.open(epoch, resumed=resumed)
@@ -147,11 +144,6 @@ class StreamReader(CollectiveReader):
     @override
     def read_state(self) -> ReadState:
         return replace(self._state_before_pool, repeat=self._yielded_since) if self._pool else super().read_state()
-
-    @override
-    def restore(self, saved: SavedPosition) -> None:
-        super().restore(saved)
-        self._repeat = saved.repeat
 
     def _independently(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
         """Return this rank's own batches, without communication."""

@@ -1,43 +1,45 @@
 """Track which prepared loader is being iterated, and whether it is at its end.
 
-A process has one tracker, and prepared loaders report to it. Loaders nest: evaluation inside a training loop puts
-its loader on top until it ends.
+A process has one tracker, and the loops over prepared loaders report to it. Loops nest: an evaluation inside a training
+loop is on top until it ends. Loaders can also advance together, as in ``zip(first, second)``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nb_accelerate.data.plan import GroupRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class TrackedLoader(Protocol):
-    """The members that a loader has while a `LoaderTracker` tracks it."""
+class TrackedLoop(Protocol):
+    """One loop over a loader, while a `LoaderTracker` tracks it."""
+
+    @property
+    def loader(self) -> Any:
+        """The loader that is iterated."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Changes whenever a batch is handed out."""
+        ...
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch it handed out is its last."""
+        """Whether the batch that was handed out is the last."""
         ...
 
     @property
-    def batch_remainder(self) -> int | None:
-        """Real rows in the current batch of all ranks together, if some are copies or missing; else None."""
+    def rows(self) -> GroupRows | None:
+        """Of the group of the current batch; None if that is complete, or not known to be incomplete."""
         ...
 
     @property
-    def rows_on_rank(self) -> int | None:
-        """Rows of the last batch on each rank, where ``batch_remainder`` is not None or there is one rank; or None."""
-        ...
-
-    @property
-    def rows_of_ranks(self) -> tuple[int, ...] | None:
-        """Rows of the current batch on all ranks, where ``batch_remainder`` is not None and they differ; else None."""
-        ...
-
-    @property
-    def even(self) -> bool:
-        """Whether all ranks got as many rows as this one."""
+    def is_uneven(self) -> bool:
+        """Whether it is known that ranks will have, or have, different numbers of rows."""
         ...
 
     @property
@@ -47,73 +49,101 @@ class TrackedLoader(Protocol):
 
 
 class LoaderTracker:
-    """The loaders that are being iterated, innermost last.
+    """The loops over loaders that are running, innermost last.
 
     Attributes:
         active: the innermost, or None.
+        beside: other loops that advance together with the innermost: those of ``zip`` over several loaders.
         between_batches: called with a loader before the first batch of a loop that computes gradients, and between two.
-        when_a_loop_begins: called before a loader is added.
-        look: called with True before a loader is added, and with False after one has ended.
+        when_a_loop_begins: called before a loop is added.
+        look: called with True before a loop is added, and with False after one has ended.
     """
 
-    __slots__ = ("_loaders", "active", "between_batches", "look", "when_a_loop_begins")
+    __slots__ = ("_loops", "_positions", "active", "beside", "between_batches", "look", "when_a_loop_begins")
 
     def __init__(self) -> None:
-        self.between_batches: Callable[[TrackedLoader], None] = _nothing
+        self.__setstate__(None)
+
+    def __getstate__(self) -> bool:
+        """Return nothing of this tracker: loops, and the functions that it calls, stay with this process."""
+        return True  # so that `__setstate__` is called
+
+    def __setstate__(self, _: object) -> None:
+        """Begin anew."""
+        self.between_batches: Callable[[Any], None] = _nothing
         self.when_a_loop_begins: Callable[[], None] = _nothing_to_note
         self.look: Callable[[bool], None] = _nothing_to_compare
-        self._loaders: list[TrackedLoader] = []
-        self.active: TrackedLoader | None = None
+        self._loops: list[TrackedLoop] = []
+        self._positions: dict[int, int] = {}  # of loops, by id, when one outside of them advanced last
+        self.active: TrackedLoop | None = None
+        self.beside: tuple[TrackedLoop, ...] = ()
 
-    def __getstate__(self) -> tuple[list[TrackedLoader], TrackedLoader | None]:
-        """Return what a copy of it has: the functions that it calls act on this process and stay with it."""
-        return self._loaders, self.active
-
-    def __setstate__(self, state: tuple[list[TrackedLoader], TrackedLoader | None]) -> None:
-        """Begin as a copy."""
-        self.between_batches, self.when_a_loop_begins, self.look = _nothing, _nothing_to_note, _nothing_to_compare
-        self._loaders, self.active = state
-
-    def begin(self, loader: TrackedLoader) -> None:
-        """Add a loader that begins an epoch."""
+    def begin(self, loop: TrackedLoop) -> None:
+        """Add a loop that begins."""
         self.when_a_loop_begins()
         self.look(True)
-        self._loaders.append(loader)
-        self.active = loader
+        self._loops.append(loop)
+        self.active, self.beside = loop, ()
 
-    def end(self, loader: TrackedLoader) -> None:
-        """Remove a loader whose epoch ended, or whose loop was left."""
+    def advance(self, loop: TrackedLoop) -> None:
+        """Note that a loop hands out a batch which is not the innermost.
+
+        Loops inside of it that have handed out batches since it did so last advance together with it. Others were left
+        without being closed, as by ``next(iter(loader))``: they are not inside any more.
+        """
+        index = next((index for index, one in enumerate(self._loops) if one is loop), None)
+        if index is None:
+            return
+        inside = self._loops[index + 1 :]
+        moving = [one for one in inside if one.position != self._positions.get(id(one))]
+        self._positions = {id(one): one.position for one in inside}
+        left = [one for one in inside if one not in moving]
+        self._loops[index:] = [*left, loop, *moving]
+        self.active, self.beside = self._loops[-1], (loop, *moving)[:-1]
+
+    def end(self, loop: TrackedLoop) -> None:
+        """Remove a loop that ended, or was left."""
         # An abandoned iterator can end late, under a newer one, so it is not always the innermost.
-        for index in range(len(self._loaders) - 1, -1, -1):
-            if self._loaders[index] is loader:
-                del self._loaders[index]
-                break
-        self.active = self._loaders[-1] if self._loaders else None
+        self._keep([one for one in self._loops if one is not loop])
         self.look(False)
 
-    def forget(self, loaders: Iterable[TrackedLoader]) -> None:
-        """Remove loaders, and those that `DataLoaderAdapter.skipping` made of them."""
+    def innermost_of(self, loader: object) -> TrackedLoop | None:
+        """Return the innermost loop over a loader."""
+        return next((one for one in reversed(self._loops) if one.loader is loader), None)
+
+    def forget(self, loaders: Iterable[Any]) -> None:
+        """Remove loops over loaders, and over those that `DataLoaderAdapter.skipping` made of them."""
         gone = {id(getattr(loader, "epochs", loader)) for loader in loaders}
-        self._loaders = [one for one in self._loaders if id(getattr(one, "epochs", one)) not in gone]
-        self.active = self._loaders[-1] if self._loaders else None
+        self._keep([one for one in self._loops if id(getattr(one.loader, "epochs", one.loader)) not in gone])
+
+    def _keep(self, loops: list[TrackedLoop]) -> None:
+        self._loops = loops
+        self.active = loops[-1] if loops else None
+        self.beside = tuple(one for one in self.beside if one in loops and one is not self.active)
 
     @property
-    def loaders(self) -> tuple[TrackedLoader, ...]:
+    def together(self) -> tuple[TrackedLoop, ...]:
+        """The innermost loop and those that advance together with it, outer ones first; empty outside loops."""
+        return () if self.active is None else (*self.beside, self.active)
+
+    @property
+    def loaders(self) -> tuple[Any, ...]:
         """All loaders that are being iterated, innermost last."""
-        return tuple(self._loaders)
+        return tuple(one.loader for one in self._loops)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last of its loader; False outside loaders."""
-        return self.active is not None and self.active.end_of_dataloader
+        """Whether the current batch is the last of its loader, or of one that advances with it; False outside loops."""
+        active = self.active
+        return active is not None and (active.end_of_dataloader or any(one.end_of_dataloader for one in self.beside))
 
     @property
     def remainder(self) -> int:
-        """The ``remainder`` of the active loader; -1 outside loaders."""
+        """The ``remainder`` of the active loop; -1 outside loops."""
         return -1 if self.active is None else self.active.remainder
 
 
-def _nothing(_: TrackedLoader) -> None:
+def _nothing(_: object) -> None:
     """Do nothing between batches, where nobody trains."""
 
 
@@ -155,12 +185,13 @@ class LoaderView:
         return self.active_dataloader is not None
 
     @property
-    def active_dataloader(self) -> TrackedLoader | None:
-        """The prepared loader that is being iterated, the innermost of several."""
-        return self.tracker.active
+    def active_dataloader(self) -> Any:
+        """The prepared loader that is being iterated, the innermost of several; None outside loops."""
+        active = self.tracker.active
+        return None if active is None else active.loader
 
     @property
-    def dataloader_references(self) -> list[TrackedLoader | None]:
+    def dataloader_references(self) -> list[Any]:
         """None (for code outside of loops), then all loaders that are being iterated, innermost last."""
         return [None, *self.tracker.loaders]
 
@@ -187,14 +218,6 @@ class DataLoaderStateMixin:
     gradient_state: HasTracker
     end_of_dataloader: bool = False
     remainder: int = -1
-    even: bool = True
-    rows_on_rank: int | None = None
-    rows_of_ranks: tuple[int, ...] | None = None
-
-    @property
-    def batch_remainder(self) -> int | None:
-        """Real rows in the current batch of all ranks together, if some are copies; else None."""
-        return self.remainder if self.end_of_dataloader and self.remainder > 0 else None
 
     def reset(self) -> None:
         """Clear what is known of the last epoch."""
@@ -210,11 +233,41 @@ class DataLoaderStateMixin:
         size = getattr(self, "total_batch_size", None)
         if rows is not None and size:
             self.remainder = rows % size
-        self._tracked_by().begin(self)
+        self.gradient_state.tracker.begin(_OwnLoop(self))
 
     def end(self) -> None:
         """Report that the epoch is over, or that its loop was left."""
-        self._tracked_by().end(self)
+        tracker = self.gradient_state.tracker
+        loop = tracker.innermost_of(self)
+        if loop is not None:
+            tracker.end(loop)
 
-    def _tracked_by(self) -> LoaderTracker:
-        return self.gradient_state.tracker
+
+class _OwnLoop:
+    """A loop over a loader of the user's, which reports by itself.
+
+    Attributes:
+        loader: that one.
+    """
+
+    position = 0
+    is_uneven = False
+
+    def __init__(self, loader: DataLoaderStateMixin) -> None:
+        self.loader = loader
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """As the loader says."""
+        return self.loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """As the loader says."""
+        return self.loader.remainder
+
+    @property
+    def rows(self) -> GroupRows | None:
+        """At the end of the data, as many real rows as the loader says."""
+        loader = self.loader
+        return GroupRows(loader.remainder, None) if loader.end_of_dataloader and loader.remainder > 0 else None

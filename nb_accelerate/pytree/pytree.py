@@ -138,7 +138,7 @@ def paths_of_tensors(data: Any, path: str = "") -> list[str]:
 
 def find_batch_size(data: Any) -> int | None:
     """Return the number of rows of the first tensor that has rows, or None if there is none."""
-    return next((tensor.shape[0] for tensor in tensors_in(data) if tensor.dim()), None)
+    return next((tensor.size(0) for tensor in tensors_in(data) if tensor.dim()), None)  # nested ones have no shape
 
 
 def is_movable(data: Any) -> bool:

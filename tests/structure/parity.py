@@ -147,10 +147,6 @@ DIFFERENCES = {
     "test_a_prepared_stream_has_a_total_batch_size": (
         "Prepared streams (`IterableDataset`) have a `total_batch_size`; accelerate's raise an AttributeError."
     ),
-    "test_gather_for_metrics_refuses_what_has_not_one_entry_for_each_row": (
-        "At the last batch, `gather_for_metrics` on several processes refuses what has not one entry for each "
-        "row, unless it is a single value: it cannot know which entries are copies."
-    ),
     "test_reduce_none_gives_back_what_it_was_given": (
         "`reduce(..., reduction='none')` gives back what it was given; accelerate's is the sum."
     ),

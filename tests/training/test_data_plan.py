@@ -11,7 +11,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nb_accelerate.data.iterable import IterableDatasetShard, LastRow, MarkingShard
-from nb_accelerate.data.plan import ShardPlan, real_rows_of_padded
+from nb_accelerate.data.plan import GroupRows, ShardPlan
 from nb_accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler
 from nb_accelerate.data.shuffling import RowNumbers
 from nb_accelerate.data.split import split_between
@@ -83,7 +83,9 @@ def test_every_way_of_sharing_out_equals_dealing_rows_by_hand(rows, batch_size, 
         if kind is BatchSampler or even or not split:  # else only an epoch can tell
             assert [len(shard) for shard in shards] == [len(hand) for hand in hands]
         takes_part = [even or real > rank * plan.local_size for rank in range(ranks)]
-        assert [shard.last_group_rows for shard in shards] == [real if real and part else None for part in takes_part]
+        assert [shard.end.rows.real for shard in shards] == [real if real and part else None for part in takes_part]
+        for shard, hand in zip(shards, hands, strict=True):
+            assert shard.end.rows.real is None or shard.end.rows.on_rank == len(hand[-1])
 
 
 @settings(max_examples=150, deadline=None)
@@ -136,7 +138,7 @@ def test_items_that_are_batches_go_round_the_ranks(items, ranks, even):
     hands, real = deal_by_hand(items, 1, ranks, False, False, even)
     assert [list(shard) for shard in shards] == [list(itertools.chain(*hand)) for hand in hands]
     assert [len(shard) for shard in shards] == [len(hand) for hand in hands]
-    assert all(shard.last_group_items in {None, real} for shard in shards)
+    assert all(shard.end.rows.real in {None, real} for shard in shards)
 
 
 @given(length=st.integers(0, 40), ranks=st.integers(1, 6), pad=st.booleans())
@@ -244,12 +246,13 @@ def test_batches_of_varying_size_go_round_whole(sizes, ranks, drop_last, even, s
     assert [len(shard) for shard in shards] == [len(hand) for hand in hands]
     for rank, shard in enumerate(shards):
         takes_part = len(hands[rank]) > len(sizes) // ranks
-        assert shard.last_group_rows == (real if real and takes_part else None)
+        assert shard.end.rows.real == (real if real and takes_part else None)
         assert list(shard.starting_at(skip)) == hands[rank][skip:]
     if real and even:  # padded to the longest, they are those that come before the repeated batches
         last = [hand[-1] for hand in hands]
         padded = [row for batch in last for row in (batch + [-1] * max(sizes))[: max(map(len, last))]]
-        kept = padded[: real_rows_of_padded([len(batch) for batch in last], real)]
+        of_ranks = tuple(len(batch) for batch in last)
+        kept = padded[: GroupRows(real, of_ranks[0], of_ranks).real_entries([max(of_ranks)] * len(last))]
         assert [row for row in kept if row >= 0] == list(range(sum(sizes) - real, sum(sizes)))
     if not drop_last:  # gathered in rank order, the real rows come first
         steps = [[hand[step] for hand in hands if step < len(hand)] for step in range(len(hands[0]))]

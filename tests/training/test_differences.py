@@ -68,8 +68,6 @@ def _on_two_ranks() -> dict[str, Any]:
         note("backward", lambda a=accelerator: a.backward(torch.ones((), requires_grad=True)))
         state, loader = accelerator.gradient_state, accelerator.prepare(DataLoader(range(22), batch_size=4))
         note("remainder", lambda s=state, one=loader: [s.remainder for _ in one])
-        state, loader = accelerator.gradient_state, accelerator.prepare(DataLoader(range(22), batch_size=4))
-        note("rows", lambda a=accelerator, one=loader: [len(a.gather_for_metrics(batch[:1])) for batch in one])
         note("stream", lambda a=accelerator: a.prepare(DataLoader(Stream(), batch_size=4)).total_batch_size)
         torch.manual_seed(0)
         shuffled = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
@@ -101,13 +99,6 @@ def test_a_tracker_whose_library_is_missing_is_an_error():
         assert accelerate.Accelerator(cpu=True, log_with=missing, project_dir=".").log_with == []
     with pytest.raises(MissingDependencyError, match=missing):
         nb_accelerate.Accelerator(cpu=True, log_with=missing, project_dir=".")
-
-
-def test_gather_for_metrics_refuses_what_has_not_one_entry_for_each_row(on_two_ranks):
-    for found in on_two_ranks:
-        theirs, ours = found["rows"]
-        assert theirs == [2, 2, 2]  # one of each process, in the last batch too, whose rows they cannot be
-        assert ours == "ValueError"
 
 
 def test_prepare_refuses_what_it_does_not_know():

@@ -270,10 +270,11 @@ def test_a_loader_that_is_begun_again_has_forgotten_its_end():
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2))
     list(loader)
     assert loader.end_of_dataloader
-    loader.begin()
+    batches = iter(loader)
+    next(batches)
     assert not loader.end_of_dataloader
     assert loader.remainder == -1
-    loader.end()
+    batches.close()
 
 
 @pytest.mark.parametrize("batches", [1, None])
