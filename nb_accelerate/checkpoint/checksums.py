@@ -1,13 +1,7 @@
 """Checksums of the files of a checkpoint: taken while a file is written, compared while it is read.
 
-There is one for each 16 MiB of a file, so that several threads (and several ranks of a machine) share the work::
-
-    16 KiB -> the sum of its 64-bit words, each times the       16 MiB -> the CRC-32 of its 1024 sums
-              odd number of its place, modulo 2**64
-
-A CRC-32 of all bytes, as format 2 of the manifest has it, takes five times as long: 2 GB/s on a core, sums 10.
-They are there to notice damage, not forgery, for which files would have to be signed: bits that flip, pieces that are
-missing, zeros, at another place, or of another file. One changed word always changes its sum.
+There is a CRC-32 for each 16 MiB of a file, so that several threads (and several ranks of a machine) share the work:
+about 2 GB/s on a core. They are there to notice damage, not forgery, for which files would have to be signed.
 """
 
 from __future__ import annotations
@@ -20,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,7 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
 BLOCK = 1 << 24  # bytes that one checksum stands for
-_ROW = 1 << 14  # bytes that one sum stands for
 _CHUNK = 1 << 20  # bytes that are read at once: they stay in the cache of a core
 _IN_LINE = 1 << 18  # bytes of a write whose checksum takes less time than to wake up a thread
 _FLUSH_EVERY = 1 << 27  # bytes after which the disk is told to begin: else it is idle until the end of the file
@@ -44,13 +35,11 @@ class FileRecord:
 
     Attributes:
         size: in bytes.
-        crc32: of each 16 MiB of the file, in order.
-        of_sums: whether they are CRC-32 of sums; else of all bytes.
+        crc32: of each 16 MiB of the file, in order; None in manifests that had other checksums.
     """
 
     size: int
-    crc32: tuple[int, ...]
-    of_sums: bool = True
+    crc32: tuple[int, ...] | None
 
 
 class RecordingFile:
@@ -69,7 +58,6 @@ class RecordingFile:
         self._size = 0
         self._crc32: list[int] = []
         self._digested = 0
-        self._row = bytearray()  # the end of what was written, as far as it fills no row
         self._flushed = 0
         self._flush: Future[None] | None = None
         self._closed: Future[None] | None = None
@@ -79,7 +67,6 @@ class RecordingFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._add(memoryview(self._row))
         self._closed = self._waiting.submit(self._close)
 
     def wait(self) -> None:
@@ -141,27 +128,15 @@ class RecordingFile:
             view = view[os.write(self._descriptor, view[: 1 << 26]) :]
 
     def _digest(self, view: memoryview) -> None:
-        if self._row:
-            missing = _ROW - len(self._row)
-            self._row += view[:missing]
-            view = view[missing:]
-            if len(self._row) < _ROW:
-                return
-            self._add(memoryview(self._row))
-        whole = len(view) // _ROW * _ROW
-        self._add(view[:whole])
-        self._row = bytearray(view[whole:])
-
-    def _add(self, rows: memoryview) -> None:
-        """Add whole rows, or the end of the file, to the checksums of their blocks."""
-        while rows:
+        """Add the next bytes of the file to the checksums of their blocks."""
+        while view:
             filled = self._digested % BLOCK
-            piece = rows[: BLOCK - filled]
+            piece = view[: BLOCK - filled]
             if not filled:
                 self._crc32.append(0)
-            self._crc32[-1] = zlib.crc32(_sums(piece), self._crc32[-1])
+            self._crc32[-1] = zlib.crc32(piece, self._crc32[-1])
             self._digested += len(piece)
-            rows = rows[len(piece) :]
+            view = view[len(piece) :]
 
 
 class Recorder:
@@ -217,82 +192,34 @@ class Recorder:
         return files
 
 
-class BlockSums:
-    """The checksum of one block, from pieces of it that are whole rows, but for the last.
-
-    Attributes:
-        crc32: of what was added.
-    """
-
-    def __init__(self) -> None:
-        self.crc32 = 0
-
-    def add(self, piece: memoryview) -> None:
-        """Add the next piece."""
-        self.crc32 = zlib.crc32(_sums(piece), self.crc32)
-
-
 class Verification:
-    """Compares a part of the blocks of some files with what they were, in threads of its own.
-
-    With files in folders below, of which each rank reads a part, it begins when it is made, so that they can be read
-    meanwhile. Whoever reads all of a file anyway may `take` it, and compare while reading. `result` compares the rest.
+    """Compares a part of the blocks of some files with what they were, in threads of its own, while they are loaded.
 
     Args:
         folder: where the files are.
         files: what they were.
         rank: of this process on its machine.
         num_ranks: how many there are on the machine; each reads its part of the blocks.
-
-    Attributes:
-        num_threads: processors of the machine that each of its ranks may use.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], *, rank: int = 0, num_ranks: int = 1) -> None:
-        self.num_threads = max(1, min((os.cpu_count() or 1) // num_ranks, _MOST_THREADS))
-        self._pool = ThreadPoolExecutor(self.num_threads, "nb-checksums")
-        self._folder = folder
-        self._files = files
-        blocks = [(name, index) for name in sorted(files) for index in range(len(files[name].crc32))]
-        self._blocks = blocks[rank::num_ranks]
-        self._compared = {block: self._submit(*block) for block in self._blocks if "/" in block[0]}
-        self._settled: dict[str, bool] = {}
-
-    def take(self, name: str) -> dict[int, int]:
-        """Leave this rank's part of a file to the caller, who is to `settle` it.
-
-        What is taken and never settled is compared in the end.
-
-        Returns:
-            The checksums of the blocks that belong to it, by number; none of a file in an old format.
-        """
-        record = self._files.get(name)
-        if record is None or not record.of_sums:
-            return {}
-        return {index: record.crc32[index] for other, index in self._blocks if other == name}
-
-    def settle(self, name: str, *, is_whole: bool) -> None:
-        """Say whether what was taken of a file is as it was written."""
-        self._settled[name] = is_whole
+        num_threads = max(1, min((os.cpu_count() or 1) // num_ranks, _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(num_threads, "nb-checksums")
+        blocks = [(name, *block) for name in sorted(files) for block in enumerate(files[name].crc32 or ())]
+        self._compared = [
+            self._pool.submit(_compare, folder / name, index, crc32) for name, index, crc32 in blocks[rank::num_ranks]
+        ]
 
     def result(self) -> list[str]:
         """Return a sentence for each file that is not as it was written, as far as this rank has looked."""
         try:
-            for block in self._blocks:
-                if block not in self._compared and block[0] not in self._settled:
-                    self._compared[block] = self._submit(*block)
-            found = [sentence for one in self._compared.values() if (sentence := one.result())]
-            found += [_differs(self._folder / name) for name, is_whole in self._settled.items() if not is_whole]
-            return sorted(set(found))
+            return sorted({sentence for one in self._compared if (sentence := one.result())})
         finally:
             self.close()
 
     def close(self) -> None:
         """Leave out what was not compared yet, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
-
-    def _submit(self, name: str, index: int) -> Future[str]:
-        return self._pool.submit(_compare, self._folder / name, self._files[name], index)
 
 
 def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
@@ -309,7 +236,7 @@ def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
             _refuse_links(folder, name)
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
-            if size != was.size or len(was.crc32) != -(-was.size // BLOCK):
+            if size != was.size or (was.crc32 is not None and len(was.crc32) != -(-was.size // BLOCK)):
                 found.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
         except FileNotFoundError:
             found.append(f"{path} is missing.")
@@ -332,19 +259,15 @@ def open_file(path: str | Path) -> Any:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _compare(path: Path, was: FileRecord, index: int) -> str:
+def _compare(path: Path, index: int, crc32: int) -> str:
     """Return what is wrong with a block of a file; nothing if it is as it was."""
     try:
         with open_file(path) as file:
-            if _checksum(file.fileno(), index * BLOCK, of_sums=was.of_sums) != was.crc32[index]:
-                return _differs(path)
+            if _checksum(file.fileno(), index * BLOCK) != crc32:
+                return f"{path} is not as it was saved: damaged or replaced, its checksum differs."
     except OSError as error:
         return f"{path} cannot be read: {error}."
     return ""
-
-
-def _differs(path: Path) -> str:
-    return f"{path} is not as it was saved: damaged or replaced, its checksum differs."
 
 
 def _refuse_links(folder: Path, name: str) -> None:
@@ -357,34 +280,13 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS) + 1, "nb-checksums")
 
 
-def _checksum(descriptor: int, start: int, *, of_sums: bool = True) -> int:
+def _checksum(descriptor: int, start: int) -> int:
     """Return the checksum of the block of a file that begins at ``start``, in bytes."""
     buffer = memoryview(bytearray(_CHUNK))
     crc = 0
     for offset in range(start, start + BLOCK, _CHUNK):
         count = os.preadv(descriptor, [buffer], offset)
-        crc = zlib.crc32(_sums(buffer[:count]) if of_sums else buffer[:count], crc)
+        crc = zlib.crc32(buffer[:count], crc)
         if count < _CHUNK:
             break
     return crc
-
-
-def _factors() -> Any:
-    """Return an odd number for each word of a row, with bits as if drawn at random: those of SplitMix64."""
-    bits = np.arange(1, _ROW // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31)) | np.uint64(1)
-
-
-_FACTORS = _factors()  # part of format 3 of the manifest
-
-
-def _sums(data: memoryview) -> bytes:
-    """Return the sums of the rows of some bytes, 8 bytes each; zeros fill up the last row."""
-    whole = len(data) // _ROW * _ROW
-    words = np.frombuffer(data[:whole], "<u8") if whole else np.zeros(0, "<u8")
-    sums: bytes = np.einsum("ij,j->i", words.reshape(-1, _ROW // 8), _FACTORS).astype("<u8", copy=False).tobytes()
-    if whole < len(data):
-        sums += _sums(memoryview(bytes(data[whole:]).ljust(_ROW, b"\0")))
-    return sums

@@ -19,7 +19,6 @@ from nb_accelerate.checkpoint.host_copies import deep_copy
 from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, OF_SHARDS, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, shards_of
 from nb_accelerate.checkpoint.opening import IF_TRUSTED
-from nb_accelerate.checkpoint.reading import compare_tensors, read_in_memory
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
@@ -93,9 +92,7 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
                 )
             states.append((part, path, {"nb_accelerate": {"epoch": manifest.epochs[number], "position": position}}))
             continue
-        state = _read_optimizer(checkpoint, part) or read_in_memory(
-            path, if_trusted=IF_TRUSTED, compared=checkpoint.compared, **kwargs
-        )
+        state = _read_optimizer(checkpoint, part) or read(path, "cpu", if_trusted=IF_TRUSTED, **kwargs)
         if part.check is not None:
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
@@ -125,7 +122,7 @@ def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
         parameters = [group["params"] for group in optimizer.param_groups]
         return read_optimizer(checkpoint.folder / part.folder, parameters, names)
     file = checkpoint.folder / part.file  # accelerate's, which may have collected it from shards
-    state = read_in_memory(file, if_trusted=IF_TRUSTED)
+    state = read(file, "cpu", if_trusted=IF_TRUSTED)
     groups = state.get("param_groups") if isinstance(state, dict) else None
     is_named = groups and all(isinstance(name, str) for group in groups for name in group.get("params", (0,)))
     return numbered(state, names, str(file)) if is_named else None
@@ -235,8 +232,6 @@ def read_weights(
             )
         file = checkpoint.folder / name
         saved = load_state_dict(file, {"": map_location})
-        if checkpoint.compared is not None:
-            compare_tensors(file, saved, checkpoint.compared)
         tensors = fit(saved, model, str(file), strict=strict)
         check_shapes(str(file), {name: one.shape for name, one in tensors.items() if hasattr(one, "shape")}, model)
         found.append(tensors)

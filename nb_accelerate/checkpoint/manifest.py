@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_FORMAT = 3  # 2: checksums of all bytes instead of sums; 1: no checksum of the manifest
+_FORMAT = 4  # 3: other checksums of files, which are not compared; 2: as 4; 1: no checksum of the manifest
 _LARGEST = 1 << 28  # bytes of JSON that are read at most
 
 
@@ -78,8 +78,6 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write this into a folder, through to the disk."""
         content = {"format": _FORMAT, **asdict(self)}
-        for record in content["files"].values():
-            del record["of_sums"]  # which the format says
         content["crc32"] = _checksum_of(content)
         with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=2)
@@ -101,17 +99,17 @@ class Manifest:
             with open_file(path) as file:
                 content: Any = json.loads(file.read(_LARGEST))
             found = content.pop("format")
-            if found in (2, _FORMAT) and content.pop("crc32") != _checksum_of({"format": found, **content}):
+            if found in (2, 3, _FORMAT) and content.pop("crc32") != _checksum_of({"format": found, **content}):
                 raise ValueError("its checksum is not that of its content")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
-        if found not in (1, 2, _FORMAT):  # a list, say, is in no set
+        if found not in (1, 2, 3, _FORMAT):  # a list, say, is in no set
             raise CheckpointError(
                 f"{path} is of format {found!r}, which nb_accelerate {__version__} does not know. It is damaged, or a "
                 "newer nb_accelerate has written it, which can read it."
             )
         try:
-            return _checked(content, of_sums=found == _FORMAT)
+            return _checked(content, has_crc32=found != 3)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}). {_ANOTHER}") from error
 
@@ -123,10 +121,12 @@ def _checksum_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _checked(content: dict[str, Any], *, of_sums: bool) -> Manifest:
+def _checked(content: dict[str, Any], *, has_crc32: bool) -> Manifest:
     """Return what was read, if everything is of the kind that is written."""
     files = {
-        _a(str, name): FileRecord(_number(one["size"]), tuple(map(_number, _a(list, one["crc32"]))), of_sums)
+        _a(str, name): FileRecord(
+            _number(one["size"]), tuple(map(_number, _a(list, one["crc32"]))) if has_crc32 else None
+        )
         for name, one in _a(dict, content.get("files", {})).items()
     }
     odd = [name for name in files if not is_plain(name)]

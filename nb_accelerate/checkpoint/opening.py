@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
@@ -40,14 +40,12 @@ class Checkpoint:
         asked_for: the folder that was given, for messages.
         there: names of these files, relative to ``folder``.
         manifest: what is known about it; None for one of accelerate's.
-        compared: compares checksums of its files while they are read; None if nothing does.
     """
 
     folder: Path
     asked_for: Path
     there: frozenset[str]
     manifest: Manifest | None
-    compared: Verification | None = None
 
     def has_shards(self, folder: str) -> bool:
         """Return whether a folder of it holds parts that each rank has written."""
@@ -119,7 +117,7 @@ def read_checkpoint(
     result: list[T] = []
     error: Exception | None = None
     try:
-        result.append(read(replace(checkpoint, compared=compared)))
+        result.append(read(checkpoint))
     except Exception as caught:  # it may be the damage that is about to be found
         error = caught
     finally:

@@ -315,10 +315,7 @@ def _as_json(rank: int, files: Mapping[str, FileRecord]) -> tuple[int, dict[str,
 def _from_json(told: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, FileRecord]]:
     """Undo `_as_json`."""
     rank, files = told
-    return rank, {
-        name: FileRecord(size=file["size"], crc32=tuple(file["crc32"]), of_sums=file["of_sums"])
-        for name, file in files.items()
-    }
+    return rank, {name: FileRecord(size=file["size"], crc32=tuple(file["crc32"])) for name, file in files.items()}
 
 
 def position_of(loader: Any) -> tuple[int, int]:

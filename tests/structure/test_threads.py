@@ -12,7 +12,6 @@ ALLOWED = {
     "worker/stack_writer.py": {"start_new_thread"},  # Python prints why it has failed, and C code answers instead
     # Whoever has submitted something to a pool asks for its result.
     "checkpoint/checksums.py": {"ThreadPoolExecutor"},
-    "checkpoint/reading.py": {"ThreadPoolExecutor"},
 }
 STARTING = {"Thread", "Timer", "start_new_thread", "ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor"}
 

@@ -16,7 +16,7 @@ from fixtures.ranks import RunRanks
 from torch import nn
 
 from nb_accelerate.accelerator import Accelerator
-from nb_accelerate.checkpoint.checksums import FileRecord, Recorder, Verification
+from nb_accelerate.checkpoint.checksums import Recorder, Verification
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import context, group
 
@@ -161,20 +161,13 @@ def test_checksums_do_not_depend_on_how_a_file_was_written_and_notice_every_chan
         records = recorder.records()
     assert len({*records.values()}) == 1
     assert Verification(tmp_path, records).result() == []
-    for size in (8, 512, 4096):  # pieces that change places within 16 KiB
-        swapped = bytearray(content)
-        swapped[:size], swapped[2 * size : 3 * size] = content[2 * size : 3 * size], content[:size]
-        (tmp_path / "1").write_bytes(swapped)
-        assert Verification(tmp_path, {"1": records["1"]}).result(), size
-    plain = FileRecord(len(content), (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :])), of_sums=False)
-    assert Verification(tmp_path, {"0": plain}).result() == []  # as in manifests of format 2
+    assert records["0"].crc32 == (zlib.crc32(content[: 1 << 24]), zlib.crc32(content[1 << 24 :]))
     for place in (0, 12_345, (1 << 24) - 1, 1 << 24, len(content) - 1):
         changed = bytearray(content)
         changed[place] ^= 1 << random_.randrange(8)
         (tmp_path / "0").write_bytes(changed)
-        for record in (records["0"], plain):
-            (told,) = Verification(tmp_path, {"0": record}).result()
-            assert "0 is not as it was saved" in told, place
+        (told,) = Verification(tmp_path, {"0": records["0"]}).result()
+        assert "0 is not as it was saved" in told, place
         halves = [Verification(tmp_path, {"0": records["0"]}, rank=rank, num_ranks=2).result() for rank in (0, 1)]
         assert sum(map(len, halves)) == 1  # each rank looks at a part
 
