@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -288,7 +287,7 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 hook(offered, str(checkpoint.folder))
             models[:] = [model for model in offered if not core.strategy.saves_itself(model)]
             engines = {tag: engine for tag, engine in engines.items() if any(one is engine for one in offered)}
-            weights = run_on_all_ranks(collectives, lambda: read_weights(replace(checkpoint, compared=None)))
+            weights = run_on_all_ranks(collectives, lambda: read_weights(checkpoint))
         loading.apply(
             checkpoint,
             states,
