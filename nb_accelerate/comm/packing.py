@@ -45,7 +45,9 @@ def communicate_packed(
         if len(tensors) > 1 and tensor.nbytes <= MAX_PACKED_BYTES:
             small_by_device.setdefault(tensor.device, []).append(index)
         else:
-            flat = tensor.detach().contiguous().reshape(-1)  # one dimension with gaps stays as it is in `reshape`
+            flat = tensor.detach().reshape(-1)
+            if flat.stride(0) != 1:  # a column, also of one row, which counts as contiguous
+                flat = flat.clone(memory_format=torch.contiguous_format)
             if not leading and flat.data_ptr() == tensor.data_ptr():
                 flat = flat.clone()  # broadcast overwrites its argument, gather does not
             results[index] = _from_bytes(collective(flat.view(torch.uint8)), tensor, leading)

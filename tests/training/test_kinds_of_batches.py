@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from nb_accelerate import Accelerator
-from nb_accelerate.utils import DataLoaderConfiguration
+from nb_accelerate.utils import DataLoaderConfiguration, broadcast
 
 ROWS, BATCH, LENGTH = 11, 4, 6
 
@@ -178,3 +178,19 @@ def test_values_that_are_not_about_rows_come_as_they_are_and_with_a_warning(run_
         assert len(said) == (0 if rank else 2)
         assert all("has not one entry for each row" in one for one in said)
     assert [found[3] for found in run_ranks(ask, 16)] == [[], []]
+
+
+def test_a_column_of_a_tensor_is_exchanged_by_itself(run_ranks):
+    def exchange():
+        accelerator = Accelerator(cpu=True)
+        table = torch.arange(8.0).reshape(4, 2)
+        found = []
+        for column in (table[:, 1], table[:1, 1]):
+            found.append(accelerator.gather(column).tolist())
+            found.append(accelerator.reduce(column, "sum").tolist())
+            found.append(broadcast(column).tolist())
+        return found
+
+    whole, first = [1.0, 3.0, 5.0, 7.0], [1.0]
+    expected = [whole * 2, [2 * one for one in whole], whole, first * 2, [2.0], first]
+    assert run_ranks(exchange) == [expected, expected]

@@ -9,12 +9,13 @@ import importlib.util
 import itertools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from training.test_kinds_of_batches import KINDS as BATCHES
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.loader import DataLoaderConfiguration
@@ -97,6 +98,7 @@ class Case:
     again: str
     files: tuple[int, ...]
     stateful: bool
+    batch: str
 
     @classmethod
     def of(cls, number: int) -> Case:
@@ -118,6 +120,7 @@ class Case:
             again=again,
             files=tuple(draw.randint(1, 12) for _ in range(draw.randint(2, 5))),
             stateful=draw.random() < 0.1,
+            batch=draw.choice([*["tensor"] * len(BATCHES), *BATCHES]),
         )
 
     @property
@@ -131,6 +134,8 @@ class Case:
 
     def loader(self) -> DataLoader[Any]:
         batches = {"batch_size": self.size, "drop_last": self.drop_last, "num_workers": self.workers}
+        if self.has_kind:
+            batches["collate_fn"] = BATCHES[self.batch][0]
         generator = torch.Generator().manual_seed(self.number)
         data = Rows(self.rows)
         if self.kind in ("shuffled", "seedable"):
@@ -143,7 +148,7 @@ class Case:
             return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 9, self.rows, generator=generator), **batches)
         if self.kind == "own sampler":
             sampler = OwnBatchSampler(RandomSampler(data, generator=generator), self.size, self.drop_last)
-            return DataLoader(data, batch_sampler=sampler, num_workers=self.workers)
+            return DataLoader(data, batch_sampler=sampler, **{**batches, "batch_size": 1, "drop_last": False})
         if self.kind == "stream":
             return DataLoader(Stream(self.rows), **batches)
         if self.kind == "sized stream":
@@ -162,6 +167,16 @@ class Case:
         if self.kind == "varying":
             return DataLoader(Rows(99), batch_sampler=Varying([1 + row % 4 for row in range(self.rows % 9 + 1)]))
         return DataLoader(data, **batches)
+
+    @property
+    def has_kind(self) -> bool:
+        """Whether batches look as `batch` says. What rank 0 divides, or a process sends, is not of every kind."""
+        others = self.kind in ("datasets", "items", "varying", "sharded")
+        return not (others or self.dispatched or self.workers) and self.batch != "tensor"
+
+    def rows_in(self, batch: Any) -> torch.Tensor:
+        """The numbers of the rows of a batch."""
+        return BATCHES[self.batch][1](batch) if self.has_kind else batch
 
     @property
     def unseeded(self) -> bool:
@@ -190,7 +205,7 @@ class Case:
     def orders(self, epochs: int) -> list[list[Any]]:
         """What plain PyTorch reads in one process: rows, or whole batches where these have no fixed size."""
         self.seed(0)
-        loader = self.loader()
+        loader = replace(self, batch="tensor").loader()
         if self.kind in ("items", "varying"):
             return [[batch.tolist() for batch in loader] for _ in range(epochs)]
         if self.kind == "datasets":
@@ -295,14 +310,15 @@ def read(case: Case) -> list[Epoch]:
             reading = accelerator.skip_first_batches(loader, skip)
         mine, everything, rest = [], [], None
         for number, batch in enumerate(reading):
-            mine.append(batch.tolist())
+            rows = case.rows_in(batch)
+            mine.append(rows.tolist())
             if case.gathers:
-                everything += accelerator.gather_for_metrics(batch).tolist()
+                everything += accelerator.gather_for_metrics(rows).tolist()
             if case.again == "state" and epoch == 0 and number == 1:
                 state = reading.state_dict()
         if state is not None and len(mine) > 2:
             reading.load_state_dict(state)
-            rest = [batch.tolist() for batch in reading]
+            rest = [case.rows_in(batch).tolist() for batch in reading]
         found.append(Epoch(skip, mine, everything, rest))
     return found
 
