@@ -1,4 +1,4 @@
-"""Count the rows of batches, and split them into one part for each rank, in the order of the data."""
+"""Make parts of batches for ranks, in the order of the data: whole batches, or rows where these can be taken out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from nb_accelerate.data.iterable import LastBatch
 from nb_accelerate.data.plan import GroupRows, part_bounds, round_of_batches
-from nb_accelerate.data.rows import count_rows, join_rows, slice_rows
+from nb_accelerate.data.rows import CannotCutError, count_rows, row_taker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    Cut = Callable[[Any, slice, int], Any]
-    """Called with a batch, rows of it and a rank."""
-
+    from nb_accelerate.data.rows import Take
 
 T = TypeVar("T")
 
@@ -43,22 +41,53 @@ class CountingCollate:
 
     Args:
         collate: the loader's own.
+        ranks: make a batch of each rank's rows, so that no batch has to be cut. None: one batch of all.
     """
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], Any], ranks: int | None = None) -> None:
         self.collate = collate
+        self.ranks = ranks
 
-    def __call__(self, rows: Any) -> CountedBatch:
-        """Return rows as a batch. Called by the loader, perhaps in a worker process."""
-        # A dataset that fetches many rows at once may return something else than a list.
-        count = len(rows) if isinstance(rows, (list, tuple)) else None
-        batch = self.collate(rows)
-        return CountedBatch(batch, count_rows(batch) if count is None else count)
+    def __call__(self, rows: Any) -> CountedBatch | list[CountedBatch]:
+        """Return rows as a batch, or as a list of batches. Called by the loader, perhaps in a worker process."""
+        if not isinstance(rows, (list, tuple)):  # of a dataset that fetches many rows at once
+            return count_batch(self.collate(rows))
+        if self.ranks is None or not rows:
+            return CountedBatch(self.collate(rows), len(rows))
+        return [
+            CountedBatch(self.collate(rows[first:end]), end - first)
+            for first, end in part_bounds(len(rows), self.ranks, even=False)
+            if first < end
+        ]
 
 
 def count_batch(batch: Any) -> CountedBatch:
     """Return a batch with its number of rows; one that `CountingCollate` made is returned as it is."""
     return batch if type(batch) is CountedBatch else CountedBatch(batch, count_rows(batch))
+
+
+def pieces_of(batch: Any, ranks: int) -> list[CountedBatch]:
+    """Return a batch as one piece for each rank, or fewer if it has few rows.
+
+    Args:
+        batch: the pieces that `CountingCollate` made, or a batch.
+        ranks: number of ranks.
+
+    Raises:
+        CannotCutError: it is a batch that cannot be cut.
+    """
+    if type(batch) is list and batch and type(batch[0]) is CountedBatch:
+        return batch
+    whole = count_batch(batch)
+    if whole.rows == 0:
+        return [whole] * ranks
+    rows = whole.rows or 0
+    take = row_taker([whole.batch], [rows], careful=False)
+    return [
+        CountedBatch(take(slice(first, end)), end - first)
+        for first, end in part_bounds(rows, ranks, even=False)
+        if first < end
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,66 +108,63 @@ class LastGroup:
         return LastBatch(part, GroupRows(self.real, self.rows[rank], self.rows if differ else None))
 
 
-def join_batches(batches: Sequence[CountedBatch]) -> CountedBatch:
-    """Return several batches as one."""
-    rows = [one.rows for one in batches]
-    return CountedBatch(join_rows([one.batch for one in batches], rows), sum(count or 0 for count in rows))
+def take_from(batches: Sequence[CountedBatch], *, careful: bool = True) -> Take | None:
+    """Return what `row_taker` returns; None if batches cannot be cut."""
+    rows = [one.rows for one in batches if one.rows is not None]
+    if len(rows) < len(batches):
+        return None
+    try:
+        return row_taker([one.batch for one in batches], rows, careful=careful)
+    except CannotCutError:
+        return None
 
 
-def split_batch(whole: CountedBatch, bounds: Sequence[tuple[int, int]], by: Cut | None = None) -> list[Any]:
-    """Split a batch into one part for each rank; None for ranks that get no row.
-
-    Args:
-        whole: the batch.
-        bounds: where in it each part begins and ends.
-        by: returns a slice of a batch for a rank; by default a slice of every tensor and list.
-    """
-
-    def plain(batch: Any, wanted: slice, _rank: int) -> Any:
-        return slice_rows(batch, wanted, rows=whole.rows)
-
-    by = by or plain
-    return [
-        by(whole.batch, slice(first, end), rank) if first < end else None for rank, (first, end) in enumerate(bounds)
-    ]
-
-
-def split_last_group(
-    group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool, by: Cut | None = None
+def parts_of_last_group(
+    group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool, by_row: bool
 ) -> tuple[list[Any], LastGroup | None]:
-    """Split the rows of an incomplete last group.
+    """Give each rank a part of an incomplete last group.
 
     Args:
-        group: its batches, with known numbers of rows.
-        start: the batches with whose rows it is filled up.
+        group: its batches.
+        start: the first batches of the epoch, with which it is filled up.
         ranks: number of ranks.
-        even: give all ranks equally many rows.
-        by: as for `split_batch`.
+        even: give all ranks something, and equally many rows if rows can be taken out.
+        by_row: take out rows, where that is possible; otherwise batches stay whole.
 
     Returns:
         For each rank its part, or None if it gets no row; and the `LastGroup`, or None if every rank gets equally many
-        real rows.
+        real rows, or all batches are real and whole.
     """
-    real = sum(one.rows or 0 for one in group)
-    bounds = part_bounds(real, ranks, even=even)
-    filled, rows = list(group), real
-    copied = start if any(one.rows for one in start) else group
-    while rows < bounds[-1][1]:
-        filled += copied
-        rows += sum(one.rows or 0 for one in copied)
-    parts = split_batch(join_batches(filled), bounds, by)
-    return parts, None if real % ranks == 0 else LastGroup(real, tuple(end - first for first, end in bounds))
-
-
-def assign_batches(
-    group: list[CountedBatch], start: list[CountedBatch], ranks: int, *, even: bool
-) -> tuple[list[Any], LastGroup | None]:
-    """Give each rank a whole batch of an incomplete last group. See `split_last_group`."""
-    given = round_of_batches(group, start or group, ranks, even_batches=even)
+    if by_row:
+        real = sum(one.rows or 0 for one in group)
+        bounds = part_bounds(real, ranks, even=even)
+        filled, rows = list(group), real
+        copied = start if any(one.rows for one in start) else group
+        while rows < bounds[-1][1]:
+            filled += copied
+            rows += sum(one.rows or 0 for one in copied)
+        # The start shows how batches look also where no row of it is needed.
+        take = take_from(filled if rows > real or start is group else [*group, *start])
+        if take is not None:
+            parts = [take(slice(first, end)) if first < end else None for first, end in bounds]
+            return parts, None if real % ranks == 0 else LastGroup(real, tuple(end - first for first, end in bounds))
+    given = round_of_batches(group, start, ranks, even_batches=even)
     nothing = ranks - len(given)
-    rows = [one.rows or 1 for one in given] + [0] * nothing
-    end = None if len(group) == ranks else LastGroup(sum(rows[: len(group)]), tuple(rows))
+    counts = [1 if one.rows is None else one.rows for one in given] + [0] * nothing
+    end = None if len(group) == ranks else LastGroup(sum(counts[: len(group)]), tuple(counts))
     return [one.batch for one in given] + [None] * nothing, end
+
+
+def grouped(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of ``size`` items, and what is left in the end."""
+    group: list[T] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def raise_on_next(error: Exception) -> Iterator[T]:

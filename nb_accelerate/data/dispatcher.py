@@ -26,19 +26,19 @@ from typing_extensions import override
 
 from nb_accelerate.data.batch_parts import (
     LastGroup,
-    assign_batches,
     count_batch,
-    join_batches,
+    grouped,
     next_or_error,
+    parts_of_last_group,
+    pieces_of,
     raise_on_next,
-    split_batch,
-    split_last_group,
+    take_from,
 )
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.packing import ALIGNMENT_BYTES, BatchLayout, pack, unpack, write
 from nb_accelerate.data.plan import part_bounds
 from nb_accelerate.data.reader import CollectiveReader, ReadState
-from nb_accelerate.data.rows import count_rows
+from nb_accelerate.data.rows import CannotCutError, count_rows
 from nb_accelerate.data.samplers import innermost_sampler
 from nb_accelerate.errors import ConfigError, DispatchError
 from nb_accelerate.process import rng
@@ -116,8 +116,10 @@ class DispatchingReader(CollectiveReader):
 
     Args:
         source: the user's loader, whole.
-        split_batches: cut each batch into parts; otherwise each rank gets a batch.
-        slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``.
+        split_batches: give each rank a part of each batch, the rows of which `CountingCollate` makes a batch of;
+            otherwise each rank gets a batch.
+        slice_fn: cuts a batch: called with the batch, a slice, ``process_index`` and ``num_processes``. A batch is that
+            of the loader, or with ``split_batches=False`` as many of them as ranks, joined.
         bring_back: leave parts on the CPU if they came from there, whatever device carries them.
         **kwargs: those of `CollectiveReader`.
     """
@@ -179,9 +181,7 @@ class DispatchingReader(CollectiveReader):
     def _to_reread(self) -> int:
         if self._drops_last or not self.even_batches:
             return 0
-        if self._batch_rows is None:
-            return max(self.per_batch - 1, 1)  # batches that a last group lacks at most; one is split
-        return -(-(self._ranks - 1) // self._batch_rows)  # at most ranks - 1 rows are copied, see `part_bounds`
+        return max(self.per_batch - 1, 1)  # batches that a last group lacks at most; one is split
 
     @override
     def read(self, epoch: int, *, resumed: bool, repeat: int = 0) -> Iterator[Any]:
@@ -209,10 +209,24 @@ class DispatchingReader(CollectiveReader):
         dropped = 0 if resumed and self.source.is_restored else dropped
         batches = self.source.open(epoch, resumed=resumed)
         keep = self._to_reread()
-        for batch in itertools.islice(batches, dropped):
-            if len(self._beginning) < keep:
-                self._beginning.append(count_batch(batch))
+        for number, batch in enumerate(itertools.islice(batches, dropped)):
+            if number < keep:
+                self._beginning += self._pieces(batch)
         return batches
+
+    def _pieces(self, batch: Any) -> list[CountedBatch]:
+        """Return a batch as a list, or its parts for ranks."""
+        if not self.split_batches or self._slice is not None:
+            return [count_batch(batch)]
+        try:
+            return pieces_of(batch, self._ranks)
+        except CannotCutError as error:
+            raise ConfigError(
+                f"split_batches=True gives each rank a part of each batch, and one cannot be cut: {error}. Write "
+                "split_batches=False, which gives each rank whole batches; or let the DataLoader make batches of rows "
+                "(batch_size=..., collate_fn=...), which need no cut; or write a function that cuts them: "
+                "accelerator.prepare_data_loader(loader, slice_fn_for_dispatch=...)."
+            ) from error
 
     @override
     def read_state(self) -> ReadState:
@@ -290,50 +304,56 @@ class DispatchingReader(CollectiveReader):
     def _groups(self, source: Iterator[Any]) -> Iterator[_Message]:
         """Yield a message for each group that ``source`` yields, the incomplete last one included."""
         start = self._beginning
-        group: list[CountedBatch] = []
-        size = self._batch_rows
-        for batch in map(count_batch, source):
-            if batch.rows is None and (self.split_batches or self._slice is not None):
-                raise ConfigError(
-                    "A batch has no tensor or list whose rows can be counted, so it cannot be split among the ranks. "
-                    "Leave split_batches and slice_fn_for_dispatch out, or return tensors from the dataset."
-                )
-            group.append(batch)
-            if len(group) < self.per_batch:
-                continue
+        for batches in grouped(source, self.per_batch):
+            group = list(itertools.chain.from_iterable(map(self._pieces, batches)))
+            full = self._is_full(group)
             start = start or group
-            full = size is None or all(one.rows in (size, None) for one in group)
-            if full and (not self.split_batches or (batch.rows or 0) % self._ranks == 0):
-                yield self._message(self._parts_of_full(group), None)
-            elif not self._drops_last:
-                yield self._message(*self._parts_of_rest(group, start))
-            group = []
-        if group and not self._drops_last:
-            yield self._message(*self._parts_of_rest(group, start or group))
+            if not full and self._drops_last:
+                continue
+            if self._slice is not None:
+                yield self._message(*self._cut_by_user(self._slice, group, start))
+            elif full:
+                yield self._message([one.batch for one in group], None)
+            else:
+                by_row = self.split_batches or self._batch_rows is not None
+                yield self._message(
+                    *parts_of_last_group(group, start, self._ranks, even=self.even_batches, by_row=by_row)
+                )
 
-    def _parts_of_full(self, group: list[CountedBatch]) -> list[Any]:
-        if self._slice is None and not self.split_batches:
-            return [one.batch for one in group]  # each rank gets one of the batches as it is
-        whole = join_batches(group)
-        return split_batch(whole, part_bounds(whole.rows or 0, self._ranks, even=True), self._cut_by_user)
+    def _is_full(self, group: list[CountedBatch]) -> bool:
+        """Return whether there is a batch for each rank, with all its rows."""
+        if self.split_batches:
+            return sum(one.rows or 0 for one in group) % self._ranks == 0
+        size = self._batch_rows
+        return len(group) == self._ranks and (size is None or all(one.rows in (size, None) for one in group))
 
-    def _parts_of_rest(
-        self, group: list[CountedBatch], start: list[CountedBatch]
+    def _cut_by_user(
+        self, cut: SliceFunction, group: list[CountedBatch], start: list[CountedBatch]
     ) -> tuple[list[Any], LastGroup | None]:
-        countable = self._batch_rows is not None and all(one.rows is not None for one in group)
-        if self._slice is None and not self.split_batches and not countable:
-            return assign_batches(group, start, self._ranks, even=self.even_batches)
-        parts, end = split_last_group(group, start, self._ranks, even=self.even_batches, by=self._cut_by_user)
-        if end is not None and self._slice is not None:
-            end = LastGroup(end.real, tuple(count_rows(part) or 0 for part in parts))
-        return parts, end
-
-    @property
-    def _cut_by_user(self) -> Callable[[Any, slice, int], Any] | None:
-        own = self._slice
-        if own is None:
-            return None
-        return lambda batch, wanted, rank: own(batch, wanted, process_index=rank, num_processes=self._ranks)
+        """Cut a group by the user's function, filled up if its rows can be joined with those of ``start``."""
+        if any(one.rows is None for one in group):
+            raise ConfigError(
+                "A batch has no tensor, array or list whose rows can be counted, so it cannot be cut by "
+                "slice_fn_for_dispatch. Leave that out: then each rank gets whole batches."
+            )
+        real = sum(one.rows or 0 for one in group)
+        missing = -real % self._ranks if self.even_batches else 0
+        whole = group[0].batch
+        if len(group) > 1 or missing:
+            take = take_from(group + start * missing, careful=False) or take_from(group, careful=False)
+            if len(group) > 1 and take is None:
+                raise ConfigError(
+                    "slice_fn_for_dispatch gets the batches of all ranks as one, and these cannot be joined. Write "
+                    "split_batches=True, where it gets each batch as it is, or leave it out: then each rank gets whole "
+                    "batches."
+                )
+            whole = whole if take is None else take(slice(0, real + missing))
+        parts = [
+            cut(whole, slice(first, end), process_index=rank, num_processes=self._ranks) if first < end else None
+            for rank, (first, end) in enumerate(part_bounds(real, self._ranks, even=self.even_batches))
+        ]
+        rows = tuple(0 if part is None else count_rows(part) or 0 for part in parts)
+        return parts, LastGroup(real, rows) if real % self._ranks else None
 
     def _message(self, parts: list[Any], end: LastGroup | None) -> _Message:
         layouts, tensors = [], []

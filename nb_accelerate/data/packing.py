@@ -1,7 +1,8 @@
 """Pack a batch into bytes and a layout that describes them.
 
 The tensors of a batch lie one after the other in one buffer, at offsets aligned for every dtype, so that a
-receiver makes views of the buffer. Everything else is in the layout, which is sent only when it changes.
+receiver makes views of the buffer. Everything else is in the layout, which is sent only when it changes: also the
+classes of tensors, and what sparse, nested and quantized tensors are besides the tensors that they are made of.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    import torch
 
 ALIGNMENT_BYTES = 16
 """Alignment of the offset of a tensor, in bytes: the size of the largest item, complex128."""
@@ -61,12 +60,18 @@ class _Packer(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
-        """Return the index of a tensor, and None for other objects, which are then pickled as usual."""
+    def persistent_id(self, obj: Any) -> Any:
+        """Return how `_Unpacker.persistent_load` finds a tensor; None for other objects, which are then pickled."""
         if not isinstance(obj, Tensor):
             return None
-        self.tensors.append(obj.detach())
-        return len(self.tensors) - 1
+        if obj.is_nested and obj.layout is torch.strided:  # pickled, its parts would be read at wrong places
+            return obj.unbind()
+        if not _is_dense(obj):
+            return None
+        index = len(self.tensors)
+        kind = type(obj)
+        self.tensors.append(obj.detach() if kind is Tensor else obj.detach().as_subclass(Tensor))
+        return index if kind is Tensor else [index, kind, obj.__dict__]
 
 
 class _Unpacker(pickle.Unpickler):
@@ -76,9 +81,16 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(file)
         self.tensors = tensors
 
-    def persistent_load(self, pid: int) -> Tensor:
-        """Return the tensor with an index."""
-        return self.tensors[pid]
+    def persistent_load(self, pid: Any) -> Tensor:
+        """Return a tensor, by its index; of a subclass by index, class and attributes; nested, of its parts."""
+        if isinstance(pid, int):
+            return self.tensors[pid]
+        if isinstance(pid, tuple):
+            return torch.nested.as_nested_tensor(list(pid))
+        index, kind, attributes = pid
+        tensor: Tensor = self.tensors[index].as_subclass(kind)
+        tensor.__dict__.update(attributes)
+        return tensor
 
 
 def pack(batch: Any) -> tuple[BatchLayout, list[Tensor]]:
@@ -122,6 +134,16 @@ def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> 
             tensor.cpu() if slot.was_on_cpu else tensor for slot, tensor in zip(layout.slots, tensors, strict=True)
         ]
     return _Unpacker(io.BytesIO(layout.skeleton), tensors).load()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is its numbers, shape and dtype, besides its class and attributes."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
 
 
 def _view(slot: TensorSlot, buffer: Tensor) -> Tensor:

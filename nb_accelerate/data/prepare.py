@@ -119,7 +119,8 @@ def _rebuilt(
     if kind is not Reader:
         reader |= {"collectives": collectives, "even_batches": config.even_batches}
         if (parts.get("batch_size", loader.batch_sampler)) is not None:
-            parts["collate_fn"] = CountingCollate(loader.collate_fn)
+            cut = kind is DispatchingReader and config.split_batches and slice_fn is None
+            parts["collate_fn"] = CountingCollate(loader.collate_fn, collectives.world_size if cut else None)
     made = _LOADERS[kind](
         rng_types=rng_types,
         non_blocking=config.non_blocking,

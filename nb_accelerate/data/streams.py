@@ -20,16 +20,14 @@ from typing_extensions import override
 
 from nb_accelerate.data.batch_parts import (
     CountedBatch,
-    assign_batches,
     count_batch,
-    join_batches,
     next_or_error,
+    parts_of_last_group,
     raise_on_next,
-    split_last_group,
+    take_from,
 )
 from nb_accelerate.data.loader import DataLoaderShard
 from nb_accelerate.data.reader import CollectiveReader, ReadState, skip
-from nb_accelerate.data.rows import slice_rows
 from nb_accelerate.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
@@ -190,31 +188,27 @@ class StreamReader(CollectiveReader):
         """
         rank, ranks = self.collectives.rank, self.collectives.world_size
         size = self.source.loader.batch_size
-        if size is None:
+        take = None if size is None or not self._pool else take_from(self._pool)
+        if size is None or take is None:
             while len(self._pool) >= ranks:
                 mine, self._pool = self._pool[rank], self._pool[ranks:]
                 yield mine.batch
-        elif self._pool:
-            whole = join_batches(self._pool)
-            rows, first = whole.rows or 0, 0
+        else:
+            rows, first = sum(one.rows or 0 for one in self._pool), 0
             while rows - first >= size * ranks:
                 begin = first + rank * size
                 first += size * ranks
-                self._pool = [_part(whole, first, rows)] if first < rows else []
-                yield _part(whole, begin, begin + size).batch
+                rest = [CountedBatch(take(slice(first, rows)), rows - first)]
+                self._pool = rest if first < rows else []
+                yield take(slice(begin, begin + size))
         if last and self._pool and not self._drop_last_group:
-            divide = assign_batches if size is None else split_last_group
-            parts, end = divide(self._pool, self._pool, ranks, even=True)
+            parts, end = parts_of_last_group(self._pool, self._pool, ranks, even=True, by_row=size is not None)
             self._pool = []
             yield parts[rank] if end is None else end.mark(parts[rank], rank)
 
 
 class DataLoaderStreamShard(DataLoaderShard):
     """A user's loader, prepared so that each rank reads its own shards of a stream."""
-
-
-def _part(whole: CountedBatch, first: int, end: int) -> CountedBatch:
-    return CountedBatch(slice_rows(whole.batch, slice(first, end), rows=whole.rows), end - first)
 
 
 def _described(failure: Exception | None) -> str | None:

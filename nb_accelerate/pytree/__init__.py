@@ -3,7 +3,9 @@
 from nb_accelerate.pytree.pytree import (
     children_of,
     find_batch_size,
+    is_movable,
     map_tensors,
+    paths_of_children,
     paths_of_tensors,
     send_to_device,
     tensors_in,
@@ -13,7 +15,9 @@ from nb_accelerate.pytree.pytree import (
 __all__ = [
     "children_of",
     "find_batch_size",
+    "is_movable",
     "map_tensors",
+    "paths_of_children",
     "paths_of_tensors",
     "send_to_device",
     "tensors_in",

@@ -124,16 +124,25 @@ def paths_of_tensors(data: Any, path: str = "") -> list[str]:
     """
     if isinstance(data, Tensor):
         return [path]
-    inside: list[tuple[str, Any]] = []
+    return [found for where, value in paths_of_children(data, path) for found in paths_of_tensors(value, where)]
+
+
+def paths_of_children(data: Any, path: str) -> list[tuple[str, Any]]:
+    """Return what is inside a container, as `children_of` does, each with its path; nothing for other objects.
+
+    Args:
+        data: any object.
+        path: of ``data``, as for `paths_of_tensors`.
+    """
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        inside = [(f"{path}.{name}", value) for name, value in zip(data._fields, data, strict=True)]
-    elif isinstance(data, (list, tuple)):
-        inside = [(f"{path}[{index}]", value) for index, value in enumerate(data)]
-    elif isinstance(data, Mapping):
-        inside = [(f"{path}[{key!r}]", value) for key, value in data.items()]
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        inside = [(f"{path}.{field.name}", getattr(data, field.name)) for field in dataclasses.fields(data)]
-    return [found for where, value in inside for found in paths_of_tensors(value, where)]
+        return [(f"{path}.{name}", value) for name, value in zip(data._fields, data, strict=True)]
+    if isinstance(data, (list, tuple)):
+        return [(f"{path}[{index}]", value) for index, value in enumerate(data)]
+    if isinstance(data, Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in data.items()]
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return [(f"{path}.{field.name}", getattr(data, field.name)) for field in dataclasses.fields(data)]
+    return []
 
 
 def find_batch_size(data: Any) -> int | None:
