@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.data import skip_first_batches
 from nb_accelerate.errors import ConfigError, DispatchError
 
 
@@ -140,3 +141,16 @@ def test_arrays_are_cut_and_joined_with_their_tensors(run_ranks):
         ][-1]
 
     assert run_ranks(read) == [{"x": rows, "ids": rows} for rows in ([4, 5], [6, 0])]
+
+
+def test_what_fills_the_end_is_the_same_if_the_beginning_is_left_out(run_ranks):
+    def read():
+        kind = KINDS["grid"]
+        loader = prepared(DataLoader(Stream(range(8)), batch_size=2, collate_fn=kind.make), {})
+        return [[kind.read(batch) for batch in one] for one in (loader, skip_first_batches(loader, 1))]
+
+    ends = [6, 7], [0, 1], [2, 3]
+    beginnings = [0, 1], [2, 3], [4, 5]
+    assert run_ranks(read, world_size=3) == [
+        [[first, last], [last]] for first, last in zip(beginnings, ends, strict=True)
+    ]
