@@ -30,7 +30,8 @@ class OptimizerTraining:
         step: takes steps in the precision of the run.
         scaler: scales losses; None where the precision needs none.
         before_first_step: called once, with the optimizer inside, before its first step.
-        complete_gradients: averages the gradients that backward has not averaged; None if backward averages all.
+        complete_gradients: averages the gradients that backward has not averaged; None if backward averages all. It is
+            told whether a step follows.
         drop_gradients: drops gradients that are kept elsewhere than in ``parameter.grad``; None if there are none.
         owns_gradients: whether `drop_gradients` drops all, and the optimizer's own ``zero_grad`` is not to be called.
         after_step: called after each step.
@@ -40,7 +41,7 @@ class OptimizerTraining:
     step: OptimizerStep
     scaler: torch.amp.GradScaler | None = None
     before_first_step: Callable[[torch.optim.Optimizer], None] | None = None
-    complete_gradients: Callable[[], None] | None = None
+    complete_gradients: Callable[[bool], None] | None = None
     drop_gradients: Callable[[], None] | None = None
     owns_gradients: bool = False
     after_step: Callable[[], None] | None = None
@@ -125,7 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             page.enter(_STEP)
             if self._complete_gradients is not None:
                 if closure is None:
-                    self._complete_gradients()
+                    self._complete_gradients(True)
                 else:
                     closure = _completed(closure, self._complete_gradients)
             taken = self.accelerated_step(closure)
@@ -144,7 +145,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def complete_gradients(self) -> None:
         """Average gradients over all ranks and divide them by the loss scale. Called before they are clipped."""
         if self._complete_gradients is not None:
-            self._complete_gradients()
+            self._complete_gradients(False)
         self.accelerated_step.unscale()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -266,12 +267,12 @@ def _takes_set_to_none(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _completed(closure: Callable[[], float], complete_gradients: Callable[[], None]) -> Callable[[], float]:
+def _completed(closure: Callable[[], float], complete_gradients: Callable[[bool], None]) -> Callable[[], float]:
     """Return a closure that also averages its gradients over all ranks."""
 
     def completed() -> float:
         loss = closure()
-        complete_gradients()
+        complete_gradients(True)
         return loss
 
     return completed

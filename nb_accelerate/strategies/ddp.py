@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
@@ -12,14 +13,13 @@ from typing_extensions import override
 
 from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.averaging import GradientAverage
+from nb_accelerate.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.strategies.strategy import Strategy
 from nb_accelerate.strategies.unwrapping import flattened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
     from torch import Tensor, nn
 
     from nb_accelerate.comm import Collectives
@@ -27,8 +27,30 @@ if TYPE_CHECKING:
     from nb_accelerate.config.kwargs import DistributedDataParallelKwargs
 
 
-class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's wrapper, with errors that say what to write.
+_CALLED_OUTSIDE = (
+    " If gradients pass through it, call it in forward instead: outside of it they are averaged over ranks at "
+    "optimizer.step, not during backward."
+)
+
+
+class _Prepared:
+    """Whether forwards have prepared backward to average gradients.
+
+    Attributes:
+        is_new: whether one has since the last look.
+        number: of looks that found a new one.
+        at_window: whether gradients are held back only until the accumulation window closes.
+    """
+
+    __slots__ = ("at_window", "is_new", "number")
+
+    def __init__(self) -> None:
+        self.is_new = self.at_window = False
+        self.number = 0
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel, AveragesGradients):
+    """torch's wrapper, with errors that say what to write, which knows whether its backward averages gradients.
 
     Attributes:
         needs_first_sync: with ``static_graph=True``, whether torch has not yet seen a backward that exchanges
@@ -38,13 +60,26 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
         self.needs_first_sync = bool(kwargs.get("static_graph"))
-        # torch registers hooks now, so a layer that is made trainable later is not averaged. A parameter to ignore
-        # counts as averaged, because the user does not want it to be.
-        self._averaged = [
-            parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad or name in self.parameters_to_ignore
-        ]
+        # torch registers hooks now, so a layer that is made trainable later is not averaged.
+        self._averaged: list[Tensor] = []
+        self._ignored: list[Tensor] = []
+        for name, parameter in module.named_parameters():
+            if name in self.parameters_to_ignore:
+                self._ignored.append(parameter)
+            elif parameter.requires_grad:
+                self._averaged.append(parameter)
+        self._prepared = _Prepared()
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self.note_prepared()
+        return outputs
+
+    def note_prepared(self) -> None:
+        """Note that the next backward averages gradients."""
+        self._prepared.is_new = True  # a flag and no number, so that torch.compile has nothing to guard
 
     @override
     def __reduce__(self) -> tuple[Callable[..., nn.Module], tuple[Any, ...]]:
@@ -56,16 +91,42 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.needs_first_sync = bool(self.static_graph)  # the reducer is a new one
 
+    @override
     def averaged(self) -> Iterable[Tensor]:
-        """See `AveragesGradients.averaged`."""
         return self._averaged
 
-    def left_out(self) -> Iterable[Tensor]:
-        """See `AveragesGradients.left_out`."""
-        return ()
+    @override
+    def ignored(self) -> Iterable[Tensor]:
+        return self._ignored
 
+    @property
+    @override
+    def compares(self) -> bool:  # type: ignore[override]
+        return not self._comm_hooks  # a user's hook may mean to average less
+
+    @override
+    def num_exchanges(self) -> int | None:
+        prepared = self._prepared
+        if self._join_config.enable or not (self.require_backward_grad_sync or prepared.at_window):
+            return None
+        if prepared.is_new:
+            prepared.is_new = False
+            prepared.number += 1
+        return prepared.number
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Hold gradients back until the accumulation window closes, in a block."""
+        prepared = self._prepared
+        before, prepared.at_window = prepared.at_window, prepared.at_window or self.require_backward_grad_sync
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            prepared.at_window = before
+
+    @override
     def check_averaged(self) -> None:
-        """See `AveragesGradients.check_averaged`."""
         self.needs_first_sync = False
         try:
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]  # what the next forward would find out, one step too late
@@ -100,9 +161,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             module = self.__dict__.get("_modules", {}).get("module")
             if name.startswith("__") or not hasattr(module, name):
                 raise
+            advice = _CALLED_OUTSIDE if callable(getattr(module, name)) else ""
             raise AttributeError(
                 f"The prepared model has no attribute {name!r}: on several ranks it is a wrapper around your "
-                f"{type(module).__name__}. Write accelerator.unwrap_model(model).{name}.",
+                f"{type(module).__name__}. Write accelerator.unwrap_model(model).{name}.{advice}",
                 name=name,
                 obj=self,
             ) from None
@@ -183,6 +245,8 @@ class DDPStrategy(Strategy):
         # A forward outside of no_sync would have prepared the buckets. No outputs are given, so torch does not search
         # them for unused parameters: several forwards may share this backward.
         model.reducer.prepare_for_backward([])
+        if isinstance(model, DistributedDataParallel):
+            model.note_prepared()
         try:
             yield
         finally:
@@ -223,6 +287,8 @@ class DDPStrategy(Strategy):
         for wrapped in _wrappers(models):
             if getattr(wrapped, "needs_first_sync", False):
                 vars(wrapped)["needs_first_sync"] = False  # averaging a part of the sum gives the same gradients
+            elif isinstance(wrapped, DistributedDataParallel):
+                block.enter_context(wrapped.accumulate())
             else:
                 block.enter_context(wrapped.no_sync())
         return block
@@ -230,7 +296,7 @@ class DDPStrategy(Strategy):
     @override
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[bool], None] | None:
         def wrappers() -> list[DistributedDataParallel]:
             found = [_wrapped(model) for model in models]
             return [one for one in found if isinstance(one, DistributedDataParallel)]

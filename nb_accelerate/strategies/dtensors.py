@@ -82,7 +82,7 @@ class DTensorStrategy(Strategy):
     ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         prepared = [self.prepare_model(request) for request in models]
         for optimizer in (*earlier, *optimizers):
-            _use_shards(optimizer)
+            use_shards(optimizer)
         return prepared, list(optimizers)
 
     @abstractmethod
@@ -172,7 +172,7 @@ class DTensorStrategy(Strategy):
         optimizer.load_state_dict({**state, "state": sharded})
 
 
-def _use_shards(optimizer: torch.optim.Optimizer) -> None:
+def use_shards(optimizer: torch.optim.Optimizer) -> None:
     """Replace, in the groups and in the state of an optimizer, parameters that were sharded since it was made.
 
     A group with parameters on several meshes, or on one and on none, is stepped one by one: torch's loops over many

@@ -20,9 +20,9 @@ from nb_accelerate.config.distributed import DistributedType
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import note_use
 from nb_accelerate.errors import ConfigError
-from nb_accelerate.strategies.averaging import GradientAverage
+from nb_accelerate.strategies.averaging import AveragesGradients, GradientAverage
 from nb_accelerate.strategies.ddp import is_alive
-from nb_accelerate.strategies.dtensors import DTensorStrategy
+from nb_accelerate.strategies.dtensors import DTensorStrategy, use_shards
 from nb_accelerate.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.strategies.model_memory import measure
 from nb_accelerate.strategies.sharding import is_sharded, shard_model
@@ -43,22 +43,19 @@ if TYPE_CHECKING:
     from nb_accelerate.strategies.strategy import ModelRequest
 
 
-class ShardedModel:
-    """The `AveragesGradients` of a sharded model: backward averages the gradients of shards."""
+class ShardedModel(AveragesGradients):
+    """A sharded model: backward averages the gradients of shards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
+    @override
     def averaged(self) -> Iterable[Tensor]:
-        """See `AveragesGradients.averaged`."""
         return [parameter for parameter in self._model.parameters() if is_shard(parameter)]
 
+    @override
     def left_out(self) -> Iterable[Tensor]:
-        """See `AveragesGradients.left_out`."""
         return [parameter for parameter in self._model.parameters() if not is_shard(parameter)]
-
-    def check_averaged(self) -> None:
-        """See `AveragesGradients.check_averaged`; a parameter without a gradient is no fault here."""
 
 
 class FSDPStrategy(DTensorStrategy):
@@ -186,11 +183,11 @@ class FSDPStrategy(DTensorStrategy):
     @override
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[bool], None] | None:
         def sharded() -> list[ShardedModel]:
             return [ShardedModel(model) for model in models if is_sharded(innermost(model))]
 
-        return GradientAverage(optimizer, self.collectives, sharded)
+        return GradientAverage(optimizer, self.collectives, sharded, renew=use_shards)
 
     @override
     def drop_gradients(

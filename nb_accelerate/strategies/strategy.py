@@ -222,10 +222,11 @@ class Strategy:
 
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[bool], None] | None:
         """Return what averages the gradients that backward left alone; None if it leaves none.
 
-        Called by ``prepare``; the result is called before each step of the optimizer, and before clipping.
+        Called by ``prepare``; the result is called before each step of the optimizer with True, and before clipping
+        with False.
 
         Args:
             optimizer: what `prepare` returned for it.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.comm.data_parallel import share_random_numbers
-from nb_accelerate.strategies.averaging import GradientAverage
-from nb_accelerate.strategies.dtensors import DTensorStrategy
+from nb_accelerate.strategies.averaging import AveragesGradients, GradientAverage
+from nb_accelerate.strategies.dtensors import DTensorStrategy, use_shards
 from nb_accelerate.strategies.layer_plan import TensorParallelizer
 from nb_accelerate.strategies.sharding import Filler, check_weights, note_replaced
 from nb_accelerate.strategies.unwrapping import innermost
@@ -24,22 +24,15 @@ if TYPE_CHECKING:
     from nb_accelerate.strategies.mesh import MeshLayout
 
 
-class EqualGradients:
-    """Reports all gradients of a model as averaged (`AveragesGradients`): its ranks read the same rows."""
+class EqualGradients(AveragesGradients):
+    """A model whose ranks read the same rows: their gradients are equal."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
+    @override
     def averaged(self) -> Iterable[Tensor]:
-        """See `AveragesGradients.averaged`."""
         return self._model.parameters()
-
-    def left_out(self) -> Iterable[Tensor]:
-        """See `AveragesGradients.left_out`."""
-        return ()
-
-    def check_averaged(self) -> None:
-        """See `AveragesGradients.check_averaged`; a parameter without a gradient is no fault here."""
 
 
 class TensorParallelStrategy(DTensorStrategy):
@@ -79,5 +72,8 @@ class TensorParallelStrategy(DTensorStrategy):
     @override
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
-    ) -> Callable[[], None] | None:
-        return GradientAverage(optimizer, self.collectives, lambda: [EqualGradients(model) for model in models])
+    ) -> Callable[[bool], None] | None:
+        def equal() -> list[EqualGradients]:
+            return [EqualGradients(model) for model in models]
+
+        return GradientAverage(optimizer, self.collectives, equal, renew=use_shards)

@@ -67,12 +67,12 @@ class XLAStrategy(Strategy):
     @override
     def complete_gradients(
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[bool], None] | None:
         optimizer.register_step_post_hook(_SubmitsSteps())
         if self.collectives.world_size == 1:
             return None
 
-        def average() -> None:
+        def average(steps: bool) -> None:  # noqa: ARG001
             parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
             new = [one for one in parameters if self._averaged.get(id(one)) != _version(one.grad)]
             self.collectives.average_([one.grad for one in new])
