@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.errors import ShippingError
 from nb_accelerate.errors.traceback_lines import short_lines, show_instead
+from nb_accelerate.protocol.main_module import Globals
 from nb_accelerate.protocol.messages import Result
 from nb_accelerate.protocol.shipping import pack, unpack
 from nb_accelerate.ranks.failures import add_note
@@ -52,7 +53,7 @@ def pack_call(options: LaunchOptions, name: str, *, can_fork: bool) -> Packed:
     by_value = options.by_value if script is None else (*options.by_value, script)
     whole = f"the call of {name}"
     try:
-        return pack(call, name=whole, advice=_ADVICE, by_value=by_value)
+        return pack(call, name=whole, advice=_ADVICE, by_value=by_value, globals_there=Globals.BROUGHT)
     except ShippingError as error:
         text, path = str(error), error.path
         for index, part in enumerate((name, "args", "kwargs")):

@@ -26,6 +26,7 @@ from nb_accelerate.pool.shipping import of_pulled
 from nb_accelerate.pool.source import read_cell
 from nb_accelerate.pool.starting import plan_pool
 from nb_accelerate.protocol.content import Numbers, Snapshot
+from nb_accelerate.protocol.main_module import Globals
 from nb_accelerate.protocol.messages import Call
 from nb_accelerate.protocol.random_states import RandomStates
 from nb_accelerate.protocol.shipping import pack
@@ -447,7 +448,9 @@ class Pool:
             BaseException: what the function raised on a rank.
         """
         chosen = self._ready(ranks)
-        with pack((function, args, {}), name=getattr(function, "__name__", "function"), into_main=True) as packed:
+        with pack(
+            (function, args, {}), name=getattr(function, "__name__", "function"), globals_there=Globals.FOUND
+        ) as packed:
             return self._call(chosen, packed, timeout)
 
     def _call(self, ranks: Sequence[PoolRank], packed: Packed, timeout: float | None = None) -> list[Any]:

@@ -10,6 +10,7 @@ from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.pool.code_names import names_in
 from nb_accelerate.pool.namespace_sync import SHELL_NAMES, Verdict
 from nb_accelerate.protocol.content import Snapshot, is_constant
+from nb_accelerate.protocol.main_module import Globals
 from nb_accelerate.protocol.renewal import is_of_torch, state_of
 from nb_accelerate.protocol.shipping import References, pack
 from nb_accelerate.worker.namespace import is_hidden
@@ -310,7 +311,12 @@ def _pack(
     try:
         names = Names(dict(sorted(values.items())), states)
         packed = pack(
-            names, name="what the cell uses", advice=_ADVICE, into_main=True, limit=limit, references=references
+            names,
+            name="what the cell uses",
+            advice=_ADVICE,
+            globals_there=Globals.FOUND,
+            limit=limit,
+            references=references,
         )
     except TooLargeError as error:
         sent = sorted(values or snapshots)
@@ -322,7 +328,7 @@ def _pack(
         ) from None
     except ShippingError as error:
         raise _of_a_variable(error, snapshots) from error.__cause__
-    uses = frozenset[str]().union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
+    uses = packed.names.union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
     uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
     for number, value in references.packed.items():  # also what was not looked at, as it is in a large list

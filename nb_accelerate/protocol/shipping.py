@@ -33,11 +33,11 @@ from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
 from nb_accelerate.protocol.content import Checksum, is_apart
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
+from nb_accelerate.protocol.main_module import Globals, MainPickler
 from nb_accelerate.protocol.messages import Parcel
 from nb_accelerate.protocol.open_files import FILE_REDUCERS
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Container, Mapping, Sequence
     from types import ModuleType
 
@@ -81,13 +81,13 @@ class Packed:
 
     Attributes:
         parcel: what goes into a message.
-        codes: code of the functions that take the globals of the ``__main__`` where they are unpickled.
+        names: of `MainPickler`, which has pickled it.
+        codes: of it, too.
     """
 
-    def __init__(
-        self, pickled: bytes, buffers: list[pickle.PickleBuffer], codes: Sequence[types.CodeType] = ()
-    ) -> None:
-        self.codes = codes
+    def __init__(self, pickled: bytes, buffers: list[pickle.PickleBuffer], pickler: MainPickler) -> None:
+        self.names = frozenset(pickler.names)
+        self.codes = tuple(pickler.codes)
         self._segment: io.FileIO | None = None  # closes itself, once, wherever an interrupt comes
         if len(pickled) <= _INLINE_LIMIT and not buffers:
             self.parcel = Parcel(pickled=pickled)
@@ -119,7 +119,7 @@ def pack(
     name: str = "value",
     advice: str = "",
     by_value: Sequence[ModuleType] = (),
-    into_main: bool = False,
+    globals_there: Globals = Globals.OWN,
     limit: int | None = None,
     references: References | None = None,
 ) -> Packed:
@@ -131,7 +131,7 @@ def pack(
         advice: a sentence for the error: what to write instead of a part that cannot be pickled.
         by_value: modules whose functions and classes are pickled by value too, as they are in memory here. Those of all
             other modules are imported where they are unpickled.
-        into_main: functions of ``__main__`` bring no globals, and take those of the ``__main__`` that unpickles them.
+        globals_there: of functions of ``__main__``, where they are unpickled.
         limit: bytes to copy, at most.
         references: what the receivers have. They call `unpack_numbered`, and not `unpack`.
 
@@ -144,11 +144,11 @@ def pack(
             if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
                 registered.callback(cloudpickle.unregister_pickle_by_value, module)
-        return _pack(value, name, advice, into_main=into_main, limit=limit, references=references)
+        return _pack(value, name, advice, globals_there=globals_there, limit=limit, references=references)
 
 
 def _pack(
-    value: object, name: str, advice: str, *, into_main: bool, limit: int | None, references: References | None
+    value: object, name: str, advice: str, *, globals_there: Globals, limit: int | None, references: References | None
 ) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
 
@@ -161,7 +161,7 @@ def _pack(
     file = io.BytesIO()
     try:
         make = _Pickler if references is None else functools.partial(_ReferringPickler, references)
-        pickler = make(file, protocol=5, buffer_callback=stays_inside, into_main=into_main)
+        pickler = make(file, protocol=5, buffer_callback=stays_inside, globals_there=globals_there)
         pickler.dump(value)
         if references is not None:
             numbers = {}
@@ -181,7 +181,7 @@ def _pack(
     size = file.tell() + sum(buffer.raw().nbytes for buffer in buffers)
     if limit is not None and size > limit:
         raise TooLargeError(f"{name} has {size / 2**30:.1f} GiB", size=size)
-    return Packed(file.getvalue(), buffers, pickler.codes)
+    return Packed(file.getvalue(), buffers, pickler)
 
 
 def unpack(parcel: Parcel, fds: tuple[int, ...] = ()) -> Any:
@@ -267,7 +267,7 @@ def write_segment(parts: list[memoryview]) -> io.FileIO:
     return file
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(MainPickler):
     """cloudpickle, with the memory of torch storages out of band.
 
     ``Tensor.__reduce_ex__`` hands out a `TypedStorage`, whose own pickling copies three times and forgets that two
@@ -275,23 +275,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     dispatch_table = DISPATCH_TABLE.new_child(FILE_REDUCERS)
-
-    def __init__(self, file: IO[bytes] | Checksum, *, into_main: bool = False, **options: Any) -> None:
-        super().__init__(file, **options)
-        self._main = sys.modules["__main__"].__dict__ if into_main else None
-        self.codes: list[types.CodeType] = []
-
-    def _function_getnewargs(self, func: types.FunctionType) -> tuple[Any, ...]:
-        """Replace the globals of a function of ``__main__`` by those where it is unpickled, with ``into_main``."""
-        code, own_globals, *rest = super()._function_getnewargs(func)
-        return (code, _MAIN if func.__globals__ is self._main else own_globals, *rest)
-
-    def _dynamic_function_reduce(self, func: types.FunctionType) -> tuple[Any, ...]:
-        make, arguments, (attributes, slots), *rest = super()._dynamic_function_reduce(func)
-        if func.__globals__ is self._main:
-            slots["__globals__"] = {}
-            self.codes.append(func.__code__)
-        return (make, arguments, (attributes, slots), *rest)
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -348,20 +331,6 @@ class _ReferringPickler(_Pickler):
 
 class _ReferringUnpickler(pickle.Unpickler):
     persistent_load: Callable[[int | str], Any]
-
-
-class _Main:
-    """Is pickled in place of the globals of ``__main__``; becomes those of the process that unpickles it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _main_globals, ()
-
-
-_MAIN = _Main()
-
-
-def _main_globals() -> dict[str, Any]:
-    return sys.modules["__main__"].__dict__
 
 
 def _typed_storage(untyped: Any, dtype: Any) -> Any:

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.config.kwargs import InitProcessGroupKwargs
 from nb_accelerate.devices import CPU
@@ -24,7 +25,7 @@ from nb_accelerate.protocol.shipping import RETURNABLE, pack
 from nb_accelerate.worker.alarm import Alarm
 from nb_accelerate.worker.bindings import Bindings
 from nb_accelerate.worker.call import answer, exits_well, fail
-from nb_accelerate.worker.debugger import InputRequests
+from nb_accelerate.worker.debugger import InputRequests, debug_with
 from nb_accelerate.worker.displays import DisplayPort
 from nb_accelerate.worker.groups import abort_groups, close_groups, collectives_of_groups, named, reach_store
 from nb_accelerate.worker.namespace import is_hidden
@@ -66,9 +67,10 @@ class PersistentRank:
 
     def __init__(self, channel: Channel, gate: InterruptGate, mark: bytes) -> None:
         self._gate = gate
-        main = sys.modules["__main__"]
-        self._shell = make_shell(main, DisplayPort(channel, mark), InputRequests(channel))
-        self._names: dict[str, Any] = main.__dict__
+        self._shell = make_shell(DisplayPort(channel, mark))
+        self._names: dict[str, Any] = sys.modules["__main__"].__dict__
+        builtins.input = _no_input
+        debug_with(InputRequests(channel))
         self._store: object = None
         self._alarm = Alarm()
 
@@ -168,6 +170,10 @@ class PersistentRank:
             BaseException.with_traceback(error, None)
             return fail(error, returned=True)
         return Result(parcel=packed.parcel), packed
+
+
+def _no_input(_prompt: object = "", /) -> NoReturn:
+    raise EOFError("input() does not work on a rank. Call it in a cell of the notebook, and use its value on the ranks")
 
 
 def _cell_failed(error: BaseException) -> tuple[Failure, Packed | None]:

@@ -1,4 +1,4 @@
-"""The debugger of a rank: ``%debug`` after a cell that failed, and ``breakpoint()`` in a cell."""
+"""The debugger of a rank: ``%debug`` after a cell that failed, ``breakpoint()`` in a cell or a launched function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT = "ipdb> "
 
 
 class InputRequests:
-    """Asks the user for lines, over the channel that cells come by: nothing else arrives there while a cell runs.
+    """Asks the user for lines, over the channel that cells and calls come by. Nothing else arrives while one runs.
 
     Args:
         channel: to the kernel.
@@ -96,6 +96,15 @@ class _Commands:
             return ""
 
 
-def set_breakpoint(*_: Any, **__: Any) -> None:
-    """Stop in the debugger, as ``breakpoint()`` does, which calls it."""
+def debug_with(requests: InputRequests) -> None:
+    """Let ``breakpoint()`` stop in a debugger from now on.
+
+    Args:
+        requests: where it gets its commands.
+    """
+    RankDebugger.requests = requests
+    sys.breakpointhook = _set_breakpoint
+
+
+def _set_breakpoint(*_: Any, **__: Any) -> None:
     RankDebugger().set_trace(sys._getframe(1))  # type: ignore[no-untyped-call] # noqa: SLF001 - as pdb.set_trace does

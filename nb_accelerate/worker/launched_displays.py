@@ -42,7 +42,7 @@ def _make_when_asked_for(port: DisplayPort) -> None:
         with lock:
             if "initialized" in vars(InteractiveShell):
                 del InteractiveShell.initialized  # the one of its base class shows again
-                make_shell(sys.modules["__main__"], port)
+                make_shell(port, names={})  # or its own would take the place of the function's globals
         return True
 
     # `display` and `get_ipython` ask this before anything else.

@@ -10,19 +10,18 @@ import multiprocessing.reduction
 from collections import ChainMap
 from typing import IO, Any
 
-import cloudpickle
-
 from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
+from nb_accelerate.protocol.main_module import Globals, MainPickler
 
 
-class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ByValuePickler(MainPickler):
     """cloudpickle that also knows what multiprocessing and torch have registered: connections, queues, tensors."""
 
     def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
         registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
         # Before the C code's constructor, which looks it up once.
         self.dispatch_table = ChainMap(registered, DISPATCH_TABLE)
-        super().__init__(file, protocol)
+        super().__init__(file, globals_there=Globals.BROUGHT, protocol=protocol)
 
 
 def _dump(obj: Any, file: IO[bytes], protocol: int | None = None) -> None:

@@ -227,7 +227,7 @@ def prepare_process(*, is_fork: bool) -> Exception | None:
         if not is_fork:
             main = types.ModuleType("__main__")
             main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-            sys.modules["__main__"] = main
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: see `pack_call`
             _reseed_numpy()
     except Exception as error:
         return error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import builtins
 import linecache
 import sys
 import warnings
@@ -21,26 +20,23 @@ from traitlets.config import Config
 from typing_extensions import override
 
 from nb_accelerate.errors import PoolError
-from nb_accelerate.worker.debugger import RankDebugger, set_breakpoint
+from nb_accelerate.worker.debugger import RankDebugger
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Coroutine
 
     from IPython.core.interactiveshell import ExecutionResult
 
     from nb_accelerate.protocol.messages import RunCell
-    from nb_accelerate.worker.debugger import InputRequests
     from nb_accelerate.worker.displays import DisplayPort
 
 
-def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequests | None = None) -> RankShell:
+def make_shell(port: DisplayPort, names: dict[str, Any] | None = None) -> RankShell:
     """Create the shell of this process.
 
     Args:
-        main: module whose globals are its variables.
         port: where displays go.
-        requests: where debuggers get their commands; None if nobody is there to type them.
+        names: its variables, among which it puts some of its own. Default: those of ``__main__``.
     """
     config = Config()
     config.HistoryManager.enabled = False  # no database, and no thread that writes to it
@@ -51,13 +47,9 @@ def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequest
     RankShell.port = port
     if InteractiveShell.initialized():
         InteractiveShell.clear_instance()
-    if requests is not None:
-        builtins.input = _no_input
-        RankDebugger.requests = requests
-        sys.breakpointhook = set_breakpoint
     # IPython's advice after sys.exit(), for a terminal.
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
-    shell = RankShell.instance(config=config, user_module=main)
+    shell = RankShell.instance(config=config, user_module=sys.modules["__main__"], user_ns=names)
     assert isinstance(shell, RankShell)
     for kind in ("cell", "line"):
         shell.magics_manager.register_function(_not_here, magic_kind=kind, magic_name="distributed")
@@ -66,10 +58,6 @@ def make_shell(main: types.ModuleType, port: DisplayPort, requests: InputRequest
 
 def _not_here(*_: str) -> NoReturn:
     raise PoolError("this runs on a rank already: %distributed and %%distributed are for the notebook")
-
-
-def _no_input(_prompt: object = "", /) -> NoReturn:
-    raise EOFError("input() does not work on a rank. Call it in a cell of the notebook, and use its value on the ranks")
 
 
 class DisplaySender(DisplayPublisher):

@@ -26,8 +26,8 @@ def plots():
     plt.plot([2, 1])  # shown when the function returns
 
 def asks():
-    import sys
-    return sys.modules["__main__"].__dict__.get("get_ipython") is not None
+    from IPython.core.interactiveshell import InteractiveShell
+    return InteractiveShell._instance is not None
 """
 
 
