@@ -350,7 +350,7 @@ class Launch(Steerable):
                 timeout=options.timeout,
                 spent=time.monotonic() - self._began,
                 say=loop.output.say,
-                attended=False,
+                attended=self._is_waited_for,
                 on_host=plan.kind.is_host,
                 exit_returns=self._exit_returns,
                 keeps_panel=True,

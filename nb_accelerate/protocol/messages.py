@@ -302,7 +302,7 @@ class CellEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class InputRequest:
-    """Ask the user for a line, on behalf of a debugger in a cell.
+    """Ask the user for a line, on behalf of a debugger.
 
     Attributes:
         number: of the request; the `InputReply` has it too.
@@ -315,7 +315,7 @@ class InputRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class DebuggerResumed:
-    """The debugger lets the cell go on. It may ask again at the next line, or never."""
+    """The debugger lets the code go on. It may ask again at the next line, or never."""
 
 
 @dataclass(frozen=True, kw_only=True)

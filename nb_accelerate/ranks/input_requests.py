@@ -76,6 +76,12 @@ class InputRequests:
                 self._rank, self._talks = -1, False
                 self._changed.notify_all()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a request that the user has not been asked yet."""
+        with self._changed:
+            return bool(self._waiting)
+
     def close(self) -> None:
         """Have `get` return None from now on."""
         with self._changed:

@@ -6,9 +6,9 @@
     what other threads post (`PostedActions`) -----+--> one selector, in one thread --> requests --> done
     deadlines -------------------------------------+
 
-A launch runs it in the calling thread until its request is done (`RankLoop.run`); a pool in a thread of its own
-(`RankLoop.start`). All but the public methods at the top of the class runs in that thread, so only the queue of posted
-actions has a lock.
+A launch runs it in the calling thread until its request is done (`RankLoop.run`); a pool, and a launch in which the
+user is asked for input, in a thread of its own (`RankLoop.start`). All but the public methods at the top of the class
+runs in that thread, so only the queue of posted actions has a lock.
 
 Errors in showing output cost output and nothing else (`GuardedOutput`). If the thread of a pool fails, it kills the
 ranks, and whoever waits for them gets an error at once.
@@ -39,6 +39,7 @@ from nb_accelerate.ranks.request import Awaits
 from nb_accelerate.ranks.sources import Sources
 from nb_accelerate.ranks.steps import StepKind
 from nb_accelerate.ranks.timeouts import NEVER
+from nb_accelerate.ranks.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,9 +122,13 @@ class RankLoop:
         self._thread.start()
 
     def run(self, request: Request) -> None:
-        """Run in the calling thread until a request, which was begun, is done."""
-        while not request.done.is_set():
+        """Run until a request, which was begun, is done: in the calling thread, until that has to ask the user."""
+        while self._thread is None and not request.done.is_set():
             self._wait_once()
+            if request.input_requests.is_asked:
+                self.start()
+        if self._thread is not None:
+            wait_for(self, request)
 
     def add(self, rank: RankProxy) -> None:
         """Wait for a rank that was started; it takes the place of one with the same number, which has ended.
@@ -413,7 +418,7 @@ class RankLoop:
             request.input_requests.put(pending)
             return
         if self.output is not None and not is_ending:
-            self.output.say(f"rank {pending.rank.rank} asks for input, which a cell in the background cannot have")
+            self.output.say(f"rank {pending.rank.rank} asks for input, which it cannot have in the background")
         pending.answer(None)
 
     def on_text(self, rank: RankProxy, stream: StreamName, text: str) -> None:

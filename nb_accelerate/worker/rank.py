@@ -143,7 +143,7 @@ def run_rank(
 
 @contextlib.contextmanager
 def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterator[None]:
-    """Send what a function displays to the notebook, and show its figures when it has returned.
+    """Send what a function displays to the notebook, and show its figures when it has returned; stop at breakpoints.
 
     Args:
         channel: to the kernel.
@@ -151,9 +151,11 @@ def _displays(channel: Channel, mark: bytes, own_path: Sequence[str]) -> Iterato
         own_path: where IPython is imported from, if it has not been.
     """
     with imports_from(own_path):
+        from nb_accelerate.worker.debugger import InputRequests, debug_with
         from nb_accelerate.worker.displays import DisplayPort
         from nb_accelerate.worker.launched_displays import send_displays, show_figures
     send_displays(DisplayPort(channel, mark))
+    debug_with(InputRequests(channel))
     yield
     show_figures()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.kernels import BLOCKED_RANKS, Cell, Kernel
+from fixtures.kernels import BLOCKED_RANKS, Kernel
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +101,14 @@ class TestPostMortem:
 
 class TestBreakpoints:
     def test_ranks_are_asked_about_one_after_the_other(self, notebook: Kernel):
-        cell, prompts = talk(notebook, "%%distributed\nx = rank + 10\nbreakpoint()\ny = x", ["p x", "c"])
+        cell, prompts = notebook.talk("%%distributed\nx = rank + 10\nbreakpoint()\ny = x", ["p x", "c"])
         assert sorted(prompts) == ["rank 0 ipdb> "] * 2 + ["rank 1 ipdb> "] * 2
         assert prompts[0] == prompts[1]
         assert "[rank 0] 10\n" in cell.stdout
         assert "[rank 1] 11\n" in cell.stdout
 
     def test_an_interrupt_of_the_notebook_reaches_no_idle_rank_afterwards(self, notebook: Kernel):
-        talk(notebook, "%%distributed\nbreakpoint()\nx = 1", ["c"])
+        notebook.talk("%%distributed\nbreakpoint()\nx = 1", ["c"])
         cell = notebook.start("import time\nprint('waits', flush=True)\ntime.sleep(600)")
         notebook.wait_for_output(cell, "waits")
         notebook.interrupt()
@@ -134,18 +132,3 @@ class TestBreakpoints:
         notebook.run("%%rank 1 --background\nbreakpoint()\nx = 1").ok()
         notebook.run("handle = _\nhandle.result(20)").ok()  # IPython shows no traceback of who left a debugger
         assert notebook.run("handle").ok().value == "<Cell on rank 1: rank 1 failed: BdbQuit>"
-
-
-def talk(notebook: Kernel, code: str, answers: list[str]) -> tuple[Cell, list[str]]:
-    """Give every rank these answers, in whatever order the ranks ask."""
-    cell, prompts = notebook.start(code, allow_stdin=True), []
-    left: dict[str, list[str]] = {}
-    deadline = time.monotonic() + 30
-    while len(prompts) < 2 * len(answers) and time.monotonic() < deadline:
-        try:
-            prompt = notebook.client.get_stdin_msg(timeout=1)["content"]["prompt"]
-        except queue.Empty:
-            continue
-        prompts.append(prompt)
-        notebook.client.input(left.setdefault(prompt, [*answers]).pop(0))
-    return notebook.finish(cell, 20).ok(), prompts
