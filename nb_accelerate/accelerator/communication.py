@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nb_accelerate.accelerator.core import Slice
 from nb_accelerate.comm import operations
 from nb_accelerate.pytree import find_batch_size, map_tensors, tensors_in
@@ -31,7 +33,8 @@ class CommunicationSlice(Slice):
             accelerator.print(accelerator.gather(correct).sum())
 
         Args:
-            tensor: a tensor, or a structure of tensors, of the same shapes on all processes.
+            tensor: a tensor, or a structure of tensors, of the same shapes on all processes. Gradients do not pass
+                between processes.
         """
         return operations.gather(self.core.data_collectives, tensor)
 
@@ -119,7 +122,8 @@ class CommunicationSlice(Slice):
             )
         rows = _rows_of_group(input_data, loops, ranks)
         if rows is None or rows.real is None:
-            return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
+            with torch.no_grad():
+                return operations.gather_object(collectives, input_data) if as_objects else self.gather(input_data)
         if as_objects:
             parts = operations.gather_lists(collectives, input_data)
             kept = [rows.real_entries([len(part) for part in parts])]
@@ -128,7 +132,8 @@ class CommunicationSlice(Slice):
             tensors = tensors_in(input_data)
             kept = [rows.real_entries([len(one)] * ranks) if one.dim() else None for one in tensors]
             each = iter(kept)
-            gathered = map_tensors(lambda tensor: tensor[: next(each)], self.gather(input_data))
+            with torch.no_grad():
+                gathered = map_tensors(lambda tensor: tensor[: next(each)], self.gather(input_data))
         if None in kept and collectives.rank == 0:  # later than the exchange: a warning may be an error
             warnings.warn(
                 "gather_for_metrics was given something that has not one entry for each row, such as a mean loss, and "

@@ -41,7 +41,7 @@ def gather(collectives: Collectives, data: Any) -> Any:
     """Return ``data`` with every tensor replaced by those of all ranks, concatenated along dimension 0.
 
     A tensor of shape (n, ...) becomes one of shape (world_size * n, ...), a scalar one of shape (world_size,). One
-    process gets its argument back.
+    process gets its argument back. Several get tensors without gradients, with a warning if embeddings, say, had some.
 
     Args:
         collectives: of this process.
@@ -58,6 +58,16 @@ def gather(collectives: Collectives, data: Any) -> Any:
     gathered = communicate_packed(
         rows, collectives.all_gather, collectives.world_size, as_bytes=collectives.packs_bytes
     )
+    # Scripts gather losses, which have no or one dimension, for their logs.
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad and tensor.dim() > 1 for tensor in tensors)
+    if is_trained and collectives.rank == 0:  # later than the exchange: a warning may be an error
+        warnings.warn(
+            "gather returns tensors without gradients: a loss that is computed from them does not train what has made "
+            "them. For metrics, write gather(tensor.detach()). For a loss over the rows of all processes, put the rows "
+            "of this process, which have gradients, in their place there, and multiply the loss by the number of "
+            "processes.",
+            stacklevel=3,
+        )
     return _put_back(data, [tensor.flatten(0, 1) for tensor in gathered])
 
 

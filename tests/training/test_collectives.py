@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nb_accelerate import utils
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.comm import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 from nb_accelerate.errors import (
@@ -290,3 +291,23 @@ def test_nested_tensors_are_left_as_they_are_with_a_warning(run_ranks):
 
     assert run_ranks(pad) == [([1, 0], True, [1, 1, 1]), ([1, 1], True, [1, 1, 1])]
     assert run_ranks(pad, world_size=1) == [([1], True, [1, 1, 1])]
+
+
+def test_gather_warns_that_gradients_do_not_pass_where_that_may_matter(run_ranks):
+    def gathers():
+        accelerator = Accelerator(cpu=True)
+        embeddings = torch.ones(2, 3, requires_grad=True) * 2
+        loss = embeddings.sum()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            accelerator.gather(loss), accelerator.gather(loss.repeat(2)), accelerator.gather(embeddings.detach())
+            accelerator.gather_for_metrics(embeddings)
+            with torch.no_grad():
+                accelerator.gather(embeddings)
+            quiet = [str(one.message) for one in found if "gradients" in str(one.message)]
+            gathered = accelerator.gather({"x": embeddings})["x"]
+            utils.gather(embeddings)
+        told = [one.filename.endswith("test_collectives.py") for one in found if "gradients" in str(one.message)]
+        return quiet, told, gathered.requires_grad
+
+    assert run_ranks(gathers) == [([], [True, True], False), ([], [], False)]
