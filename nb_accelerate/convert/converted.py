@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.comm import SingleCollectives
-from nb_accelerate.convert.loaders import in_parts, whole_batch
+from nb_accelerate.convert.loaders import draw_seed, in_parts, whole_batch
 from nb_accelerate.convert.models import SharedModels
 from nb_accelerate.convert.users_code import SeenLoop, line_here
 from nb_accelerate.errors import ConfigError
@@ -101,7 +101,7 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
             print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - as above
         if shows:
-            print(self._seen.by_hand(self.models.cut, list(self._loaders)))  # noqa: T201 - it was asked for
+            print(self._seen.by_hand(self.models.called, list(self._loaders)))  # noqa: T201 - it was asked for
 
     def _patch(self, functions: Iterable[Any]) -> None:
         for (owner, name), function in zip(self._plain, functions, strict=True):
@@ -139,6 +139,8 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         page.enter(Phase.BACKWARD)
         page.trains()
         self._seen.note()
+        if not self.models.called:
+            self.models.unshared[0] = "the loss", line_here(), "no nn.Module with parameters was called"
         with self._inside():
             plain = self._plain[torch.autograd, "backward"]
             self.models.backward(lambda: plain(*args, **kwargs))
@@ -162,11 +164,15 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         if not self._is_here:
             return self._plain[DataLoader, "__iter__"](loader)  # type: ignore[no-any-return]
         with self._inside():
-            if loader not in self._loaders:
+            is_first = loader not in self._loaders
+            if is_first:
                 self._loaders[loader] = in_parts(loader, self._collectives, self._kind)
             parts = self._loaders[loader]
-            batches = iter(loader if parts is None else parts)
-        return batches if parts is None else self._wholes(parts, batches)
+            if parts is None:
+                return iter(loader)
+            if is_first or not loader.persistent_workers:
+                draw_seed(loader, parts, self._collectives.rank)
+        return self._wholes(parts, iter(parts))
 
     def _wholes(self, parts: DataLoaderShard, batches: Iterator[Any]) -> Iterator[Any]:
         end = object()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from nb_accelerate.comm.packing import communicate_packed
@@ -23,7 +27,8 @@ if TYPE_CHECKING:
 def in_parts(loader: DataLoader[Any], collectives: Collectives, kind: DeviceKind) -> DataLoaderShard | None:
     """Return a loader of this rank's part of each batch; None if all ranks have to read all rows.
 
-    They have to where batches are not made of rows that can be told from one another, or users' code orders them.
+    They have to where batches are not made of rows that can be told from one another, users' code orders them, or
+    this process draws random numbers for a row.
     """
     if (
         isinstance(loader.dataset, IterableDataset)
@@ -33,13 +38,29 @@ def in_parts(loader: DataLoader[Any], collectives: Collectives, kind: DeviceKind
     ):
         return None
     states = rng.capture(kind, all_devices=False)
+    undisturbed = _random_numbers()
+    rng.restore(states, kind)
     try:
         tensors_in(default_collate([loader.dataset[0]]), strict=True)
+        if not loader.num_workers and _random_numbers() != undisturbed:
+            return None
+        loader = copy.copy(loader)
+        loader.generator = torch.Generator()
         return prepare_data_loader(loader, collectives=collectives, config=DataLoaderConfiguration(split_batches=True))
     except Exception:  # a dataset is users' code, and may have names as numbers, or texts in its rows
         return None
     finally:
         rng.restore(states, kind)
+
+
+def _random_numbers() -> tuple[float, ...]:
+    return random.random(), np.random.random_sample(), torch.rand(()).item()  # noqa: S311 - compared
+
+
+def draw_seed(loader: DataLoader[Any], parts: DataLoaderShard, rank: int) -> None:
+    """Draw the number that torch draws when reading begins. The workers of each rank begin with another one."""
+    seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    parts.generator.manual_seed((int(seed) + rank) % 2**63)
 
 
 def whole_batch(part: Any, real: int | None, collectives: Collectives) -> Any:

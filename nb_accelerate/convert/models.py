@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from nb_accelerate.comm import operations
-from nb_accelerate.convert.trial import find_cut
+from nb_accelerate.convert.trial import find_cut, has_hooks
 from nb_accelerate.convert.users_code import line_here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.pytree import tensors_in
@@ -33,13 +34,18 @@ class SharedModels:
         self._kind, self._device, self._collectives = process.kind, process.device, collectives
         # In the order of their first calls, which is the same on all ranks.
         self._known = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple["Cut | None", str]]]()
-        self._num_calls = 0
+        self._num_calls, self._num_hooks = 0, RemovableHandle.next_id
         self.unshared: dict[int, tuple[str, int, str]] = {}  # class, line and reason, by the model's id
 
     @property
+    def called(self) -> list[nn.Module]:
+        """The models that were called, in the same order on all ranks."""
+        return list(self._known)
+
+    @property
     def cut(self) -> list[nn.Module]:
-        """The models of which calls were cut, in the same order on all ranks."""
-        return [model for model, found in list(self._known.items()) if any(cut for cut, _ in found.values())]
+        """Those of which calls were cut."""
+        return [model for model in self.called if any(cut for cut, _ in self._known[model].values())]
 
     def is_of_another_rank(self, device: torch.device) -> bool:
         """Whether a device is a GPU that this rank does not use."""
@@ -73,7 +79,15 @@ class SharedModels:
         has_rows = [size >= ranks for one in tensors[:1] for size in one.shape[:2]]
         args, kwargs = arguments
         choices = (one for one in (*args, *kwargs.values()) if isinstance(one, (bool, str, type(None))))
-        key = (*has_rows, *((one.dim(), one.dtype) for one in tensors), *map(type, args), *kwargs, *choices)
+        has_new_hooks = RemovableHandle.next_id != self._num_hooks and has_hooks(model)
+        key = (
+            has_new_hooks,
+            *has_rows,
+            *((one.dim(), one.dtype) for one in tensors),
+            *map(type, args),
+            *kwargs,
+            *choices,
+        )
         known = self._known.setdefault(model, {})
         if key not in known:
             self._check(model)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _TOLERANCE = {torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 """Relative to the largest value; 4e-3 for others, TensorFloat-32 among them."""
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
 _ROWS = 8
 """How many rows are tried for each rank, at most: a whole batch may need more memory than one rank has."""
 
@@ -39,6 +42,8 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> 
     inputs = tensors_in(arguments)
     sizes = list(inputs[0].shape[:2]) if inputs else []
     why = f"it was not called with tensors of {ranks} rows or more"
+    if has_hooks(model):
+        return None, "its hooks would see a part of the rows"
     for rows in dict.fromkeys(size for size in sizes if size >= ranks):
         dims = [next((dim for dim, size in enumerate(one.shape) if size == rows), None) for one in inputs]
         reason = "parts of its rows do not give what all of them give together"
@@ -57,6 +62,23 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind) -> 
     return None, why
 
 
+def has_hooks(model: nn.Module) -> bool:
+    """Return whether users' hooks on a model, or on its parameters, are called."""
+    of_modules = (hook for part in model.modules() for name in _HOOKS for hook in vars(part)[name].values())
+    of_parameters = (getattr(one, name) for one in model.parameters() for name in _OF_GRADIENTS)
+    return any(not hook.__module__.startswith("torch.") for hook in of_modules) or any(of_parameters)
+
+
+def _kept(model: nn.Module) -> list[Tensor]:
+    """Return the tensors in attributes of a model that are no parameters and buffers of it."""
+    own = ("_parameters", "_buffers", "_modules")
+    return [
+        one
+        for part in model.modules()
+        for one in tensors_in({name: value for name, value in vars(part).items() if name not in own})
+    ]
+
+
 def _try(
     model: nn.Module, arguments: Any, dims: Sequence[int | None], ranks: int, kind: DeviceKind
 ) -> list[Join | None]:
@@ -64,20 +86,30 @@ def _try(
     rows = max(one.shape[dim] for one, dim in zip(tensors_in(arguments), dims, strict=True) if dim is not None)
     ends = [bounds(rows, rank, ranks) for rank in range(ranks)]
     states = rng.capture(kind, all_devices=False)
-    kept = [one for part in model.modules() for one in tensors_in(dict(vars(part))) if one.grad_fn is not None]
-    model = copy.deepcopy(model, {id(one): one.detach() for one in kept})  # torch copies only what was not computed
+    # torch copies only what was not computed.
+    model = copy.deepcopy(model, {id(one): one.detach() for one in _kept(model) if one.grad_fn is not None})
+    attributes, before = [(part, dict(vars(part))) for part in model.modules()], _kept(model)
     results = []
     with torch.no_grad(), _NoChance():  # type: ignore[no-untyped-call]
         for first, end in ((0, rows), (0, rows), *ends):
             args, kwargs = narrowed(arguments, dims, first, end)
-            results.append([one.clone() for one in tensors_in(model(*args, **kwargs))])
+            given = tensors_in(model(*args, **kwargs))
+            left = [one for one in _kept(model) if all(one is not old for old in before)]
+            results.append([one.clone() for one in (*given, *left)])
             rng.restore(states, kind)
+            for part, own in attributes:
+                vars(part).clear()
+                vars(part).update(own)
             model.eval()  # from the second call on, as batch norm uses all rows in training
     in_training, *results = results
     if [(one.dim(), one.dtype) for one in in_training] != [(one.dim(), one.dtype) for one in results[0]]:
         return [None]
     weights = [(end - first) / rows for first, end in ends]
-    return [_join(whole, parts, weights) for whole, *parts in zip(*results, strict=True)]
+    each = list(zip(*results, strict=True))
+    # What a call leaves in the model (a loss, a state) is not joined, so it has to be the same for all rows.
+    if not all(_close(part, whole) for whole, *parts in each[len(given) :] for part in parts):
+        return [None]
+    return [_join(whole, parts, weights) for whole, *parts in each[: len(given)]]
 
 
 def _join(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Join | None:

@@ -68,4 +68,4 @@ class SeenLoop:
         ]
         lines += ['loss = accelerator.reduce(loss.detach(), "mean")  # before it is printed or added up']
         lines += ["outputs, targets = accelerator.gather_for_metrics((outputs, targets))  # before rows are counted"]
-        return "\n".join(lines) if self._backward else ""
+        return "\n".join(lines) if self._backward and names else ""

@@ -300,8 +300,20 @@ def _own_attributes() -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(names), tuple(name for name in names if name.endswith("_hooks"))
 
 
+@functools.cache
+def _torchs_names() -> frozenset[str]:
+    """Return the attributes of optimizers that stay on a process: hooks, say, and the ``step`` of its scheduler."""
+    torch = sys.modules["torch"]
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) - {"defaults", "state", "param_groups"} | {"step"}
+
+
+def attributes_of_optimizer(value: Any) -> dict[str, Any]:
+    """Return what makes an optimizer anew. What torch pickles is less: LBFGS has a list of its parameters."""
+    return {name: part for name, part in vars(value).items() if name not in _torchs_names()}
+
+
 def _optimizer(snapshot: Snapshot, value: Any) -> None:
-    for part in (value.defaults, value.state, value.param_groups):
+    for part in attributes_of_optimizer(value).values():
         snapshot.add(part)
 
 

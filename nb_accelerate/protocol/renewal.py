@@ -12,6 +12,8 @@ import types
 from collections import deque
 from typing import Any
 
+from nb_accelerate.protocol.content import attributes_of_optimizer
+
 _REFILLED = (list, dict, set, deque)
 
 _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__module__", "__qualname__", "_abc_impl", "__slots__"})
@@ -51,10 +53,17 @@ def _state_of(value: Any, kind: type) -> Any:
         return {name: part for name, part in vars(value).items() if not _is_of_class(name, part)}
     if kind is types.FunctionType:
         return value.__defaults__, value.__kwdefaults__, vars(value), value.__closure__
+    if pickled_by_torch(value):
+        return attributes_of_optimizer(value)
     make, arguments, *rest = value.__reduce_ex__(5)
     if (make, arguments) not in ((copyreg.__newobj__, (kind,)), (kind, ())):  # type: ignore[attr-defined]
         return None
     return (rest and rest[0]) or {}
+
+
+def pickled_by_torch(value: Any) -> bool:
+    """Return whether a value is an optimizer of which torch pickles its groups and state only."""
+    return is_of_torch(value, "optim.Optimizer") and type(value).__getstate__.__module__ == "torch.optim.optimizer"
 
 
 def renew(value: Any, state: Any) -> None:

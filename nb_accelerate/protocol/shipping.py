@@ -16,6 +16,7 @@ same numbers: a pickle counts the objects in it, in the same order when it is wr
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import io
 import mmap
@@ -30,12 +31,13 @@ import cloudpickle
 from nb_accelerate.errors import ShippingError, TooLargeError
 from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.code_reducer import DISPATCH_TABLE
-from nb_accelerate.protocol.content import Checksum, is_apart
+from nb_accelerate.protocol.content import Checksum, attributes_of_optimizer, is_apart
 from nb_accelerate.protocol.explain import find_unpicklable
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.main_module import Globals, MainPickler
 from nb_accelerate.protocol.messages import Parcel
 from nb_accelerate.protocol.open_files import FILE_REDUCERS
+from nb_accelerate.protocol.renewal import is_of_torch, pickled_by_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -289,6 +291,12 @@ class _Pickler(MainPickler):
                     return torch.UntypedStorage, (0,)
                 array = torch.empty(0, dtype=torch.uint8).set_(on_cpu).numpy()
                 return _untyped_storage, (pickle.PickleBuffer(array),)
+        if is_of_torch(obj, "nn.Parameter") and any(getattr(obj, of) for of in _HOOKS):
+            hooks = [(name, list((getattr(obj, of) or {}).values())) for of, name in _HOOKS.items()]
+            return (*obj.__reduce_ex__(5)[:2], hooks, None, None, _register)
+        if pickled_by_torch(obj):
+            called = {name: part for name, part in vars(obj).items() if name.endswith("_hooks") and part}
+            return copyreg.__newobj__, (type(obj),), attributes_of_optimizer(obj) | called  # type: ignore[attr-defined]
         return super().reducer_override(obj)
 
 
@@ -331,6 +339,19 @@ class _ReferringPickler(_Pickler):
 
 class _ReferringUnpickler(pickle.Unpickler):
     persistent_load: Callable[[int | str], Any]
+
+
+_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+"""Of gradients, which torch leaves out of the pickle of a parameter."""
+
+
+def _register(parameter: Any, hooks: list[tuple[str, list[Any]]]) -> None:
+    for name, each in hooks:
+        for hook in each:
+            getattr(parameter, name)(hook)
 
 
 def _typed_storage(untyped: Any, dtype: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.kernels import Kernel
-from fixtures.plain_cells import HEAD, SHAPES
+from fixtures.plain_cells import HEAD, SHAPES as NOTEBOOKS
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import spectral_norm, weight_norm
@@ -22,7 +22,73 @@ from nb_accelerate import Accelerator, notebook_launcher
 from nb_accelerate.convert.converted import Converted
 from nb_accelerate.errors import ConfigError
 
-ALONE = {"char-RNN without a loader", "GCN", "GCN of an adjacency matrix"}
+_TRAIN = """
+for epoch in range(2):
+    for a, b in dl:
+        seen.clear(); optimizer.zero_grad()
+        loss = F.cross_entropy(model(a), b) + PENALTY; loss.backward(); optimizer.step()
+    print(epoch, loss.item(), model[0].weight.sum().item())
+"""
+_MODEL = """
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)); optimizer = optim.SGD(model.parameters(), lr=0.1)
+dl, seen = DataLoader(ds, batch_size=8), []
+"""
+
+
+def _cells(of_model: str, penalty: str = "0") -> list[str]:
+    return [HEAD, _MODEL + of_model, _TRAIN.replace("PENALTY", penalty)]
+
+
+_KEEPS = """
+class Keeps(nn.ReLU):
+    def forward(self, x):
+        if WHEN: self.loss = x.square().sum()
+        return super().forward(x)
+model[1] = Keeps()
+"""
+LOOKED_INTO = {
+    "a loss that is kept in the model": _cells(_KEEPS.replace("WHEN", "True"), "0.1 * model[1].loss"),
+    "a loss that is kept in training": _cells(_KEEPS.replace("WHEN", "self.training"), "0.1 * model[1].loss"),
+    "a hook": _cells("model[1].register_forward_hook(lambda *_: seen.append(_[2]))", "0.1 * seen[0].sum()"),
+    "a hook of gradients": _cells("for one in model.parameters(): one.register_hook(lambda g: g.clamp(-0.01, 0.01))"),
+}
+"""What would see a part of the rows."""
+
+_OTHERS = {
+    "a hook that is made later": [
+        HEAD,
+        _MODEL,
+        _TRAIN.replace("PENALTY", "0")
+        + "model[1].register_forward_hook(lambda *_: seen.append(_[2]))\nmodel(x)\nprint(len(seen[0]), seen[0].sum())",
+    ],
+    "two loaders at once": _cells("first, second = (DataLoader(ds, 8, shuffle=True) for _ in range(2))"),
+    "rows with random numbers": _cells(
+        """
+class Noisy(TensorDataset):
+    def __getitem__(self, i): return self.tensors[0][i] + torch.randn(6) * random.random(), self.tensors[1][i]
+dl = DataLoader(Noisy(x, y), 8)
+""",
+        "np.random.rand()",
+    ),
+    "no model": [
+        HEAD,
+        "w = torch.zeros(6, requires_grad=True)",
+        """
+for _ in range(4):
+    loss = (torch.sigmoid(x @ w) - y).square().mean(); loss.backward(); w.data -= w.grad; w.grad.zero_()
+    print(loss.item())
+""",
+    ],
+}
+_OTHERS["two loaders at once"][2] = """
+for epoch in range(2):
+    for (a, b), (c, d) in zip(first, second):
+        optimizer.zero_grad(); loss = F.cross_entropy(model(a - c), b * d); loss.backward(); optimizer.step()
+    print(epoch, loss.item(), torch.rand(1).item())
+"""
+SHAPES = {**NOTEBOOKS, **LOOKED_INTO, **_OTHERS}
+
+ALONE = {"char-RNN without a loader", "GCN", "GCN of an adjacency matrix", "no model", *LOOKED_INTO}
 """What each rank computes whole, because rows cannot be told from one another."""
 
 

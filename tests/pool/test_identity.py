@@ -339,3 +339,24 @@ def test_objects_that_hold_each_other_are_on_the_ranks_as_in_the_notebook(notebo
         story = Story(notebook, seed)
         for _ in range(25):
             story.random.choice([story.make, story.change, story.read])()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "x = torch.optim.LBFGS([w], max_iter=2)",
+        "x = torch.optim.SGD([w], lr=1.0)\nx.base = torch.optim.Adam([w])",
+        "x = torch.optim.SGD([w], lr=1.0)\nx.register_step_post_hook(lambda *_: w.data.mul_(3))",
+        "w.register_hook(lambda gradient: gradient * 5)\nx = torch.optim.SGD([w], lr=1.0)",
+        "w.register_post_accumulate_grad_hook(lambda w: [w.sub_(7)].clear())\nx = torch.optim.SGD([w], lr=1.0)",
+    ],
+)
+def test_what_torch_leaves_out_of_a_pickle_is_on_the_ranks_too(notebook: Kernel, make: str):
+    notebook.run(f"w = nn.Parameter(torch.full((1,), 2.0))\n{make}").ok()
+    step = """
+def closure():
+    x.zero_grad(); loss = (w ** 2).sum(); loss.backward(); return loss
+x.step(closure); getattr(x, "base", x).step(closure)
+print(w.item())
+"""
+    assert on_ranks(notebook, step).stdout == notebook.run(step).ok().stdout
