@@ -109,8 +109,8 @@ class SharedModels:
     def _check(self, model: nn.Module) -> None:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             raise ConfigError(
-                f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself. With "
-                "--convert, leave that line out: ranks share the rows of the model alone"
+                f"line {line_here()}: the model is in {type(model).__name__}, which shares out rows itself (a "
+                "Trainer does that). Run the cell without --convert, or leave it out"
             )
         device = next(model.parameters()).device
         if self.is_of_another_rank(device):

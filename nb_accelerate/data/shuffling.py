@@ -73,8 +73,9 @@ class SamplerSync:
     """Give a sampler the random state of rank 0's at the start of each epoch.
 
     A sampler with a generator of its own gets the state of rank 0's. One without would draw from torch's global
-    numbers, which differ between ranks; it gets a generator of its own, seeded with the number that the
-    sampler itself would have drawn. So the order on all ranks is the one that rank 0 would see if it were alone.
+    numbers, which may differ between ranks; it gets a generator of its own, seeded with the number that a
+    `RandomSampler` would have drawn, or with the state from which others draw all rows. So the order on all ranks is
+    the one that rank 0 would see if it were alone, and the global numbers go on as there.
 
     Args:
         sampler: has a ``generator`` attribute.
@@ -97,6 +98,12 @@ class SamplerSync:
         """Give the sampler's generator the same state on all ranks. All ranks call it together."""
         if not self.draws:
             synchronize((RNGType.GENERATOR,), self.broadcast, self.sampler.generator)
+            return
+        if isinstance(self.sampler, (SubsetRandomSampler, WeightedRandomSampler)):
+            state, own, self.sampler.generator = torch.get_rng_state(), self.sampler.generator, None
+            next(iter(self.sampler), None)
+            self.sampler.generator = own
+            own.set_state(self.broadcast(state))
             return
         seed = torch.empty((), dtype=torch.int64).random_()
         self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from training.test_kinds_of_batches import KINDS as BATCHES
 
 from nb_accelerate.accelerator import Accelerator
@@ -25,6 +33,7 @@ WORLD = 2
 KINDS = (
     *("in order", "shuffled", "loader generator", "sampler generator", "weighted", "seedable", "own sampler"),
     *("stream", "stream", "sized stream", "sharded", "sharded", "datasets", "items", "varying"),
+    *("global weighted", "global subset"),
 )
 
 
@@ -146,6 +155,10 @@ class Case:
             return DataLoader(data, sampler=RandomSampler(data, generator=generator), **batches)
         if self.kind == "weighted":
             return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 9, self.rows, generator=generator), **batches)
+        if self.kind == "global weighted":
+            return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 9, self.rows), **batches)
+        if self.kind == "global subset":
+            return DataLoader(data, sampler=SubsetRandomSampler(range(self.rows)), **batches)
         if self.kind == "own sampler":
             sampler = OwnBatchSampler(RandomSampler(data, generator=generator), self.size, self.drop_last)
             return DataLoader(data, batch_sampler=sampler, **{**batches, "batch_size": 1, "drop_last": False})
@@ -181,7 +194,7 @@ class Case:
     @property
     def unseeded(self) -> bool:
         """Whether the order depends on all numbers that were drawn before."""
-        return self.kind == "shuffled"
+        return self.kind in ("shuffled", "global weighted", "global subset")
 
     @property
     def gathers(self) -> bool:
@@ -326,7 +339,7 @@ def read(case: Case) -> list[Epoch]:
 def difference(case: Case, rank: int, epochs: list[Epoch]) -> str | None:
     """Return what a rank should not have seen."""
     whole = case.kind in ("items", "varying")
-    generated = case.kind in ("shuffled", "loader generator", "sampler generator", "weighted", "own sampler")
+    generated = case.unseeded or case.kind in ("loader generator", "sampler generator", "weighted", "own sampler")
     orders = case.orders(len(epochs))
     for number, epoch in enumerate(epochs):
         order, everything = orders[number], epoch.everything
