@@ -208,10 +208,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
     ) -> None:
         """Load what `save_state` saved. All processes call it together, after ``prepare``.
 
-        Random shuffling is taken up in the middle of an epoch with ``use_seedable_sampler=True``; gradients that were
-        being accumulated are not saved, so save where a window closes.
+        Gradients that were being accumulated are not saved, so save where a window closes.
 
-        Loaders begin with the epoch in which the checkpoint was made. Those of
+        Loaders begin with the epoch in which the checkpoint was made, and its rows come in the same order. Those of
         ``DataLoaderConfiguration(use_stateful_dataloader=True)`` go on where they were; for others there are
         `resumable` and `skip_first_batches`.
 

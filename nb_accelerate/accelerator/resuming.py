@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.accelerator.checkpoint_schedule import CheckpointSchedule
 from nb_accelerate.accelerator.checkpoints import CheckpointSlice
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
-from nb_accelerate.checkpoint.fitting import check_order_is_known, position_here
+from nb_accelerate.checkpoint.fitting import position_here
 from nb_accelerate.checkpoint.numbered import newest_before, next_number, numbered, tell_of_links
 from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.config.env import Environment
@@ -103,10 +103,6 @@ class ResumingSlice(CheckpointSlice):
         accumulation window, and after the last lines of an epoch; see ``save_every``, ``save_on_signal``, ``keep`` and
         ``total_limit`` of `ProjectConfiguration`. All processes call it together, after ``prepare``.
 
-        To save within an epoch of a loader with ``shuffle=True``, also pass
-        ``dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)``: only then can the order of its other
-        batches be drawn again.
-
         Args:
             dataloader: prepared. Other loaders begin anew.
             epochs: how many in all.
@@ -116,8 +112,7 @@ class ResumingSlice(CheckpointSlice):
         Raises:
             CheckpointError: there are checkpoints and none is whole; or the newest does not fit; or one could not be
                 saved.
-            ConfigError: the project has no folder; or the loader shuffles with numbers that cannot be restored in the
-                middle of an epoch.
+            ConfigError: the project has no folder.
         """
         core, project = self.core, self.core.recording.project
         check_whole("epochs", epochs, at_least=1)
@@ -126,8 +121,6 @@ class ResumingSlice(CheckpointSlice):
         if dataloader not in core.prepared.loaders:
             raise ConfigError("resumable was given a loader that this Accelerator did not prepare.")
         interval = None if project.save_every is None else SaveInterval.parse(project.save_every)
-        if project.signals or (interval is not None and interval.unit != "epochs"):
-            check_order_is_known(dataloader)
         resumes = Environment().resume if resume is None else check_flag("resume", resume)
         self._leave_earlier_run(Environment().resume_since if resume is None else None)
         core.registry.loaded_from = None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import SequentialSampler
 
-from nb_accelerate.errors import CheckpointError, ConfigError
+from nb_accelerate.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -205,22 +205,6 @@ def _check_rows(manifest: Manifest, number: int, loader: Any) -> None:
     )
 
 
-def check_order_is_known(loader: Any) -> None:
-    """Look whether the order of rows can be restored in the middle of an epoch.
-
-    Raises:
-        ConfigError: it is drawn from random numbers that have moved on since.
-    """
-    sampler = loader.get_sampler()
-    draws = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
-    if draws and not hasattr(sampler, "initial_seed"):
-        raise ConfigError(
-            f"The loader shuffles with a {type(sampler).__name__}, whose order cannot be drawn again in the middle of "
-            "an epoch. Write Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)), or "
-            "save between epochs only: save_every='1 epoch' and no save_on_signal."
-        )
-
-
 def check_random_numbers(file: str, states: Any) -> None:
     """Restore states of random numbers on new generators, to find out whether that works.
 
@@ -238,6 +222,8 @@ def check_random_numbers(file: str, states: Any) -> None:
         step = states.get("step")
         if step is not None and type(step) is not int:
             raise TypeError(f"its step is {step!r:.60}")
+        if type(states.get("orders", [])) is not list:
+            raise TypeError(f"its orders are {states['orders']!r:.60}")
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} holds no states of random numbers ({type(error).__name__}: {error}).") from error
 

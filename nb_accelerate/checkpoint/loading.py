@@ -20,6 +20,7 @@ from nb_accelerate.checkpoint.model import fit
 from nb_accelerate.checkpoint.names import FSDP_MODEL_NAME, OF_SHARDS, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, shards_of
 from nb_accelerate.checkpoint.opening import IF_TRUSTED
 from nb_accelerate.checkpoint.state import RANDOM_NUMBERS, loader_number, name_of
+from nb_accelerate.data.orders import Order
 from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import rng
 
@@ -49,11 +50,13 @@ class LoadedStates:
         of_parts: with the file of each.
         numbers: random numbers of this rank; None if it has none.
         step: batches in the accumulation window when it was saved; None if that is not known.
+        orders: of each loader, what draws the order of its rows; None where nothing does.
     """
 
     of_parts: list[tuple[Part, Path, Any]]
     numbers: dict[str, Any] | None
     step: int | None
+    orders: list[Order | None]
 
 
 def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: ThisRank, **kwargs: Any) -> LoadedStates:
@@ -97,14 +100,17 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
             check_class(str(path), None if manifest is None else manifest.kinds.get(part.file), part.thing)
             part.check(str(path), state, part.thing)
         states.append((part, path, state))
-    numbers = None
-    own = RANDOM_NUMBERS.format(this_rank.rank)
-    if took_part and own in checkpoint.there:
-        numbers = read(checkpoint.folder / own, "cpu", if_trusted=IF_TRUSTED)
-        check_random_numbers(str(checkpoint.folder / own), numbers)
+    numbers, orders = None, []
+    file = RANDOM_NUMBERS.format(rank)
+    if file in checkpoint.there:
+        found = read(checkpoint.folder / file, "cpu", if_trusted=IF_TRUSTED)
+        check_random_numbers(str(checkpoint.folder / file), found)
+        orders = [order and Order.decoded(order) for order in found.get("orders", ())]
+        numbers = found if rank == this_rank.rank else None
     step = None if numbers is None else numbers.get("step")
     # What the manifest says is the same on all ranks, those without random numbers of their own too.
-    return LoadedStates(of_parts=states, numbers=numbers, step=step if manifest is None else manifest.step)
+    step = step if manifest is None else manifest.step
+    return LoadedStates(of_parts=states, numbers=numbers, step=step, orders=orders)
 
 
 def _read_optimizer(checkpoint: Checkpoint, part: Part) -> Any:
@@ -319,7 +325,7 @@ def _copied(state: Any) -> Any:
 
 
 def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequence[Any], this_rank: ThisRank) -> None:
-    """Restore random numbers, and the epochs and seeds of loaders."""
+    """Restore random numbers, and the epochs, seeds and orders of loaders."""
     manifest = checkpoint.manifest
     if manifest is not None:
         for loader, epoch in zip(loaders, manifest.epochs, strict=False):
@@ -327,6 +333,9 @@ def _restore_numbers(checkpoint: Checkpoint, states: LoadedStates, loaders: Sequ
         for loader, seed in zip(loaders, manifest.seeds, strict=False):
             if seed is not None and hasattr(loader.get_sampler(), "initial_seed"):
                 loader.get_sampler().initial_seed = seed
+    for loader, order in zip(loaders, states.orders, strict=False):
+        if order is not None:
+            loader.draw_again(order)
     if states.numbers is not None:
         rng.restore(states.numbers, this_rank.kind)
         return

@@ -168,7 +168,8 @@ class StateWriter:
             for part in self.parts
             if (part.on_every_rank or publishes) and part.folder not in names
         ]
-        numbers = {"step": self.step, SAVED_BY: "nb_accelerate", **rng.capture(self.this_rank.kind)}
+        orders = [order and order.encoded() for order in (loader.order() for loader in self.loaders)]
+        numbers = rng.capture(self.this_rank.kind) | {"step": self.step, SAVED_BY: "nb_accelerate", "orders": orders}
         manifest = Manifest(
             step=self.step,
             num_processes=self.this_rank.world_size,

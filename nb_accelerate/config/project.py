@@ -105,8 +105,7 @@ class ProjectConfiguration(Options):
         iteration: the number of the next checkpoint.
         save_on_each_node: write checkpoints on every machine, for disks that machines do not share.
         save_every: how often `Accelerator.resumable` saves a checkpoint: ``"500 steps"``, ``"10 min"``, ``"1 epoch"``.
-            It saves one at the end too. None saves none. Steps and minutes need a loader whose order can be drawn
-            again: with ``shuffle=True``, ``DataLoaderConfiguration(use_seedable_sampler=True)``.
+            It saves one at the end too. None saves none.
         async_save: whether `Accelerator.resumable` saves in the background.
         save_on_signal: names of signals after which `Accelerator.resumable` saves a checkpoint and ends: ``"SIGTERM"``
             for machines that are preempted, ``"SIGUSR1"`` for SLURM's warning, ``"SIGINT"`` for an interrupt (a

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
 from nb_accelerate.data.epochs import EpochCounter, EpochProgress, preserve_rng_state
+from nb_accelerate.data.orders import Order, numbers_of, order_of, shuffles
 from nb_accelerate.data.reader import Reader
 from nb_accelerate.data.samplers import innermost_sampler, replace_sampler
 from nb_accelerate.data.stateful import loader_class, source_of, stateful_class
@@ -178,8 +180,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin the next epoch at a position.
 
-        Rows of a dataset that is read by number are left out without being read. Random samplers need their seed or
-        generator restored as well, as ``use_seedable_sampler`` does by itself.
+        Rows of a dataset that is read by number are left out without being read. Random samplers draw the order of that
+        epoch again.
 
         Args:
             state_dict: what `state_dict` returned. Loaders of torchdata also take what torchdata's own returned, as of
@@ -189,21 +191,45 @@ class DataLoaderAdapter(DataLoader[Any]):
             CheckpointError: ``state_dict`` is not the position of such a loader.
         """
         found = self._reader.source.decode(state_dict, self._reader.per_batch)
+        order = Order.decoded(found.order) if found.order else None
         self.set_epoch(found.epoch)
+        if order is not None:
+            self.draw_again(order)
         self._loaded = found
         self._reader.restore(found)
+
+    def order(self) -> Order | None:
+        """Return what draws the order of the epoch that it is in, or of the next one; None if nothing does."""
+        _, position = self.epoch_and_batch
+        saved = self.epochs.saved_order if self._loaded is not None else None
+        last = self.epochs.current or self._progress
+        return saved or order_of(self.base_dataloader, last.began if position else None)
+
+    def draw_again(self, order: Order) -> None:
+        """Draw the order of the epoch that comes next as it was drawn before, if its first batches are left out.
+
+        Args:
+            order: what `order` returned in that epoch; or between epochs, for the next one.
+
+        Raises:
+            CheckpointError: it is that of another loader.
+        """
+        order.put_back(self.base_dataloader)
+        self.epochs.saved = self.iteration, order
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Change ``dl_state_dict`` before `state_dict` returns it. Does nothing; subclasses may override it."""
 
     def _state(self) -> dict[str, Any]:
         epoch, position = self.epoch_and_batch
+        found = self.order()
+        order = {} if found is None else found.encoded()
         if self._loaded is not None:
             return self._reader.source.encode(
-                replace(self._loaded, epoch=epoch, position=position), self._reader.per_batch
+                replace(self._loaded, epoch=epoch, position=position, order=order), self._reader.per_batch
             )
         last = self.epochs.current or self._progress  # of another loader if the beginning of the epoch is left out
-        return last.reader.saved(last.read_state, epoch=epoch, position=position)
+        return last.reader.saved(last.read_state, epoch=epoch, position=position, order=order)
 
     def leave_epoch(self) -> None:
         """Count the epoch that was begun as over, though not all of its batches were handed out."""
@@ -236,15 +262,30 @@ class DataLoaderAdapter(DataLoader[Any]):
             reader = reader.starting_at(max(position - reader.skipped, 0))
         progress = EpochProgress(reader.for_one_pass(), position, self.epochs.epoch)
         repeat = 0 if loaded is None else loaded.repeat
+        loader, order = self.base_dataloader, self.epochs.saved_order if position else None
         # torch draws a random number when reading begins, and rows that are left out may draw some when they are read.
         # A resumed epoch drew them before it was saved, so later draws (dropout) must not be shifted by drawing again.
-        drawing = preserve_rng_state() if position else contextlib.nullcontext()
-        with _own_workers(reader.source.loader, inside=self._progress.is_running), drawing:
+        # Where it is known by its seed alone, as in scripts, it draws what a whole epoch draws.
+        as_whole = not position or (order is None and shuffles(loader))
+        with contextlib.ExitStack() as stack:
+            if self._progress.is_running:
+                stack.enter_context(_own_workers(reader.source.loader))
+            if not as_whole:
+                stack.enter_context(preserve_rng_state())
+            if order is not None:
+                stack.enter_context(order.again(loader))
+            progress.began = numbers_of(loader) if as_whole or order is not None else None
+            self._start()
             batches = progress.reader.read(self.epochs.epoch, resumed=resumed, repeat=repeat)
+            # A sampler draws when a batch is asked for, and the loop had asked for one more than it was given.
+            first = [] if order is None else list(itertools.islice(batches, 1))
         self.epochs.begins(progress)
         progress.loader = self
         self._progress = progress
-        return progress, batches
+        return progress, itertools.chain(first, batches) if first else batches
+
+    def _start(self) -> None:
+        """Prepare an epoch, before anything is drawn for it. Subclasses override it."""
 
     def _end(self, progress: EpochProgress) -> None:
         """Note that an epoch is over, or that its loop was left."""
@@ -258,11 +299,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 
 @contextlib.contextmanager
-def _own_workers(loader: Any, *, inside: bool) -> Iterator[None]:
-    """Begin to read a loader of torch without taking persistent workers from a loop over it that this is ``inside``."""
-    if not inside:
-        yield
-        return
+def _own_workers(loader: Any) -> Iterator[None]:
+    """Begin to read a loader of torch inside a loop over it, without taking its persistent workers from that loop."""
     kept, loader._iterator = loader._iterator, None  # noqa: SLF001 - torch's
     try:
         yield

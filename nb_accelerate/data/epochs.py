@@ -13,8 +13,9 @@ import torch
 from nb_accelerate.data.reader import ReadState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from nb_accelerate.data.orders import Order
     from nb_accelerate.data.plan import GroupRows
     from nb_accelerate.data.reader import Reader
 
@@ -34,6 +35,7 @@ class EpochProgress:
         outer: the epoch of the same data in whose loop this one began, if it did.
         end_of_dataloader: whether the batch that was handed out last is the last.
         rows: of the group of the current batch; None if that is complete, or not known to be incomplete.
+        began: the random numbers that its order was drawn from; None if they are not known.
     """
 
     def __init__(self, reader: Reader, position: int, epoch: int = 0) -> None:
@@ -45,6 +47,7 @@ class EpochProgress:
         self.outer: EpochProgress | None = None
         self.end_of_dataloader = False
         self.rows: GroupRows | None = None
+        self.began: Mapping[str, Any] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -73,10 +76,12 @@ class EpochCounter:
 
     Attributes:
         epoch: which one comes next, from 0.
+        saved: the epoch of a position that was loaded, and what draws its order; None if none was.
     """
 
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
+        self.saved: tuple[int, Order] | None = None
         self._current: weakref.ref[EpochProgress] | None = (
             None  # a strong reference would keep the workers of a dropped loader
         )
@@ -86,6 +91,12 @@ class EpochCounter:
     def current(self) -> EpochProgress | None:
         """The epoch that was begun last; None after `set`, or when its loader was garbage-collected."""
         return None if self._current is None else self._current()
+
+    @property
+    def saved_order(self) -> Order | None:
+        """What draws the order of the epoch that comes next, if a position in the middle of it was loaded."""
+        epoch, order = self.saved or (None, None)
+        return order if epoch == self.epoch and order is not None and order.began is not None else None
 
     def begins(self, current: EpochProgress) -> None:
         """Count an epoch that begins."""

@@ -141,14 +141,17 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         rows = self._progress.rows
         return None if rows is None else rows.real
 
+    @override
+    def _start(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
+
     def track(self, tracker: LoaderTracker) -> None:
         """Report epochs to this tracker from now on. Called by ``prepare``."""
         self._tracker = tracker
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator, so that leaving the loop is seen
-        if self._on_start is not None:
-            self._on_start()
         evaluates = not torch.is_grad_enabled()
         between_batches = self._tracker.between_batches
         if not evaluates:

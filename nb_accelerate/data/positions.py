@@ -7,9 +7,10 @@
     nothing read      {}
     beyond            {..., "nb_accelerate": {"epoch": 2, "position": 3}}
 
-torchdata counts the batches of an epoch, but not epochs. The key ``nb_accelerate`` is left out where its values are the
-default: the first epoch (the second, if the first is over), and as many batches handed out as read. So such states can
-be loaded by torchdata itself and by other loaders built on it, and theirs can be loaded here.
+torchdata counts the batches of an epoch, but not epochs, nor does it know what the order was drawn from. The key
+``nb_accelerate`` is left out where its values are the default: the first epoch (the second, if the first is over), as
+many batches handed out as read, and an order that is not drawn. All such states can be loaded by torchdata itself and
+by other loaders built on it, and theirs can be loaded here.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class SavedPosition:
         repeat: batches to leave out after ``to_restore`` was restored.
         to_restore: the same as ``reading`` if samplers or datasets have a state in it; else empty, since the position
             is enough.
+        order: what draws the order of the epoch, as `Order.encoded` returns it; empty if nothing does.
     """
 
     epoch: int
@@ -46,6 +48,7 @@ class SavedPosition:
     reading: dict[str, Any] = field(default_factory=dict)
     repeat: int = 0
     to_restore: dict[str, Any] = field(default_factory=dict)
+    order: dict[str, Any] = field(default_factory=dict)
 
 
 def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
@@ -56,10 +59,10 @@ def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
         per_batch: how many batches are read for one that is handed out.
     """
     reading, repeat = position.reading, position.repeat
-    if (position.epoch, position.position) == _assumed(reading, per_batch) and not repeat:
+    if (position.epoch, position.position) == _assumed(reading, per_batch) and not (repeat or position.order):
         return dict(reading)
     own = {"epoch": position.epoch, "position": position.position} | ({"repeat": repeat} if repeat else {})
-    return {**reading, _OURS: own}
+    return {**reading, _OURS: own | ({"order": position.order} if position.order else {})}
 
 
 def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
@@ -81,6 +84,7 @@ def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
         epoch, position = _assumed(reading, per_batch)
         own = state.get(_OURS, {"epoch": epoch, "position": position})
         epoch, position, repeat = _whole(own["epoch"]), _whole(own["position"]), _whole(own.get("repeat", 0))
+        order = own.get("order", {})
         states = _states(reading)
         were = len(reading["_snapshot"]["_worker_snapshots"]) if "_snapshot" in reading else 0
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -94,8 +98,10 @@ def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
             f"dataset in each of them, and this loader has num_workers={workers}. Write num_workers={were}."
         )
     if not states or were != workers:
-        return SavedPosition(epoch=epoch, position=position, reading=reading)
-    return SavedPosition(epoch=epoch, position=position, reading=reading, repeat=repeat, to_restore=reading)
+        return SavedPosition(epoch=epoch, position=position, reading=reading, order=order)
+    return SavedPosition(
+        epoch=epoch, position=position, reading=reading, repeat=repeat, to_restore=reading, order=order
+    )
 
 
 def is_over(reading: Mapping[str, Any]) -> bool:

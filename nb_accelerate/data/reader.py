@@ -195,17 +195,19 @@ class Reader:
         """Return the state of reading at the end of the data."""
         return ReadState(self.source.state())
 
-    def saved(self, read_state: ReadState, *, epoch: int, position: int) -> dict[str, Any]:
+    def saved(self, read_state: ReadState, *, epoch: int, position: int, order: dict[str, Any]) -> dict[str, Any]:
         """Return a position to be saved.
 
         Args:
             read_state: what `Reader.read_state` returned after the batch that was handed out last.
             epoch: the current one; between epochs the next.
             position: batches of it that were handed out or left out.
+            order: what draws its order, see `SavedPosition`.
         """
         reading = positions.shifted(read_state.reading or {}, self._uncounted, over=not position)
         return self.source.encode(
-            SavedPosition(epoch=epoch, position=position, reading=reading, repeat=read_state.repeat), self.per_batch
+            SavedPosition(epoch=epoch, position=position, reading=reading, repeat=read_state.repeat, order=order),
+            self.per_batch,
         )
 
     def restore(self, saved: SavedPosition) -> None:

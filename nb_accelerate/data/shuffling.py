@@ -69,6 +69,10 @@ def as_row_numbers(numbers: Tensor) -> Sequence[int]:
 Broadcast = Callable[[Tensor], Tensor]
 
 
+class SeededGenerator(torch.Generator):
+    """A generator that is seeded when an epoch begins, so that its state need not be saved."""
+
+
 class SamplerSync:
     """Give a sampler the random state of rank 0's at the start of each epoch.
 
@@ -87,7 +91,7 @@ class SamplerSync:
         self.broadcast = broadcast
         self.draws = sampler.generator is None
         if self.draws:
-            sampler.generator = torch.Generator()
+            sampler.generator = SeededGenerator()
 
     @property
     def generator(self) -> Any:

@@ -136,7 +136,8 @@ class TorchSource:
             per_batch: batches that are read for one that is handed out.
         """
         del per_batch
-        return {"epoch": position.epoch, "position": position.position}
+        found = {"epoch": position.epoch, "position": position.position}
+        return found | ({"order": position.order} if position.order else {})
 
     def decode(self, state: Any, per_batch: int) -> SavedPosition:
         """Return the position in what `encode` returned.
@@ -146,8 +147,9 @@ class TorchSource:
         """
         del per_batch
         try:
-            return SavedPosition(epoch=int(state["epoch"]), position=int(state["position"]))
-        except (KeyError, TypeError, ValueError) as error:
+            order = state.get("order", {})
+            return SavedPosition(epoch=int(state["epoch"]), position=int(state["position"]), order=order)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"A loader cannot load this position ({type(error).__name__}: {error}). Pass what state_dict() of such "
                 "a loader returned. A position of torchdata's loader needs use_stateful_dataloader=True."

@@ -23,17 +23,12 @@ def train(where: str, every: str, in_background: bool, pause: float, ranks: int)
     import torch
     from torch import nn
 
-    from nb_accelerate import Accelerator, DataLoaderConfiguration
+    from nb_accelerate import Accelerator
     from nb_accelerate.utils import ProjectConfiguration
 
     torch.manual_seed(3)
     project = ProjectConfiguration(where, save_every=every, total_limit=2, async_save=in_background)
-    accelerator = Accelerator(
-        cpu=True,
-        project_config=project,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        gradient_accumulation_steps=2,
-    )
+    accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=2)
     rank = accelerator.process_index
     generator = torch.Generator().manual_seed(7)
     data = torch.utils.data.TensorDataset(torch.arange(64), torch.randn(64, 3, generator=generator))
