@@ -1,30 +1,53 @@
-"""torch elastic's rendezvous, over all starts of one launch on several machines.
+"""Several machines find one another by torch elastic's rendezvous, again at each start of the ranks.
 
-The machine whose address all were given serves the store of the rendezvous. It counts the machines, gives each its
-number, and tells whether others wait to join; all else that machines tell each other goes through `Machines`.
+::
+
+    first machine: the store (torch's TCPStore)  <-->  a client of it on each other machine
+        torch elastic's state   who takes part in which round, who waits for the next one, heartbeats
+        keys of a round         why ranks have failed, which launches answer, which have ended
+        the ranks' part         where the ranks of a round meet
+
+The launcher of the first machine serves the store as long as the launch lasts. There is no authentication: who speaks
+torch's protocol can write keys. Other bytes only end their own connection.
+
+Whatever asks the store runs in a helper thread: on a machine without network an answer may never come.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
+import io
+import json
+import pickle
+import secrets
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import override
 
 from nb_accelerate.config.env import variables_set
-from nb_accelerate.errors import StartError
+from nb_accelerate.errors import ConfigError, MachineError, StartError
 from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.launch.links import connect_until
-from nb_accelerate.launch.machine_state import INTERRUPTED, JOIN_TIMEOUT, machines_of, no_first_machine, not_all_came
-from nb_accelerate.launch.machines import Machines
+from nb_accelerate.launch.machines import Machine, machines_of, no_first_machine, not_all_came, refusal
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from nb_accelerate.config.launch import LaunchOptions
+
+_T = TypeVar("_T")
+
+JOIN_TIMEOUT = 600.0
+"""Seconds for all machines to come, as torchrun's; ``rdzv_conf={"join_timeout": ...}`` says another number."""
+
+DONE = "is done"
+INTERRUPTED = "was interrupted"
+FAILED = "has failed"
+"""How the launch of a machine can end, as verbs."""
 
 _LAST_CALL = 30.0
 """Seconds for which more machines are waited for when the fewest are there, as torchrun's."""
@@ -32,32 +55,171 @@ _LAST_CALL = 30.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 """For an answer of the store, as torchrun's."""
 
+_GRACE = 15.0
+"""Seconds after which a wait is ended here, if torch elastic has not ended it when its time was over."""
+
 _LEAVING_LIMIT = 5.0
-"""Seconds to tell the store that this machine leaves. The machine that serves it may just have become unreachable."""
+"""Seconds to tell the others of the end, and on the first machine for them to have heard of it."""
+
+_CONNECT_LIMIT = 2.0
+"""Seconds of one attempt to connect."""
+
+_RETRY_INTERVAL = 0.2
+"""Seconds between two attempts to connect."""
+
+_LOOK_INTERVAL = 0.05
+"""Seconds between two looks whether a wait is to end."""
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable. Without it, a machine that joins in a later round waits for an address that only the first round
 has (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`)."""
 
-_MACHINES = "nb_accelerate/machines"
-"""Key of the store: where `Machines` of the first machine listens."""
+_FIRST = "nb_accelerate/first machine"
+"""Key of the store: the first machine."""
+
+_TYPES = {
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
+    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
+    ("datetime", "datetime"),
+    ("datetime", "timezone"),
+    ("datetime", "timedelta"),
+}
+"""What torch elastic's state consists of."""
+
+
+class MachineJoinedError(Exception):
+    """The ranks were ended because another machine takes part from now on; no failure."""
+
+
+class _GivenUpError(Exception):
+    """Nobody waits any more for what a thread waits for."""
+
+
+class _StateUnpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _TYPES:
+            raise RuntimeError(f"{module}.{name} is not part of the state of a rendezvous")
+        return super().find_class(module, name)
+
+
+class SharedState:
+    """torch elastic's backend, whose state can be read here, and whose waits end when they are given up.
+
+    Args:
+        backend: torch's.
+        fewest: number of machines without which there is no round.
+        is_given_up: whether waits are to end.
+    """
+
+    name = "c10d"
+
+    def __init__(self, backend: Any, fewest: int, is_given_up: Callable[[], bool]) -> None:
+        self._backend = backend
+        self._fewest = fewest
+        self._is_given_up = is_given_up
+        self._now: Any = None
+
+    @property
+    def round(self) -> int:
+        """Number of the current round."""
+        return int(self._now.round)
+
+    @property
+    def machines(self) -> list[Machine]:
+        """Those that take part, in the order of their numbers, and those that wait."""
+        if self._now is None:
+            return []
+        waiting = sorted(self._now.wait_list | self._now.redundancy_list)
+        return [Machine.from_text(node.addr) for node in (*sorted(self._now.participants), *waiting)]
+
+    def get_state(self) -> Any:
+        """Return the state and its token, as torch elastic asks for them."""
+        if self._is_given_up():
+            raise _GivenUpError
+        return self._read(self._backend.get_state())
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """Set the state if it has not changed since it was read, and return the one that holds, as torch does."""
+        return self._read(self._backend.set_state(state, token))
+
+    def leave(self, text: str) -> None:
+        """Take a machine out of the state, so that the others need not wait until its heartbeats are missed."""
+        is_written = False
+        while not is_written and (found := self._read(self._backend.get_state())) is not None:
+            now = self._now
+            for nodes in (now.participants, now.last_heartbeats):
+                for node in [one for one in nodes if one.addr == text]:
+                    del nodes[node]
+            for nodes in (now.wait_list, now.redundancy_list):
+                nodes.difference_update([one for one in nodes if one.addr == text])
+            # As torch elastic does when a machine leaves.
+            if now.complete and not now.participants:
+                now.complete, now.round = False, now.round + 1
+            elif not now.complete and len(now.participants) < self._fewest:
+                now.deadline = None
+            _, _, is_written = self._backend.set_state(pickle.dumps(now), found[1])
+
+    def _read(self, found: Any) -> Any:
+        if found is not None:
+            # Before torch unpickles it, which runs whatever is in it.
+            self._now = _StateUnpickler(io.BytesIO(found[0])).load()
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one round of the rendezvous has found out.
+    """The machines whose ranks train together until the next start. Each method asks the store.
 
     Attributes:
+        store: torch elastic's part of it for this round.
         node_rank: number of this machine.
-        num_nodes: how many take part.
-        address: where the ranks meet, as ``address:port``.
-        listener: the socket bound to this address, if it is on this machine; else None.
+        machines: all that take part, by number.
+        name: tells it from other rounds.
     """
 
+    store: Any
     node_rank: int
-    num_nodes: int
-    address: str
-    listener: socket.socket | None
+    machines: list[Machine]
+    name: str
+
+    @property
+    def me(self) -> Machine:
+        """This machine."""
+        return self.machines[self.node_rank]
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the other machines."""
+        return [one for one in range(len(self.machines)) if one != self.node_rank]
+
+    def fail(self, why: str) -> None:
+        """Tell the others why the ranks of this machine have ended. The first reason of all machines counts."""
+        self.store.compare_set("failed", "", json.dumps([self.node_rank, why]))
+
+    def failure(self) -> MachineError | None:
+        """Return why the ranks of another machine have ended."""
+        if not self.store.check(["failed"]):
+            return None
+        number, why = json.loads(self.store.get("failed"))
+        return None if number == self.node_rank else MachineError(why, address=self.machines[number].address)
+
+    def ask_who_is_here(self) -> None:
+        """Ask the other launches to answer."""
+        self.store.set("who is here", "")
+
+    def answer(self) -> None:
+        """Answer, if another launch has asked."""
+        if self.store.check(["who is here"]):
+            self.store.set(f"here {self.node_rank}", "")
+
+    def end(self) -> None:
+        """Say that the launch of this machine has ended."""
+        self.store.set(f"ended {self.node_rank}", "")
+
+    def without(self, what: str) -> list[Machine]:
+        """Return the other machines that have not said something."""
+        return [self.machines[one] for one in self.others if not self.store.check([f"{what} {one}"])]
 
 
 class ElasticRendezvous:
@@ -65,18 +227,19 @@ class ElasticRendezvous:
 
     Args:
         options: of the launch.
-        place: address and port of the machine that serves the store.
+        place: address and port of the first machine.
         own: address of this machine.
-        listen: returns a socket that listens at an address and port, or raises ConfigError.
+        listener: a socket that listens there, if this is the first machine; it is then this object's.
         num_processes: ranks on this machine.
-        is_host: this machine serves the store.
+        check: called again and again while machines are waited for; raises why nobody waits any more.
 
     Attributes:
-        machines: those of the launch.
+        round: the current one, after `next_round`.
 
     Raises:
-        StartError: the machine that serves the store does not answer.
-        ConfigError: the port is taken, or the launch on that machine has other numbers of machines or ranks.
+        StartError: the first machine does not answer.
+        ConfigError: the launch on another machine has other numbers of machines or ranks, or this one's number.
+        BaseException: what `check` raises.
     """
 
     def __init__(
@@ -84,154 +247,259 @@ class ElasticRendezvous:
         options: LaunchOptions,
         place: tuple[str, int],
         own: str,
-        listen: Callable[[str, int], socket.socket],
+        listener: socket.socket | None,
         *,
         num_processes: int,
-        is_host: bool,
+        check: Callable[[], object],
     ) -> None:
-        self._conf = dict(options.rdzv_conf or {})
-        self._conf.pop("is_host", None)
-        self._seconds = float(self._conf.pop("join_timeout", JOIN_TIMEOUT))
+        conf = dict(options.rdzv_conf or {})
+        self._seconds = float(conf.pop("join_timeout", JOIN_TIMEOUT))
+        self._conf = conf
+        self._run_id = options.rdzv_id or "none"
         self._fewest, self._most = options.min_nodes or options.num_nodes, options.num_nodes
-        self._place, self._own, self._listen = place, own, listen
-        self._lock = threading.Lock()
-        self._in_round = False
-        self._is_over = False
-        deadline = time.monotonic() + self._seconds
-        facts = {"num_processes": num_processes, "num_nodes": machines_of(options)}
-        listener = listen(*place) if is_host else None
-        if listener is None:
-            self._store = self._reach_store(deadline)
-            self.machines = self._reach_machines(deadline, facts)
-        else:
-            self._store = _store(place, listener)
-            table = listen(own, 0)
-            self._store.set(_MACHINES, f"{own}:{table.getsockname()[1]}")
-            self.machines = Machines.serve(table, own, **facts)
-            if self._fewest < self._most:
-                self.machines.is_waited_for = self._is_waited_for
+        self._place, self._check = place, check
+        self._me = Machine(
+            address=own,
+            host=socket.gethostname(),
+            node_rank=options.node_rank if options.rdzv_backend == "static" else None,
+            num_processes=num_processes,
+            num_nodes=machines_of(options),
+            launch=secrets.token_hex(4),
+        )
+        self._is_first = listener is not None
+        self.round: Round | None = None
+        self._reason = ""
+        self._lost: list[Machine] = []
+        self._is_given_up = False
+        self._store: Any = None
+        self._handler: Any = None
+        self._state: Any = None
         try:
-            self._handler = self._make_handler(options.rdzv_id)
+            self._in_thread(functools.partial(self._connect, listener))
         except BaseException:
-            self._store = None  # the traceback of the error would keep it, and its port
-            self.machines.close()
+            self._forget()
             raise
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Address and port of the first machine."""
         return f"{self._place[0]}:{self._place[1]}"
 
-    def _reach_store(self, deadline: float) -> Any:
-        try:
-            # torch would complain about each attempt at length, and could not be interrupted.
-            connect_until(self._place, deadline).close()
-            return _store(self._place)
-        except (OSError, RuntimeError) as error:
-            raise no_first_machine(self._where, self._seconds, error) from None
+    @property
+    def silence_limit(self) -> float:
+        """Seconds without a heartbeat after which torch elastic takes a machine for lost."""
+        return float(self._conf.get("keep_alive_interval", 5)) * int(self._conf.get("keep_alive_max_attempt", 3))
 
-    def _reach_machines(self, deadline: float, facts: dict[str, Any]) -> Machines:
-        try:
-            host, _, port = self._store.get(_MACHINES).decode().rpartition(":")
-            return Machines.connect((host, int(port)), self._own, deadline, **facts)
-        except (OSError, RuntimeError) as error:
-            raise no_first_machine(self._where, self._seconds, error) from None
+    def next_round(self) -> Round:
+        """Wait for the machines, and number them. Ends what was before.
 
-    def _make_handler(self, run_id: str) -> Any:
+        Raises:
+            StartError: not all machines came, or the launch has ended elsewhere.
+            ConfigError: machines came that cannot take part together.
+            BaseException: what `check` raises.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+        before = [] if self.round is None else self.round.machines
+        try:
+            with variables_set({_OWN_STORE: "1"}):
+                info = self._in_thread(self._join)
+        except RendezvousTimeoutError:
+            here = {one.address: one for one in (*self._state.machines, self._me)}
+            gone = [one for one in before if one.address not in here]
+            missing = not_all_came(list(here.values()), gone, self._fewest, self.where, self._seconds)
+        except RendezvousClosedError:
+            missing = StartError("the launch has ended on another machine: nobody can take part in it any more")
+        else:
+            machines = self._state.machines[: info.world_size]
+            for number, machine in enumerate(machines):
+                if why := refusal(machines[:number], machine):
+                    raise ConfigError(why)
+            name = f"nb_accelerate {self._run_id} {self._state.round}"
+            self.round = Round(store=info.store, node_rank=info.rank, machines=machines, name=name)
+            return self.round
+        # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.
+        raise missing
+
+    # In helper threads, because the store may never answer.
+
+    def news(self) -> MachineError | MachineJoinedError | None:
+        """Return why the ranks of this machine are to end. Tells the others first what `fail` was given."""
+        assert self.round is not None
+        self._tell_reason()
+        self.round.answer()
+        if failure := self.round.failure():
+            return failure
+        if self._handler.num_nodes_waiting():  # or it has failed meanwhile, and waits for the others
+            return self.round.failure() or MachineJoinedError("another machine has come")
+        return None
+
+    def silent(self) -> list[Machine]:
+        """Return the machines of the round that torch elastic has not heard of for `silence_limit` seconds."""
+        assert self.round is not None
+        here = self._state.machines
+        if all(one in here for one in self.round.machines):
+            return []
+        return [one for one in self.round.without("ended") if one not in here]
+
+    def lost(self) -> MachineError | None:
+        """Return an error about the launches that did not answer when `Round.ask_who_is_here` has asked."""
+        assert self.round is not None
+        self._lost = self.round.without("here")
+        for one in self._lost:
+            why = "does not answer any more: it was killed, or that machine is down or without network"
+            return MachineError(f"the launch on the machine at {one} {why}", address=one.address)
+        return None
+
+    def unreachable(self, error: BaseException) -> MachineError:
+        """Return the error about the first machine that says that the store is gone."""
+        self._handler._stop_heartbeats()  # noqa: SLF001 - no public way. torch would warn of each
+        why = str(error.__cause__ or error).split("\n", maxsplit=1)[0]
+        return MachineError(
+            f"the launch on the machine at {self.where} has ended or was killed, or that machine is down or without "
+            f"network ({type(error).__name__}: {why})",
+            address=self._place[0],
+        )
+
+    def fail(self, why: str) -> None:
+        """Note why ranks of this machine have failed, for the others. The first reason counts."""
+        self._reason = self._reason or f"on the machine at {self._me}, {why}"
+
+    def close(self, ended: str) -> None:
+        """Leave the launch. If it had begun, nobody can take part in it any more.
+
+        Unless the others can go on without this machine, which has been interrupted.
+
+        Args:
+            ended: how the launch of this machine has.
+        """
+        leaving = HelperThread(self._leave, ended, name="leaving")
+        leaving.start()
+        leaving.join(_LEAVING_LIMIT)
+        self._forget()
+
+    def _leave(self, ended: str) -> None:
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        self._is_given_up = False
+        handler, state, last = self._handler, self._state, self.round
+        goes_on = last is None or (self._fewest < self._most and ended == INTERRUPTED)
+        with contextlib.suppress(RuntimeError, RendezvousError):  # the first machine has gone, and its store with it
+            # There is no public way to end the handler's thread without a warning of torch's if the store is gone.
+            handler._stop_heartbeats()  # noqa: SLF001 - as above
+            if last is not None:
+                if ended != DONE:
+                    self._tell_reason()
+                    last.fail(f"the launch on the machine at {self._me} {ended}")
+                last.end()
+            if goes_on:
+                state.leave(self._me.to_text())
+            else:
+                handler.set_closed()
+            # The others learn of it from the store.
+            until = time.monotonic() + _LEAVING_LIMIT
+            while self._is_first and last is not None and time.monotonic() < until:
+                if all(one in self._lost for one in last.without("ended")):
+                    break
+                time.sleep(_LOOK_INTERVAL)
+
+    def _forget(self) -> None:
+        self._handler = self._state = self._store = self.round = None
+
+    def _in_thread(self, action: Callable[[], _T]) -> _T:
+        """Run what asks the store, and return what it does. Interrupts, and what `check` raises, end the wait.
+
+        Raises:
+            StartError: the store cannot be reached.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+        found: list[_T] = []
+        errors: list[BaseException] = []
+        thread = HelperThread(
+            lambda: found.append(action()), name="rendezvous", on_failure=lambda _, error: errors.append(error)
+        )
+        thread.start()
+        until = time.monotonic() + self._seconds + _GRACE
+        try:
+            while thread.is_alive():
+                thread.join(_LOOK_INTERVAL)
+                self._check()
+                if time.monotonic() > until:
+                    raise no_first_machine(self.where, self._seconds, TimeoutError("nothing comes back"))
+        except BaseException:
+            self._is_given_up = True
+            thread.join(_LEAVING_LIMIT)
+            raise
+        try:
+            if errors:
+                raise errors[0]
+        except (RendezvousTimeoutError, RendezvousClosedError):
+            raise
+        except (OSError, RuntimeError, RendezvousError) as error:
+            raise no_first_machine(self.where, self._seconds, error.__cause__ or error) from None
+        finally:
+            errors.clear()  # or the error would keep itself, and torch's store, until garbage is collected
+        return found[0]
+
+    def _connect(self, listener: socket.socket | None) -> None:
+        if listener is not None:
+            self._make_handler(_store(self._place, listener))
+            self._store.set(_FIRST, self._me.to_text())
+            return
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                # torch would complain about each attempt at length.
+                socket.create_connection(self._place, timeout=_CONNECT_LIMIT).close()
+                self._make_handler(_store(self._place))
+                if not self._handler.is_closed():
+                    break
+                raise ConnectionError("a launch that has ended is still there")  # that of the cell before, say
+            except (OSError, RuntimeError, RendezvousError):
+                self._forget()
+                if self._is_given_up or time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_INTERVAL)  # nothing tells when somebody begins to listen there
+        first = Machine.from_text(self._store.get(_FIRST).decode())
+        # One of this address may be the launch before this one, which was killed: torch elastic will miss it.
+        others = [one for one in self._state.machines if one.address not in (first.address, self._me.address)]
+        if why := refusal([first, *others], self._me):
+            raise ConfigError(why)
+
+    def _make_handler(self, store: Any) -> None:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-        timeouts = {"last_call": _LAST_CALL} | {
+        timeouts = {"join": self._seconds, "last_call": _LAST_CALL} | {
             name.removesuffix("_timeout"): float(value)
             for name, value in self._conf.items()
             if name in ("last_call_timeout", "close_timeout")
         }
-        keeps = {name: int(value) for name, value in self._conf.items() if name.startswith("keep_alive_")}
-        return DynamicRendezvousHandler.from_backend(
-            run_id,
-            self._store,
-            C10dRendezvousBackend(self._store, run_id),
+        self._store = store
+        backend = C10dRendezvousBackend(store, self._run_id)
+        self._state = SharedState(backend, self._fewest, lambda: self._is_given_up)
+        self._handler = DynamicRendezvousHandler.from_backend(
+            self._run_id,
+            store,
+            self._state,
             self._fewest,
             self._most,
-            self._own,
-            RendezvousTimeout(
-                join=timedelta(seconds=self._seconds),
-                **{name: timedelta(seconds=value) for name, value in timeouts.items()},
-            ),
-            **keeps,
+            self._me.to_text(),
+            RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in timeouts.items()}),
+            **{name: int(value) for name, value in self._conf.items() if name.startswith("keep_alive_")},
         )
 
-    @contextlib.contextmanager
-    def next_round(self) -> Iterator[Round]:
-        """Wait for the machines, and give them numbers. Ends what was before.
+    def _join(self) -> Any:
+        self._tell_reason()
+        return self._handler.next_rendezvous()
 
-        Raises:
-            StartError: not all machines came, or the launch has ended elsewhere.
-        """
-        info = self._wait_for_machines()
-        with contextlib.ExitStack() as stack:
-            listener = None
-            if info.rank == 0:
-                listener = stack.enter_context(self._listen(self._own, 0))
-                info.store.set("nb_accelerate/ranks", f"{self._own}:{listener.getsockname()[1]}")
-            address = info.store.get("nb_accelerate/ranks").decode()
-            self.machines.join(address)
-            with self._lock:
-                self._in_round = True
-            yield Round(node_rank=info.rank, num_nodes=info.world_size, address=address, listener=listener)
-
-    def _wait_for_machines(self) -> Any:
-        from torch.distributed.elastic.rendezvous import (
-            RendezvousClosedError,
-            RendezvousError,
-            RendezvousTimeoutError,
-        )
-
-        with self._lock:
-            self._in_round = False
-        self.machines.wait_for_round()
-        try:
-            with variables_set({_OWN_STORE: "1"}):
-                return self._handler.next_rendezvous()
-        except RendezvousTimeoutError:
-            self._is_over = True
-            missing = not_all_came(self.machines.all, self._fewest, self._where, self._seconds, self.machines.refused)
-        except RendezvousClosedError:
-            self._is_over = True
-            ended = [str(one) for one in self.machines.all if not one.is_here]
-            who = f"the machine at {ended[0]}" if ended else "another machine"
-            missing = StartError(f"{who} has ended this launch: nobody can take part in it any more")
-        except RendezvousError as error:
-            self._is_over = True
-            missing = no_first_machine(self._where, self._seconds, error)
-        # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.
-        raise missing
-
-    def _is_waited_for(self) -> bool:
-        with self._lock:  # the handler is not for two threads at once
-            if not self._in_round:
-                return False
-            with contextlib.suppress(RuntimeError):  # of the store, which is this machine's own
-                return bool(self._handler.num_nodes_waiting())
-            return False
-
-    def close(self) -> None:
-        """Leave. Nobody can join any more, unless this machine was interrupted and the others can go on without it."""
-        with self._lock:
-            self._in_round = False
-        first = self.machines.all[:1]
-        goes_on = self._fewest < self._most and self.machines.ends_as == INTERRUPTED
-        self.machines.close()
-        handler: Any = self._handler
-        self._handler = self._store = None
-        is_out_of_reach = bool(first and first[0].lost)  # and its store with it
-        # There is no public way to end the handler's thread without closing the rendezvous.
-        only_stop = goes_on or self._is_over or is_out_of_reach
-        leave = handler._stop_heartbeats if only_stop else handler.shutdown  # noqa: SLF001 - as above
-        # In a thread: who asks a machine without network waits for the store's timeout, and heartbeats ask too.
-        leaving = HelperThread(leave, name="leaving")
-        leaving.start()
-        if not is_out_of_reach:  # it may be all the same, so not without a limit
-            leaving.join(_LEAVING_LIMIT)
+    def _tell_reason(self) -> None:
+        if self._reason and self.round is not None:
+            self.round.fail(self._reason)
+            self._reason = ""
 
 
 def _store(place: tuple[str, int], listener: socket.socket | None = None) -> Any:

@@ -24,8 +24,8 @@ from nb_accelerate.errors import (
     UnknownArgumentError,
 )
 from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.launch.machine_state import DONE, FAILED, INTERRUPTED
-from nb_accelerate.launch.machine_watch import MachineJoinedError, MachinesView, MachineWatch
+from nb_accelerate.launch.elastic import MachineJoinedError
+from nb_accelerate.launch.machine_watch import MachineWatch
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of, line_prefix
 from nb_accelerate.launch.rendezvous import rendezvous_kind
@@ -36,7 +36,7 @@ from nb_accelerate.launch.starting import sender, started_ranks
 from nb_accelerate.launch.values import keep_values, note_of_dropped, note_of_exits, pack_call, unpack_values
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.ranks.ended import ended_as
-from nb_accelerate.ranks.failures import STOPPED, Wording, add_note, error_of, summary
+from nb_accelerate.ranks.failures import INTERRUPTED, STOPPED, Wording, add_note, error_of, interrupted, summary
 from nb_accelerate.ranks.guard import GuardedOutput, OutputGuard
 from nb_accelerate.ranks.loop import RankLoop
 from nb_accelerate.ranks.panel import RequestView, make_panel
@@ -59,9 +59,8 @@ if TYPE_CHECKING:
     from nb_accelerate.display.panel import Panel
     from nb_accelerate.display.view import FailureSummary, PanelStatus
     from nb_accelerate.launch.local import LocalRank
-    from nb_accelerate.launch.machines import Machines
     from nb_accelerate.launch.plan import LaunchPlan
-    from nb_accelerate.launch.rendezvous import RendezvousBackend
+    from nb_accelerate.launch.rendezvous import Meet
     from nb_accelerate.launch.servers import RankServer
     from nb_accelerate.launch.values import Values
     from nb_accelerate.protocol.shipping import Packed
@@ -121,7 +120,7 @@ class Launch(Steerable):
         self._values: Values | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._stopping = False
+        self._stopped = ""  # how, in a word
         self._is_waited_for = True
         self._has_panel = threading.Event()  # or has ended without one
         self._done = threading.Event()
@@ -150,9 +149,9 @@ class Launch(Steerable):
             return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"
         if self._error is None:
             return "done"
-        if self._requests:
-            return ended_as(*self._requests, error=self._error)[0]
-        return "interrupted" if isinstance(self._error, KeyboardInterrupt) else "failed"
+        if isinstance(self._error, KeyboardInterrupt) and (self._stopped or not self._requests):
+            return self._stopped or INTERRUPTED
+        return ended_as(*self._requests, error=self._error)[0] if self._requests else "failed"
 
     def output(self, rank: int) -> str:
         """Return the last thousand lines that a rank has printed, of both streams.
@@ -197,15 +196,11 @@ class Launch(Steerable):
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank, and end the launch. A second time, kill the ranks."""
-        with self._lock:
-            self._stopping = True
-            self._interrupt_requests()
+        self._end(StepKind.INTERRUPT, INTERRUPTED)
 
     def stop(self) -> None:
         """Send SIGTERM to every rank, and wait until all have ended."""
-        with self._lock:
-            self._stopping = True
-            self._interrupt_requests(StepKind.TERMINATE, STOPPED)
+        self._end(StepKind.TERMINATE, STOPPED)
         wait(self._done)
 
     @override
@@ -287,20 +282,17 @@ class Launch(Steerable):
                     if server.inherits_call
                     else stack.enter_context(pack_call(options, self._name, can_fork=plan.can_fork))
                 )
-            backend = stack.enter_context(rendezvous_kind(options).open(options, plan))
+            meet = stack.enter_context(rendezvous_kind(options).open(options, plan, self._check_goes_on))
             attempt = 0
             while True:
                 try:
-                    values = self._attempt(server, backend, call, attempt)
-                    backend.ends_as(DONE)
-                    return values
+                    return self._attempt(server, meet, call, attempt)
                 except MachineJoinedError as joined:
                     again = f"{joined}: all ranks start again"
-                except (KeyboardInterrupt, StartError) as error:
-                    backend.ends_as(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+                except (KeyboardInterrupt, StartError, DeadlineError):
                     raise
                 except BaseException as error:
-                    if attempt >= options.max_restarts or self._stopping or isinstance(error, DeadlineError):
+                    if attempt >= options.max_restarts or self._stopped:
                         raise
                     if isinstance(error, _NOT_RESTARTED):
                         self._tell(f"The ranks are not started again: the same {type(error).__name__} would come back.")
@@ -313,15 +305,25 @@ class Launch(Steerable):
         with OutputGuard(self._sink):
             self._sink.write("stderr", line + "\n")
 
-    def _attempt(self, server: RankServer, backend: RendezvousBackend, call: Packed | None, attempt: int) -> Values:
+    def _check_goes_on(self) -> None:
+        """Raise why the launch is to end, while it has no ranks that could be ended."""
+        if self._stopped:
+            raise interrupted(f"{_WORDING.what} was {self._stopped} before its ranks were started")
+        limit = self._options.timeout
+        if limit is not None and time.monotonic() > self._began + limit:
+            late = _WORDING.limit.format(seconds=limit)
+            raise DeadlineError(f"{_WORDING.what} took longer than {late}; its ranks had not been started", stacks={})
+
+    def _attempt(self, server: RankServer, meet: Meet, call: Packed | None, attempt: int) -> Values:
         options, timeouts = self._options, self.timeouts
+        self._check_goes_on()
         watch = Watch(self._say)
         with contextlib.ExitStack() as stack:
             with enough_room():
                 births = stack.enter_context(contextlib.ExitStack())
                 if rendezvous_kind(options).is_local:
                     births.enter_context(one_at_a_time())
-                rendezvous = stack.enter_context(backend.open())
+                rendezvous = stack.enter_context(meet())
                 self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)
                 handles, stores = stack.enter_context(
                     started_ranks(server, options, plan, rendezvous, wants_rows=self._front_end != "off", births=births)
@@ -367,19 +369,19 @@ class Launch(Steerable):
             )
             with self._lock:
                 self._loop, self._requests = loop, (calling, leaving)
-                was_stopped = self._stopping
+                was_stopped = self._stopped
             stack.callback(calling.close)
-            if backend.machines is not None:
-                self._others = MachineWatch(backend.machines, rendezvous.round_id, calling)
+            if rendezvous.elastic is not None:
+                self._others = MachineWatch(rendezvous.elastic, calling, self._say)
                 stack.callback(self._others.close)
             end: tuple[PanelStatus, FailureSummary | None] = ("done", None)
             try:
                 with interrupts_call(self._interrupt_requests):
                     loop.begin(calling, hangs=timeouts)
                     if was_stopped:
-                        self._interrupt_requests(StepKind.TERMINATE, STOPPED)
+                        self._interrupt_requests(StepKind.TERMINATE, was_stopped)
                     with loop.output.guard:  # after the request, so that the ranks start meanwhile
-                        calling.panel = self._panel(calling, backend.machines, is_first=not attempt)
+                        calling.panel = self._panel(calling, is_first=not attempt)
                     self._has_panel.set()
                     loop.run(calling)
                     if calling.step is not None:  # not all ranks have finished by themselves
@@ -408,7 +410,12 @@ class Launch(Steerable):
                     with loop.output.guard:
                         calling.panel.finish(*end)
 
-    def _interrupt_requests(self, kind: StepKind = StepKind.INTERRUPT, how: str = "interrupted") -> None:
+    def _end(self, kind: StepKind, how: str) -> None:
+        with self._lock:  # ranks that are just started see that the launch is to end, or are ended here
+            self._stopped = how
+            self._interrupt_requests(kind, how)
+
+    def _interrupt_requests(self, kind: StepKind = StepKind.INTERRUPT, how: str = INTERRUPTED) -> None:
         if self._loop is not None and not self._done.is_set():
             self._loop.interrupt(*self._requests, kind=kind, how=how)
 
@@ -417,18 +424,16 @@ class Launch(Steerable):
         if self._others is not None:
             self._others.look()
 
-    def _panel(self, request: Request, machines: Machines | None, *, is_first: bool) -> Panel | None:
-        if machines is not None and not machines.is_first:
-            return None  # that of the first machine has all ranks
+    def _panel(self, request: Request, *, is_first: bool) -> Panel | None:
         facts = facts_of(self._name, self._plan)
         actions = (
-            Action("Interrupt", "raise KeyboardInterrupt in every rank", self._interrupt_requests),
-            Action("Stop", "end every rank now", lambda: self._interrupt_requests(StepKind.TERMINATE, STOPPED)),
+            Action("Interrupt", "raise KeyboardInterrupt in every rank", self.interrupt),
+            Action("Stop", "end every rank now", lambda: self._end(StepKind.TERMINATE, STOPPED)),
             *steering_actions(request, self._plan.world_size, note=self._note, say=self._say),
         )
-        view = RequestView(request, actions) if machines is None else MachinesView(request, actions, machines)
+        numbers = [one.rank for one in request.ranks]
         place = self._place if is_first else ""
-        return make_panel(facts, range(self._plan.world_size), self._sink, view, self._front_end, place=place)
+        return make_panel(facts, numbers, self._sink, RequestView(request, actions), self._front_end, place=place)
 
     def _output_of(self, handles: Sequence[LocalRank]) -> RequestOutput:
         options, numbers = self._options, [handle.rank for handle in handles]

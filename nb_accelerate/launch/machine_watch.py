@@ -2,60 +2,65 @@
 
 ::
 
-    a rank here fails --> Machines --> the request of the others is abandoned, with the reason
-    ranks here        --> rows     --> the panel of the first machine
+    a rank here fails --> key of the round --> the request of the others is abandoned, with the reason
+    ranks here have lost others            --> the launch that does not answer is named
+
+A thread asks the store, and the loop acts. A machine that is silent is only told: its ranks may be well.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
+import threading
 import time
-import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psutil
-from typing_extensions import override
-
-from nb_accelerate.display.seen import Seen
-from nb_accelerate.errors import MachineError
-from nb_accelerate.progress_page import layout
-from nb_accelerate.progress_page.sample import read
+from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
-from nb_accelerate.ranks.panel import RequestView
-from nb_accelerate.ranks.status import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
-    from nb_accelerate.display.panel import Action
-    from nb_accelerate.launch.machines import Machines
+    from nb_accelerate.launch.elastic import ElasticRendezvous
+    from nb_accelerate.launch.machines import Machine
     from nb_accelerate.ranks.request import Request
+
+_LOOK_INTERVAL = 0.5
+"""Seconds between two looks at the store."""
+
+_ANSWER_LIMIT = 2.0
+"""Seconds for another launch to answer, which it does at its next look."""
 
 _REASON_LIMIT = 5.0
 """Seconds for another machine to say why its ranks have gone, when those of this one have lost them."""
 
-
-class MachineJoinedError(Exception):
-    """The ranks were ended because another machine takes part from now on; no failure."""
+_CLOSING_LIMIT = 2.0
+"""Seconds for the thread to end: one that waits for a machine without network goes on for longer."""
 
 
 class MachineWatch:
     """Watches the other machines during one start. `close` it.
 
     Args:
-        machines: of the launch.
-        round_id: of the rendezvous that the ranks have gone through.
+        elastic: the rendezvous that the ranks have gone through.
         request: to the ranks of this machine.
+        say: shows a line to the user. Any thread.
     """
 
-    def __init__(self, machines: Machines, round_id: str, request: Request) -> None:
-        self._machines = machines
-        self._round_id = round_id
+    def __init__(self, elastic: ElasticRendezvous, request: Request, say: Callable[[str], object]) -> None:
+        self._elastic = elastic
         self._request = request
+        self._say = say
+        self._news: Exception | None = None
+        self._unreachable: Exception | None = None
+        self._silent: list[Machine] = []
+        self._told: list[str] = []
+        self._looked = time.monotonic()
+        self._asked: float | None = None
         self._is_over = False
-        self._processes: dict[int, psutil.Process] = {}
-        machines.tell_rows(self._rows)
+        self._is_closed = False
+        self._wake = threading.Event()
+        self._thread = HelperThread(self._run, name="machines", on_failure=self._failed)
+        self._thread.start()
 
     def look(self) -> None:
         """Tell the others of a failure here, or abandon the request because of one there; in the loop's thread."""
@@ -63,10 +68,11 @@ class MachineWatch:
             return
         if self._has_own_cause():
             self._tell()
-        elif trouble := self._machines.trouble(self._round_id):
-            self._abandon(trouble)
-        elif self._machines.wants_regrouping(self._round_id):
-            self._abandon(MachineJoinedError("another machine has come"))
+        elif self._news is not None:
+            self._is_over = True
+            self._request.abandon(self._news)
+        else:
+            self._tell_silence()
 
     def explain(self, error: BaseException | None) -> BaseException | None:
         """Return why the request has failed: the reason of another machine if ranks here only know that they lost it.
@@ -78,15 +84,19 @@ class MachineWatch:
         """
         if self._has_own_cause():
             self._tell()
-        elif error is not None and self._request.incidents:
-            deadline = time.monotonic() + _REASON_LIMIT
-            self._machines.wait_for(lambda: self._machines.trouble(self._round_id) is not None, deadline)
-            return self._machines.trouble(self._round_id) or error
+        elif error is not None and self._request.incidents and not self._is_over:
+            self._asked = time.monotonic()
+            self._wake.set()
+            while self._thread.is_alive() and self._news is None and time.monotonic() < self._asked + _REASON_LIMIT:
+                self._thread.join(0.05)
+            return self._news or self._unreachable or error
         return error
 
     def close(self) -> None:
-        """Tell nothing of these ranks any more: their pages may be closed after this."""
-        self._machines.tell_rows(None)
+        """Look no more. What the others are to be told is told."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join(_CLOSING_LIMIT)
 
     def _has_own_cause(self) -> bool:
         return not all(one.peer_lost for one in self._request.incidents)
@@ -97,63 +107,42 @@ class MachineWatch:
             self._is_over = True
             cause = first_cause(self._request.incidents)
             if cause.kind is not IncidentKind.INTERRUPTED:
-                self._machines.fail(said_of(cause, self._request))
+                self._elastic.fail(said_of(cause, self._request))
+                self._wake.set()
 
-    def _abandon(self, error: Exception) -> None:
-        self._is_over = True
-        if isinstance(error, MachineError):
-            self._machines.fail(str(error))  # a third machine may reach this one and not that one
-        self._request.abandon(error)
+    def _tell_silence(self) -> None:
+        limit = self._elastic.silence_limit
+        silent = [str(one) for one in self._silent]
+        if self._unreachable is None and time.monotonic() > self._looked + limit:
+            silent.append(self._elastic.where)
+        for one in silent:
+            if one not in self._told:
+                self._told.append(one)
+                self._say(
+                    f"nothing was heard of the machine at {one} for {limit:g} s: it is down or without network, or its "
+                    f"launch is stopped. The ranks of this one go on until they need it"
+                )
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "rank": one.rank,
-                "state": state_of(one, self._request),
-                "page": base64.b85encode(zlib.compress(one.handle.page.copy(), 1)).decode(),
-                **self._process(one.handle.pid),
-            }
-            for one in self._request.ranks
-        ]
+    # The thread.
 
-    def _process(self, pid: int | None) -> dict[str, float]:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if pid is not None:
-                process = self._processes.setdefault(pid, psutil.Process(pid))
-                return {"memory": process.memory_info().rss, "cpu": process.cpu_percent()}
-        return {}
+    def _run(self) -> None:
+        asked = None
+        while True:
+            is_last = self._is_closed  # before the look, which tells what was to be told
+            self._news = self._news or self._elastic.news()
+            self._silent = self._elastic.silent()
+            if self._asked is not None and self._elastic.round is not None:
+                if asked is None:
+                    asked = time.monotonic()
+                    self._elastic.round.ask_who_is_here()
+                elif time.monotonic() > asked + _ANSWER_LIMIT:
+                    self._news = self._news or self._elastic.lost()
+            self._looked = time.monotonic()
+            if is_last:
+                return
+            self._wake.wait(_LOOK_INTERVAL)
+            self._wake.clear()
 
-
-class MachinesView(RequestView):
-    """What the panel of the first machine watches: its own ranks, and what the others say of theirs.
-
-    Args:
-        request: to the ranks of this machine.
-        actions: what the user can do.
-        machines: of the launch.
-    """
-
-    def __init__(self, request: Request, actions: Sequence[Action], machines: Machines) -> None:
-        super().__init__(request, actions)
-        self._machines = machines
-        self._own = {rank.rank for rank in request.ranks}
-
-    @override
-    def look(self) -> list[Seen]:
-        elsewhere = {row["rank"]: row for row in self._machines.rows_of_others()}
-        return [*super().look(), *(_seen(row) for rank, row in elsewhere.items() if rank not in self._own)]
-
-    @override
-    def log(self, rank: int) -> str:
-        return super().log(rank) if rank in self._own else "What this rank prints is shown on its own machine."
-
-
-def _seen(row: dict[str, Any]) -> Seen:
-    memory = zlib.decompress(base64.b85decode(row["page"]), bufsize=layout.SIZE)
-    return Seen(
-        rank=int(row["rank"]),
-        sample=read(memory[: layout.SIZE]),
-        state=str(row["state"]),
-        memory=int(row.get("memory", 0)),
-        cpu=row.get("cpu"),
-    )
+    def _failed(self, _: str, error: BaseException) -> None:
+        """Keep why nothing is heard any more. Ranks that do not need the first machine go on."""
+        self._unreachable = self._elastic.unreachable(error)

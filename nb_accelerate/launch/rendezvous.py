@@ -6,8 +6,8 @@ garbage to. The port in ``MASTER_PORT`` is kept free for code in ranks that serv
 torch cannot open such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound
 here, to loopback, and given to rank 0.
 
-``static`` and ``c10d``: on several machines the socket is bound to the address that the others use. Which machine is
-which is said by ``node_rank``, or agreed on through torch elastic's rendezvous.
+``static`` and ``c10d``: several machines find one another by torch elastic's rendezvous, whose store is that of the
+ranks too. Which machine serves it is said by ``node_rank``, or by the address that all were given.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ import psutil
 
 from nb_accelerate.devices import backend_named
 from nb_accelerate.errors import ConfigError, StartError
-from nb_accelerate.launch.elastic import ElasticRendezvous
+from nb_accelerate.launch.elastic import DONE, FAILED, INTERRUPTED, ElasticRendezvous
 from nb_accelerate.launch.machine import interface_of
-from nb_accelerate.launch.machine_state import silence_limit
-from nb_accelerate.launch.static import StaticRendezvous
 from nb_accelerate.protocol.anonymous_file import anonymous_file
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import StoreSpec
@@ -39,8 +37,9 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from nb_accelerate.config.launch import LaunchOptions
-    from nb_accelerate.launch.machines import Machines
     from nb_accelerate.launch.plan import LaunchPlan
+
+    Meet = Callable[[], contextlib.AbstractContextManager["Rendezvous"]]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -76,7 +75,8 @@ class Rendezvous:
         num_nodes: machines that take part.
         world_size: ranks on all machines.
         polls: ranks wait for the file in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
-        round_id: tells one rendezvous from others of the same launch, for `Machines`.
+        part: of the store, for these ranks; "" if it is theirs alone.
+        elastic: by which several machines found one another; None on one.
     """
 
     address: str
@@ -91,7 +91,8 @@ class Rendezvous:
     num_nodes: int = 1
     world_size: int = 1
     polls: bool = False
-    round_id: str = ""
+    part: str = ""
+    elastic: ElasticRendezvous | None = None
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
         """Return what a rank is told of the store, and the descriptor it gets, or -1.
@@ -112,27 +113,9 @@ class Rendezvous:
             store_port=self.store_port or self.port,
             world_size=self.world_size,
             polls=self.polls,
+            part=self.part,
         )
         return spec, fd
-
-
-@dataclass(frozen=True, kw_only=True)
-class RendezvousBackend:
-    """How the ranks of one launch find one another, at each of its starts.
-
-    Attributes:
-        open: returns a context manager with where they meet; the listener is open while inside. On entry it raises
-            ConfigError or StartError.
-        machines: those of the launch; None if it is on this one alone.
-    """
-
-    open: Callable[[], contextlib.AbstractContextManager[Rendezvous]]
-    machines: Machines | None = None
-
-    def ends_as(self, how: str) -> None:
-        """Note how the launch of this machine ends, for the others."""
-        if self.machines is not None:
-            self.machines.ends_as = how
 
 
 @contextlib.contextmanager
@@ -143,13 +126,17 @@ def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendez
         ConfigError: the port that was asked for is taken, or the address is not this machine's.
         StartError: not all machines came, or this one has no loopback interface.
     """
-    with rendezvous_kind(options).open(options, plan) as backend, backend.open() as rendezvous:
+    with rendezvous_kind(options).open(options, plan, _goes_on) as meet, meet() as rendezvous:
         yield rendezvous
 
 
+def _goes_on() -> None:
+    pass
+
+
 @contextlib.contextmanager
-def _local(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBackend]:
-    yield RendezvousBackend(open=functools.partial(_meet_here, options, plan))
+def _local(options: LaunchOptions, plan: LaunchPlan, _: Callable[[], object]) -> Iterator[Meet]:
+    yield functools.partial(_meet_here, options, plan)
 
 
 @contextlib.contextmanager
@@ -225,73 +212,48 @@ def _keep_free(port: int, stack: contextlib.ExitStack, *, alone: bool) -> int:
 
 
 @contextlib.contextmanager
-def _static(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBackend]:
-    """The first machine serves the table of machines; when all are there, its first rank serves the store."""
-    address, port = options.master_addr, int(options.use_port or _DEFAULT_PORT)
+def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]) -> Iterator[Meet]:
     if options.rdzv_endpoint:
-        address, port = _split(options.rdzv_endpoint, port)
-    own = _own_address_towards(address)
-    listen = _listen_at_endpoint if options.rdzv_endpoint else _listen
-    static = StaticRendezvous(options, (address, port), own, listen, num_processes=plan.num_processes)
-    static.machines.silence_limit = silence_limit(options.rdzv_conf)
-
-    @contextlib.contextmanager
-    def rendezvous() -> Iterator[Rendezvous]:
-        with static.next_round() as (round_id, listener):
-            yield Rendezvous(
-                address=address,
-                port=port,
-                node_rank=options.node_rank,
-                interface=interface_of(own) or "",
-                run_id=options.rdzv_id,
-                listener=listener,
-                keeps_interface=True,
-                num_nodes=options.num_nodes,
-                world_size=plan.world_size,
-                round_id=round_id,
-            )
-
-    try:
-        yield RendezvousBackend(open=rendezvous, machines=static.machines)
-    finally:
-        static.machines.close()
-
-
-@contextlib.contextmanager
-def _elastic(options: LaunchOptions, plan: LaunchPlan) -> Iterator[RendezvousBackend]:
-    """Let torch elastic decide which machine is number 0; a rank of that one then serves the store."""
-    place = _split(options.rdzv_endpoint, _DEFAULT_ELASTIC_PORT)
+        is_static = options.rdzv_backend == "static"
+        place = _split(options.rdzv_endpoint, _DEFAULT_PORT if is_static else _DEFAULT_ELASTIC_PORT)
+    else:
+        place = options.master_addr, int(options.use_port or _DEFAULT_PORT)
     own = _own_address_towards(place[0])
-    is_here = own == place[0] or interface_of(place[0]) is not None
-    # Said, and not left to torch, which looks names up to find out.
-    said = (options.rdzv_conf or {}).get("is_host", is_here)
-    is_host = str(said).lower() in ("1", "true", "yes")
-    elastic = ElasticRendezvous(
-        options, place, own, _listen_at_endpoint, num_processes=plan.num_processes, is_host=is_host
-    )
-    elastic.machines.silence_limit = silence_limit(options.rdzv_conf)
+    is_first = options.node_rank == 0
+    if options.rdzv_backend == "c10d":
+        # Said, and not left to torch, which looks names up to find out.
+        said = (options.rdzv_conf or {}).get("is_host", own == place[0] or interface_of(place[0]) is not None)
+        is_first = str(said).lower() in ("1", "true", "yes")
+    listener = _listen(*place, of_endpoint=bool(options.rdzv_endpoint)) if is_first else None
+    address = place[0] if is_first else own
+    elastic = ElasticRendezvous(options, place, address, listener, num_processes=plan.num_processes, check=check)
 
     @contextlib.contextmanager
-    def rendezvous() -> Iterator[Rendezvous]:
-        with elastic.next_round() as found:
-            address, port = _split(found.address, 0)
-            yield Rendezvous(
-                address=address,
-                port=port,
-                node_rank=found.node_rank,
-                interface=interface_of(own) or "",
-                run_id=options.rdzv_id,
-                listener=found.listener,
-                keeps_interface=True,
-                num_nodes=found.num_nodes,
-                world_size=found.num_nodes * plan.num_processes,
-                round_id=found.address,
-            )
+    def meet() -> Iterator[Rendezvous]:
+        found = elastic.next_round()
+        yield Rendezvous(
+            address=place[0],
+            port=place[1],
+            node_rank=found.node_rank,
+            interface=interface_of(own) or "",
+            run_id=options.rdzv_id,
+            listener=None,
+            keeps_interface=True,
+            num_nodes=len(found.machines),
+            world_size=len(found.machines) * plan.num_processes,
+            part=found.name,
+            elastic=elastic,
+        )
 
+    ended = FAILED
     try:
-        yield RendezvousBackend(open=rendezvous, machines=elastic.machines)
+        yield meet
+        ended = DONE
+    except KeyboardInterrupt:
+        ended = INTERRUPTED
+        raise
     finally:
-        elastic.close()
+        elastic.close(ended)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,21 +261,22 @@ class RendezvousKind:
     """One row: a way in which ranks find one another.
 
     Attributes:
-        open: takes the options and the plan of a launch; returns a context manager with the backend.
+        open: takes the options and the plan of a launch, and what is called while other machines are waited for, which
+            raises why nobody waits any more. Returns a context manager with a function that is called at each start
+            of the ranks: it returns a context manager with where they meet, which raises ConfigError or StartError.
         is_local: all ranks are on this machine, so that launches of this process can start one after the other.
-            With several machines a launch waits for others, which may run in other threads of this process.
-        holds_sockets: sockets are open while ranks are started that a server forked from this process would keep.
+            With several machines a launch waits for others, which may run in other threads of this process. And it
+            has sockets open that a server forked from this process would keep.
     """
 
-    open: Callable[[LaunchOptions, LaunchPlan], contextlib.AbstractContextManager[RendezvousBackend]]
+    open: Callable[[LaunchOptions, LaunchPlan, Callable[[], object]], contextlib.AbstractContextManager[Meet]]
     is_local: bool = False
-    holds_sockets: bool = False
 
 
 RENDEZVOUS = {
     "local": RendezvousKind(open=_local, is_local=True),
-    "static": RendezvousKind(open=_static, holds_sockets=True),
-    "c10d": RendezvousKind(open=_elastic, holds_sockets=True),
+    "static": RendezvousKind(open=_elastic),
+    "c10d": RendezvousKind(open=_elastic),
 }
 """``local`` on one machine; else by the name in ``rdzv_backend``."""
 
@@ -342,9 +305,6 @@ def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.soc
         listener.close()
         raise ConfigError(_why_not_bound(address, port, error, of_endpoint=of_endpoint)) from error
     return listener
-
-
-_listen_at_endpoint = functools.partial(_listen, of_endpoint=True)
 
 
 def _why_not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> str:

@@ -49,7 +49,7 @@ def started_ranks(
     stores: list[StoreSpec] = []
     handles: list[LocalRank] = []
     with contextlib.ExitStack() as stack:
-        if rendezvous_kind(options).holds_sockets:
+        if not rendezvous_kind(options).is_local:
             stack.callback(server.forget)
 
         def new_handles() -> Iterator[LocalRank]:

@@ -6,8 +6,8 @@
         --> a part of the store for this process group alone --> wait until all ranks are there --> gloo or nccl
 
 On one machine the store is a file without a name, whose descriptor only the ranks have: nothing listens, so no other
-user of the machine can write keys or garbage into it. Where torch cannot open such a file, and on several machines, it
-is torch's own, which a rank serves.
+user of the machine can write keys or garbage into it. Where torch cannot open such a file, it is torch's own, which a
+rank serves; on several machines the launcher of the first does.
 
 Each process group of all ranks has a part of the store to itself. In one part for all, the second group would find the
 addresses that the first one left there.
@@ -66,6 +66,7 @@ class RendezvousHandler:
             several machines.
         polls: wait for keys in Python, which can be interrupted. Of a file that takes a fraction of a millisecond, and
             torch looks every 10 ms. Not for nccl, whose own threads use the store: they would have to wait for Python.
+        part: of the store, for the ranks of one start, if several use it.
         is_given_up: called while this rank waits; True ends the wait.
 
     Attributes:
@@ -80,8 +81,10 @@ class RendezvousHandler:
         store_port: int = 0,
         file: int | None = None,
         polls: bool = False,
+        part: str = "",
         is_given_up: Callable[[], bool] = _never,
     ) -> None:
+        self._part = part
         self._place = (address, port)
         self._store_place = (address, store_port)
         self._polls = polls
@@ -136,7 +139,7 @@ class RendezvousHandler:
         """
         number = self._groups[world_size]
         self._groups[world_size] += 1
-        part = PrefixStore(f"{world_size} ranks, group {number}", store)
+        part = PrefixStore(f"{self._part} {world_size} ranks, group {number}", store)
         part.set_timeout(timeout)
         if part.add(_key(rank), 1) > 1:
             raise dist.DistStoreError(

@@ -53,6 +53,7 @@ class StoreSpec:
         store_port: where it listens, if it does.
         world_size: number of ranks.
         polls: ranks wait for its keys in Python; see `nb_accelerate.process.rendezvous.RendezvousHandler`.
+        part: of it, for these ranks; "" if it is theirs alone.
     """
 
     kind: Literal["file", "server", "client"]
@@ -61,6 +62,7 @@ class StoreSpec:
     store_port: int
     world_size: int
     polls: bool = False
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 
-STOPPED = "stopped"
-"""See ``how`` of `Incident`: all ranks were to end at once."""
+INTERRUPTED, STOPPED = "interrupted", "stopped"
+"""See ``how`` of `Incident`. Stopped: all ranks were to end at once."""
 
 
 class IncidentKind(enum.Enum):

@@ -99,6 +99,7 @@ def reach_store(store: StoreSpec, fd: int, is_given_up: Callable[[], bool] = lam
         store_port=store.store_port,
         file=fd if is_file else None,
         polls=store.polls,
+        part=store.part,
         is_given_up=is_given_up,
     )
     if store.kind == "server":

@@ -6,14 +6,35 @@ do, with a cable between them and nothing else.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import pickle
 import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed
+
+from nb_accelerate.errors import DeadlineError, StartError
+from nb_accelerate.launch import notebook_launcher
+from nb_accelerate.launch.elastic import SharedState
+from nb_accelerate.launch.machines import Machine, no_first_machine, not_all_came, refusal
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libuv_has_its_pipe() -> None:
+    """Make a store, as launches do: libuv keeps a pipe from the first one on, as long as the process lives."""
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
 
 SCRIPT = """
 import json, os, sys
@@ -88,6 +109,105 @@ def test_a_machine_that_was_started_for_another_number_of_them_says_so_at_once(t
     assert "this machine was started for 3 machines, but the one at 127.0.0.2" in ran.stderr
 
 
+HELLO = struct.pack("<BI", 0, 0x3C85F7CE)
+"""What a client of torch's store begins with."""
+
+STRANGERS = [
+    b"",  # says nothing, and stays
+    b"GET / HTTP/1.0\r\n\r\n",
+    bytes(range(256)) * 40,
+    HELLO + b"\xff" * 1000,
+    *(HELLO + struct.pack("<BQ", query, 1 << 60) for query in range(1, 20)),
+]
+
+
+@pytest.mark.slow
+def test_bytes_of_strangers_end_nothing(tmp_path: Path) -> None:
+    port, is_over, count = free_port(), threading.Event(), 0
+
+    def intrude() -> None:
+        nonlocal count
+        with contextlib.ExitStack() as stack:
+            for said in itertools.cycle(STRANGERS):
+                if is_over.wait(0.02):
+                    return
+                with contextlib.suppress(OSError):  # nobody listens yet, or any more
+                    stranger = stack.enter_context(socket.create_connection(("127.0.0.2", port), timeout=5))
+                    stranger.sendall(said)
+                    count += 1
+
+    intruder = threading.Thread(target=intrude)
+    intruder.start()
+    try:
+        found = run_on_two(
+            tmp_path, lambda node: {"num_nodes": 2, "node_rank": node, "master_addr": "127.0.0.2", "use_port": port}
+        )
+    finally:
+        is_over.set()
+        intruder.join()
+    assert found == EXPECTED
+    assert count > len(STRANGERS)
+
+
+def test_what_machines_share_holds_no_code() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+            return pytest.fail, ("this was run",)
+
+    backend = SimpleNamespace(get_state=lambda: (pickle.dumps(Evil()), b"token"))
+    with pytest.raises(RuntimeError, match=r"is not part of the state of a rendezvous"):
+        SharedState(backend, 1, lambda: False).get_state()
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize(("how", "status"), [("stop", "stopped"), ("interrupt", "interrupted")])
+def test_a_launch_that_waits_for_machines_is_ended_at_once(node_rank: int, how: str, status: str) -> None:
+    place = {"num_nodes": 2, "master_addr": "127.0.0.2", "use_port": free_port()}
+    launch = notebook_launcher(print, num_processes=1, node_rank=node_rank, block=False, progress="off", **place)
+    began = time.monotonic()
+    getattr(launch, how)()
+    with pytest.raises(KeyboardInterrupt, match=f"the launch was {status} before its ranks were started"):
+        launch.result(20)
+    assert time.monotonic() < began + 10
+    assert launch.status() == status
+
+
+def test_the_time_of_a_launch_is_over_also_while_it_waits_for_machines() -> None:
+    place = {"num_nodes": 2, "master_addr": "127.0.0.2", "use_port": free_port()}
+    with pytest.raises(DeadlineError, match=r"took longer than timeout=0\.5 s; its ranks had not been started"):
+        notebook_launcher(print, num_processes=1, timeout=0.5, progress="off", **place)
+
+
+def test_sentences_name_who_is_missing() -> None:
+    here, gone = Machine(address="10.0.0.1", node_rank=0), Machine(address="10.0.0.2", host="two", node_rank=2)
+    text = str(not_all_came([here], [gone], 3, "10.0.0.1:29500", 60))
+    assert text.startswith(
+        "1 of 3 machines came to 10.0.0.1:29500 within 60 s; number 1 and number 2, last seen at 10.0.0.2 (two), are"
+    )
+    here, gone = Machine(address="10.0.0.1"), Machine(address="10.0.0.2")
+    assert "the one at 10.0.0.2 is missing" in str(not_all_came([here], [gone], 2, "10.0.0.1:29400", 60))
+    assert "here is 10.0.0.1" in str(not_all_came([here], [], 2, "10.0.0.1:29400", 60))
+    assert "did not answer within 5 s (No route to host)" in str(
+        no_first_machine("10.0.0.1:29500", 5, OSError(113, "No route to host"))
+    )
+
+
+def test_machines_that_do_not_fit_are_refused() -> None:
+    first = Machine(address="10.0.0.1", node_rank=0, num_nodes="2")
+    assert refusal([first], replace(first, address="10.0.0.2", node_rank=1)) == ""
+    assert "machine 0 has come already: it is the one at 10.0.0.1" in refusal([first], first)
+    other = Machine(address="10.0.0.2", node_rank=1, num_nodes="2", num_processes=2)
+    assert "would start 2 ranks, but the one at 10.0.0.1 starts 1" in refusal([first], other)
+    assert "started for 3 machines, but the one at 10.0.0.1 for 2" in refusal([first], replace(other, num_nodes="3"))
+
+
+def test_torch_elastic_numbers_machines_as_they_were_numbered_by_hand() -> None:
+    machines = [Machine(address="10.0.0.1", node_rank=number, host="a", num_nodes="12") for number in range(12)]
+    assert sorted(one.to_text() for one in reversed(machines)) == [one.to_text() for one in machines]
+    assert [Machine.from_text(one.to_text()) for one in machines] == machines
+    assert Machine.from_text("10.0.0.9") == Machine(address="10.0.0.9")  # of torchrun
+
+
 @pytest.mark.slow
 def test_two_machines_are_numbered_by_torch_elastic(tmp_path: Path) -> None:
     endpoint = f"127.0.0.2:{free_port()}"
@@ -140,11 +260,7 @@ def test_the_place_where_machines_met_is_free_for_the_next_attempt_and_launch(me
 
 
 @pytest.mark.slow
-@pytest.mark.may_leave("descriptors")  # of torch's store, which lives as long as the frames in the error
 def test_machines_that_do_not_come_are_counted(tmp_path: Path) -> None:
-    from nb_accelerate.errors import StartError
-    from nb_accelerate.launch import notebook_launcher
-
     with pytest.raises(StartError, match=r"1 of 2 machines came to 127\.0\.0\.2:\d+ within 2 s; here is"):
         notebook_launcher(
             print,

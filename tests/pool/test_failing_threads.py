@@ -19,9 +19,8 @@ from fixtures.kernels import BLOCKED_RANKS, Kernel, message_until
 from fixtures.ranks import RunRanks
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.errors import LaunchError, MachineError, RemoteError
+from nb_accelerate.errors import LaunchError, RemoteError
 from nb_accelerate.helper_threads import HelperThread
-from nb_accelerate.launch.machines import Machines
 from nb_accelerate.ranks.steering import steering_actions
 from nb_accelerate.worker.connections import connections
 
@@ -150,30 +149,6 @@ def test_whatever_a_save_in_the_background_raises_ends_it_on_all_ranks(run_ranks
 
     told = run_ranks(save, str(tmp_path / "state"))
     assert told == ["CheckpointError: on rank 1: SystemExit: 3", "SystemExit: 3"]
-
-
-def test_machines_are_told_when_the_thread_that_listens_to_them_fails() -> None:
-    def fails() -> bool:
-        raise ZeroDivisionError("on purpose")
-
-    facts = {"num_processes": 1, "num_nodes": 2}
-    listener = socket.create_server(("127.0.0.1", 0))
-    place = ("127.0.0.1", listener.getsockname()[1])
-    deadline = time.monotonic() + 20
-    first = Machines.serve(listener, "127.0.0.1", **facts)
-    other = Machines.connect(place, "127.0.0.1", deadline, **facts)
-    try:
-        for machines in (first, other):
-            machines.join("round")
-        assert other.wait_for(lambda: other.all[0].round_id == "round", deadline)
-        first.is_waited_for = fails
-        with pytest.raises(MachineError, match=r"has failed \(ZeroDivisionError: on purpose\)"):
-            first.wait_for(lambda: False, deadline)
-        assert "on purpose" in str(first.trouble("round"))
-        assert other.wait_for(lambda: other.trouble("round") is not None, deadline)
-    finally:
-        for machines in (other, first):
-            machines.close()
 
 
 def test_a_button_whose_thread_fails_says_so() -> None:
