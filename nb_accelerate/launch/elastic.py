@@ -17,22 +17,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import json
-import pickle
 import secrets
 import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from typing_extensions import override
 
 from nb_accelerate.config.env import variables_set
 from nb_accelerate.errors import ConfigError, MachineError, StartError
 from nb_accelerate.helper_threads import HelperThread
 from nb_accelerate.launch.machines import Machine, machines_of, no_first_machine, not_all_came, refusal
+from nb_accelerate.launch.shared_state import Round, SharedState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +54,10 @@ _GRACE = 15.0
 """Seconds after which a wait is ended here, if torch elastic has not ended it when its time was over."""
 
 _LEAVING_LIMIT = 5.0
-"""Seconds to tell the others of the end, and on the first machine for them to have heard of it."""
+"""Seconds to leave. On a machine without network that never ends."""
+
+_HEARD_LIMIT = 3.0
+"""Seconds for the others to end too, before the store goes that says why this launch has ended."""
 
 _CONNECT_LIMIT = 2.0
 """Seconds of one attempt to connect."""
@@ -77,149 +75,9 @@ has (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`)."""
 _FIRST = "nb_accelerate/first machine"
 """Key of the store: the first machine."""
 
-_TYPES = {
-    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
-    ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
-    ("datetime", "datetime"),
-    ("datetime", "timezone"),
-    ("datetime", "timedelta"),
-}
-"""What torch elastic's state consists of."""
-
 
 class MachineJoinedError(Exception):
     """The ranks were ended because another machine takes part from now on; no failure."""
-
-
-class _GivenUpError(Exception):
-    """Nobody waits any more for what a thread waits for."""
-
-
-class _StateUnpickler(pickle.Unpickler):
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _TYPES:
-            raise RuntimeError(f"{module}.{name} is not part of the state of a rendezvous")
-        return super().find_class(module, name)
-
-
-class SharedState:
-    """torch elastic's backend, whose state can be read here, and whose waits end when they are given up.
-
-    Args:
-        backend: torch's.
-        fewest: number of machines without which there is no round.
-        is_given_up: whether waits are to end.
-    """
-
-    name = "c10d"
-
-    def __init__(self, backend: Any, fewest: int, is_given_up: Callable[[], bool]) -> None:
-        self._backend = backend
-        self._fewest = fewest
-        self._is_given_up = is_given_up
-        self._now: Any = None
-
-    @property
-    def round(self) -> int:
-        """Number of the current round."""
-        return int(self._now.round)
-
-    @property
-    def machines(self) -> list[Machine]:
-        """Those that take part, in the order of their numbers, and those that wait."""
-        if self._now is None:
-            return []
-        waiting = sorted(self._now.wait_list | self._now.redundancy_list)
-        return [Machine.from_text(node.addr) for node in (*sorted(self._now.participants), *waiting)]
-
-    def get_state(self) -> Any:
-        """Return the state and its token, as torch elastic asks for them."""
-        if self._is_given_up():
-            raise _GivenUpError
-        return self._read(self._backend.get_state())
-
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        """Set the state if it has not changed since it was read, and return the one that holds, as torch does."""
-        return self._read(self._backend.set_state(state, token))
-
-    def leave(self, text: str) -> None:
-        """Take a machine out of the state, so that the others need not wait until its heartbeats are missed."""
-        is_written = False
-        while not is_written and (found := self._read(self._backend.get_state())) is not None:
-            now = self._now
-            for nodes in (now.participants, now.last_heartbeats):
-                for node in [one for one in nodes if one.addr == text]:
-                    del nodes[node]
-            for nodes in (now.wait_list, now.redundancy_list):
-                nodes.difference_update([one for one in nodes if one.addr == text])
-            # As torch elastic does when a machine leaves.
-            if now.complete and not now.participants:
-                now.complete, now.round = False, now.round + 1
-            elif not now.complete and len(now.participants) < self._fewest:
-                now.deadline = None
-            _, _, is_written = self._backend.set_state(pickle.dumps(now), found[1])
-
-    def _read(self, found: Any) -> Any:
-        if found is not None:
-            # Before torch unpickles it, which runs whatever is in it.
-            self._now = _StateUnpickler(io.BytesIO(found[0])).load()
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """The machines whose ranks train together until the next start. Each method asks the store.
-
-    Attributes:
-        store: torch elastic's part of it for this round.
-        node_rank: number of this machine.
-        machines: all that take part, by number.
-        name: tells it from other rounds.
-    """
-
-    store: Any
-    node_rank: int
-    machines: list[Machine]
-    name: str
-
-    @property
-    def me(self) -> Machine:
-        """This machine."""
-        return self.machines[self.node_rank]
-
-    @property
-    def others(self) -> list[int]:
-        """The numbers of the other machines."""
-        return [one for one in range(len(self.machines)) if one != self.node_rank]
-
-    def fail(self, why: str) -> None:
-        """Tell the others why the ranks of this machine have ended. The first reason of all machines counts."""
-        self.store.compare_set("failed", "", json.dumps([self.node_rank, why]))
-
-    def failure(self) -> MachineError | None:
-        """Return why the ranks of another machine have ended."""
-        if not self.store.check(["failed"]):
-            return None
-        number, why = json.loads(self.store.get("failed"))
-        return None if number == self.node_rank else MachineError(why, address=self.machines[number].address)
-
-    def ask_who_is_here(self) -> None:
-        """Ask the other launches to answer."""
-        self.store.set("who is here", "")
-
-    def answer(self) -> None:
-        """Answer, if another launch has asked."""
-        if self.store.check(["who is here"]):
-            self.store.set(f"here {self.node_rank}", "")
-
-    def end(self) -> None:
-        """Say that the launch of this machine has ended."""
-        self.store.set(f"ended {self.node_rank}", "")
-
-    def without(self, what: str) -> list[Machine]:
-        """Return the other machines that have not said something."""
-        return [self.machines[one] for one in self.others if not self.store.check([f"{what} {one}"])]
 
 
 class ElasticRendezvous:
@@ -375,8 +233,10 @@ class ElasticRendezvous:
         """
         leaving = HelperThread(self._leave, ended, name="leaving")
         leaving.start()
-        leaving.join(_LEAVING_LIMIT)
-        self._forget()
+        try:
+            leaving.join(_LEAVING_LIMIT)
+        finally:
+            self._forget()
 
     def _leave(self, ended: str) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousError
@@ -391,13 +251,12 @@ class ElasticRendezvous:
                 if ended != DONE:
                     self._tell_reason()
                     last.fail(f"the launch on the machine at {self._me} {ended}")
-                last.end()
+                last.say("ended")
             if goes_on:
                 state.leave(self._me.to_text())
             else:
                 handler.set_closed()
-            # The others learn of it from the store.
-            until = time.monotonic() + _LEAVING_LIMIT
+            until = time.monotonic() + _HEARD_LIMIT
             while self._is_first and last is not None and time.monotonic() < until:
                 if all(one in self._lost for one in last.without("ended")):
                     break

@@ -145,4 +145,5 @@ class MachineWatch:
 
     def _failed(self, _: str, error: BaseException) -> None:
         """Keep why nothing is heard any more. Ranks that do not need the first machine go on."""
-        self._unreachable = self._elastic.unreachable(error)
+        if not self._is_closed:  # or it has waited for a machine without network until now
+            self._unreachable = self._elastic.unreachable(error)
