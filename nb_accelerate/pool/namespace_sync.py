@@ -97,7 +97,7 @@ class NamespaceSync:
             is_new: the name had another value then.
         """
         sent = self._sent.get(name)
-        if sent is not None and sent.tokens == snapshot.tokens:
+        if sent is not None and snapshot.is_as(sent.tokens):
             return set()
         found = {
             key

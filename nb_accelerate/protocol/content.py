@@ -11,6 +11,7 @@ import copyreg
 import ctypes
 import functools
 import itertools
+import operator
 import pickle
 import sys
 import time
@@ -31,7 +32,7 @@ MAX_BYTES = 1 << 20
 _MAX_ITEMS = 10_000
 """Items of all lists and dictionaries in a value that are read. They take 1 ms."""
 
-_MAX_TOKENS = 30_000
+_MAX_TOKENS = 34_000
 """Tokens of a value that are read: of a model with 2,000 modules."""
 
 
@@ -65,21 +66,23 @@ class Numbers:
 
     Attributes:
         slow: those of objects that take long to read.
+        heads: where the first numbers of tensors on the CPU are, and what reads them, by the addresses of the tensors.
     """
 
     def __init__(self, first: int = 1 << 40) -> None:
-        self._entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self.entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._next = itertools.count(first)
         self.slow: set[int] = set()
+        self.heads: dict[int, tuple[int, ctypes.c_uint32]] = {}
 
     def get(self, value: object) -> int | None:
         """Return the number of an object; None if it has none yet."""
-        entry = self._entries.get(id(value))
+        entry = self.entries.get(id(value))
         return None if entry is None else entry[0]
 
     def of(self, value: object) -> int | None:
         """Return the number of an object; None if it has no weak references."""
-        entry = self._entries.get(id(value))
+        entry = self.entries.get(id(value))
         if entry is not None:
             return entry[0]
         try:
@@ -93,11 +96,12 @@ class Numbers:
         Raises:
             TypeError: it has no weak references.
         """
-        self._entries[id(value)] = number, weakref.ref(value, functools.partial(self._forget, id(value)))
+        self.entries[id(value)] = number, weakref.ref(value, functools.partial(self._forget, id(value)))
         return number
 
     def _forget(self, address: int, _: object) -> None:
-        number, _ = self._entries.pop(address)
+        number, _ = self.entries.pop(address)
+        self.heads.pop(address, None)
         self.slow.discard(number)
         self.on_end(number)
 
@@ -130,31 +134,38 @@ class Snapshot:
         self.moves = moves
         self._items_left = _MAX_ITEMS
         self._ends: list[int] = []
+        self._same: list[Any] | None = None
         self.held: set[int] = set()
-        self._waiting: list[Any] = []
         number = None if issubclass(type(value), CONTAINERS) else numbers.of(value)
         self.value = value
         self.objects[number] = value
-        self._read(Snapshot.add if number is None else _reader(type(value)), value)
-        tokens = self.tokens
-        for part in self._waiting if deep else ():  # it grows meanwhile
+        self._waiting: list[Any] = []
+        parts = itertools.chain((value,), self._waiting if deep else ())  # it grows meanwhile
+        tokens, ends = self.tokens, self._ends
+        read: Read | None = Snapshot.add if number is None else None
+        for part in parts:
             if len(tokens) > _MAX_TOKENS:
                 self.is_partial = True
                 break
             kind = type(part)
-            self._read(_readers.get(kind) or _reader(kind), part)
-
-    def _read(self, read: Read, value: Any) -> None:
-        try:
-            read(self, value)
-        except Exception:  # users' code takes part
-            _leave_out(self)
-        self._ends.append(len(self.tokens))
+            read = read or _readers.get(kind) or _reader(kind)
+            try:
+                read(self, part)
+            except Exception:  # users' code takes part
+                _leave_out(self)
+            ends.append(len(tokens))
+            read = None
 
     def parts(self, name: str) -> dict[int | str, list[Any]]:
         """Return the tokens of each object by its number; those of a value without one by `name`."""
         spans = zip(self.objects, (0, *self._ends), self._ends, strict=False)
         return {name if number is None else number: self.tokens[start:end] for number, start, end in spans}
+
+    def is_as(self, tokens: list[Any] | None) -> bool:
+        """Return whether the value holds what an earlier list of tokens says. Ranks that have the same share one."""
+        if self._same is None or self._same is not tokens:
+            self._same = tokens if tokens == self.tokens else None
+        return self._same is not None
 
     def codes(self) -> list[types.CodeType]:
         """Return the code of the functions of ``__main__`` that were read."""
@@ -261,10 +272,14 @@ def _tensor(snapshot: Snapshot, value: Any) -> None:
             first = value.detach()[(slice(0, 2),) * value.ndim].tolist()
             place, head = 0, zlib.crc32(str(first).encode())
         else:
-            place = value.data_ptr()
-            is_readable = value.is_cpu and value.is_contiguous() and value.nbytes >= 4
-            head = ctypes.c_uint32.from_address(place).value if is_readable else 0
-        snapshot.tokens.append((value._version, value.requires_grad, place, head))  # noqa: SLF001 - there is no public name
+            place, heads = value.data_ptr(), snapshot.numbers.heads
+            known, reader = heads.get(id(value), (0, None))
+            if known != place:
+                reader = None
+                if value.is_cpu and value.is_contiguous() and value.nbytes >= 4:
+                    heads[id(value)] = place, (reader := ctypes.c_uint32.from_address(place))
+            head = reader.value if reader is not None else 0
+        snapshot.tokens += (value._version, value.requires_grad, place, head)  # noqa: SLF001 - there is no public name
     except Exception:  # of inference mode, not initialized, or without memory of its own
         snapshot.tokens.append(value.requires_grad)
         snapshot.is_partial = True
@@ -273,31 +288,70 @@ def _tensor(snapshot: Snapshot, value: Any) -> None:
 def _module(snapshot: Snapshot, value: Any) -> None:
     """Read a module, but not whether it is training: `model.eval()` is no change."""
     _class_of(snapshot, value)
-    append, add, later = snapshot.tokens.append, snapshot.add, snapshot.read_later
+    append, entries, objects = snapshot.tokens.append, snapshot.numbers.entries, snapshot.objects
     attributes = vars(value)
     for part in map(attributes.get, _CHILDREN):
         if part:
             for name, child in part.items():
                 append(name)
-                append(child if child is None else later(child))
-    own, hooks = _own_attributes()
-    for name in attributes.keys() - own:
-        part = attributes[name]
-        kind = type(part)
-        if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, part))):
-            append(part)
-        else:
-            add(part)
-    if any(map(attributes.get, hooks)):
-        for name in hooks:
-            add(attributes[name])
+                entry = entries.get(id(child))
+                if entry is not None and entry[0] in objects:
+                    append(entry[0])
+                else:
+                    append(child if child is None else snapshot.read_later(child))
+    own = _attributes_of_module(type(value), attributes)
+    if _are_atoms(own):
+        append(own)
+    else:
+        for part in own:
+            snapshot.add(part)
+    hooks = _own_attributes()[1](attributes)
+    if any(hooks):
+        for part in hooks:
+            snapshot.add(part)
+
+
+_getters: dict[tuple[type, int], Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
+
+
+def _attributes_of_module(kind: type, attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a module has besides what every module has. Those of a class mostly have the same attributes."""
+    get = _getters.get((kind, len(attributes)))
+    try:
+        if get is not None:
+            return get(attributes)
+    except KeyError:  # this one has others
+        pass
+    names = [name for name in attributes if name not in _own_attributes()[0]]
+    get = operator.itemgetter(*names, names[0]) if names else lambda _: ()  # of one name alone it would be no tuple
+    if kind.__module__ != "__main__":  # classes of the notebook come and go
+        _getters[kind, len(attributes)] = get
+    return get(attributes)
+
+
+_atoms: set[tuple[Any, ...]] = set()
+
+
+def _are_atoms(values: tuple[Any, ...]) -> bool:
+    """Return whether values are atoms, or tuples of them, which is remembered."""
+    try:
+        if values in _atoms:
+            return True
+    except TypeError:  # one has no hash
+        return False
+    each = itertools.chain.from_iterable(one if type(one) is tuple else (one,) for one in values)
+    if not ATOMS.issuperset(map(type, each)):
+        return False
+    if len(_atoms) < _MAX_ITEMS:
+        _atoms.add(values)
+    return True
 
 
 @functools.cache
-def _own_attributes() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the attributes that every module has, and those among them that hold its hooks."""
+def _own_attributes() -> tuple[frozenset[str], operator.itemgetter[Any]]:
+    """Return the attributes that every module has, and what returns its hooks."""
     names = vars(sys.modules["torch"].nn.Module())
-    return frozenset(names), tuple(name for name in names if name.endswith("_hooks"))
+    return frozenset(names), operator.itemgetter(*(name for name in names if name.endswith("_hooks")))
 
 
 @functools.cache

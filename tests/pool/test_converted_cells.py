@@ -331,7 +331,7 @@ def train_wrongly(mistake: str, rows: TensorDataset, loader: Any) -> None:
         ("prepared", "different rows. With --convert all ranks read the same, and each computes its part: leave out"),
         ("accelerator", "an Accelerator shares out rows itself. Run the cell without --convert, or leave the"),
         ("sampler", "samplers for several processes"),
-        ("wrapped", "DistributedDataParallel, which shares out rows itself. With --convert, leave that line out"),
+        ("wrapped", "DistributedDataParallel, which shares out rows itself"),
         ("gradients", "autograd.grad does not give the gradients of parameters. Write loss.backward()"),
     ],
 )

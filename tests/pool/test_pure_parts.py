@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,17 @@ class TestLook:
         items.append(items)
         thing.itself, thing.items = thing, items
         assert len(Snapshot(thing, Numbers()).objects) == 1
+
+    def test_modules_of_a_class_may_have_other_attributes(self):
+        torch = pytest.importorskip("torch")
+        modules, numbers = [torch.nn.ReLU(), torch.nn.ReLU()], Numbers()
+        seen = []
+        for one, name in zip(modules, ("scale", "shift"), strict=True):
+            for value in (1, 2):
+                setattr(one, name, value)
+                seen.append(Snapshot(one, numbers).tokens)
+            seen.append(Snapshot(one, numbers).tokens)
+        assert [one == other for one, other in itertools.pairwise(seen)] == [False, True, False, False, True]
 
     @pytest.mark.parametrize("value", [range(20_000), bytearray(1 << 21), (one for one in "abc")])
     def test_what_is_too_large_or_cannot_be_read_is_left_out(self, value: object):
