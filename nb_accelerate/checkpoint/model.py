@@ -266,7 +266,12 @@ def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: 
             + " Make the model as it was when it was saved, or write strict=False."
         )
     if extra:
-        logger.warning("Of %s, %s was not used: this %s has no such weights.", source, _some(extra), kind)
+        logger.warning(
+            "Some weights of %s were not used when this %s was loaded, which does not have them: %s.",
+            source,
+            kind,
+            _some(extra),
+        )
 
 
 def _some(names: Iterable[str]) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from nb_accelerate.config.checks import check_choice, check_flag, check_options
+from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import KwargsHandler
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from nb_accelerate.config.env import Environment
 
 
 class DynamoBackend(str, Enum):
@@ -53,8 +52,8 @@ class TorchDynamoPlugin(KwargsHandler):
     """How ``prepare`` compiles models.
 
     Attributes:
-        backend: the backend of `torch.compile`; None takes ``ACCELERATE_DYNAMO_BACKEND``, and without that variable
-            models are not compiled.
+        backend: the backend of `torch.compile`; None takes this and what else is not given from ``ACCELERATE_DYNAMO_*``
+            variables. Without these models are not compiled.
         mode: what to optimise for: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
             ``"max-autotune-no-cudagraphs"``.
         fullgraph: refuse models that cannot be captured as one graph.
@@ -75,6 +74,31 @@ class TorchDynamoPlugin(KwargsHandler):
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend is None:
+            self._complete(Environment())
+
+    def _complete(self, environment: Environment) -> None:
+        """Take what was not given from the environment, if a backend is named there."""
+        prefix = "ACCELERATE_DYNAMO_"
+        backend = environment.text(f"{prefix}BACKEND")
+        if backend is None:
+            return
+        self.backend = backend
+        self.mode = self.mode or (None if self.options is not None else environment.text(f"{prefix}MODE"))
+        self.fullgraph = self.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH"))
+        self.dynamic = environment.flag(f"{prefix}USE_DYNAMIC") if self.dynamic is None else self.dynamic
+        self.use_regional_compilation = self.use_regional_compilation or bool(
+            environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")
+        )
+
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        given = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        return given | ({"backend": str(self.backend).lower()} if "backend" in given else {})
 
     @override
     def _check(self) -> None:
@@ -120,14 +144,7 @@ def resolve_dynamo(
             "dynamo_backend out."
         )
     given = check_options("dynamo_plugin", plugin, TorchDynamoPlugin) or TorchDynamoPlugin(backend=backend)
-    if given.backend is not None:
-        return given
-    prefix = "ACCELERATE_DYNAMO_"
-    given.backend = environment.text(f"{prefix}BACKEND") or DynamoBackend.NO
-    given.mode = given.mode or (None if given.options is not None else environment.text(f"{prefix}MODE"))
-    given.fullgraph = given.fullgraph or bool(environment.flag(f"{prefix}USE_FULLGRAPH"))
-    given.dynamic = environment.flag(f"{prefix}USE_DYNAMIC") if given.dynamic is None else given.dynamic
-    given.use_regional_compilation = given.use_regional_compilation or bool(
-        environment.flag(f"{prefix}USE_REGIONAL_COMPILATION")
-    )
+    if given.backend is None:
+        given._complete(environment)  # noqa: SLF001 - it may name other variables than those of this process
+        given.backend = given.backend or DynamoBackend.NO
     return given

@@ -95,8 +95,8 @@ class Environment:
 
     @property
     def device(self) -> str | None:
-        """``NB_ACCELERATE_DEVICE``: torch's name of the type of device to train on, where a launch has named one."""
-        return self.text(DEVICE)
+        """The device to train on, or its type: ``NB_ACCELERATE_DEVICE`` of a launch, ``ACCELERATE_TORCH_DEVICE``."""
+        return self.text(DEVICE) or self.text("ACCELERATE_TORCH_DEVICE")
 
     @property
     def gradient_accumulation_steps(self) -> int | None:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from nb_accelerate.config.checks import check_choice, check_options, check_whole
+from nb_accelerate.config.env import Environment
 from nb_accelerate.config.options import Options
 from nb_accelerate.config.tensor_parallel import TorchTensorParallelConfig, TorchTensorParallelPlugin
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from nb_accelerate.config.env import Environment
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _MESH_ORDER = ("dp_replicate", "dp_shard", "tp")
@@ -44,12 +43,13 @@ class ParallelismConfig(Options):
     Ranks of one tensor-parallel group compute each layer together and read the same rows. Such groups, or single ranks,
     hold shards of one model (FSDP), and shard groups hold copies of it (HSDP). Neighbouring ranks are in one
     tensor-parallel group, then in one shard group, so that on machines of equal size what is exchanged most need not
-    leave a machine. Names are accelerate's.
+    leave a machine. Names are accelerate's. Sizes that are not given are those of ``PARALLELISM_CONFIG_*`` variables,
+    else 1.
 
     Attributes:
-        dp_replicate_size: copies of the model. Default: 1.
-        dp_shard_size: ranks, or tensor-parallel groups, that hold a copy together. Default: 1.
-        tp_size: ranks that compute each layer together. Default: 1.
+        dp_replicate_size: copies of the model.
+        dp_shard_size: ranks, or tensor-parallel groups, that hold a copy together.
+        tp_size: ranks that compute each layer together.
         cp_size: not supported in this version, as ``sp_size``.
         cp_backend: see ``cp_size``.
         sp_size: see ``cp_size``.
@@ -72,6 +72,13 @@ class ParallelismConfig(Options):
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: Any = None
     sp_handler: Any = None
+
+    @override
+    def __post_init__(self) -> None:
+        for name, size in _sizes_in(Environment()).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, size)
+        super().__post_init__()
 
     @override
     def _check(self) -> None:
@@ -237,9 +244,13 @@ def resolve_parallelism(
         given = replace(given or ParallelismConfig(), tp_size=tensor.tp_size)
     if given is None and not environment.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
-    given = given or ParallelismConfig()
-    found: dict[str, Any] = {
-        name: environment.whole(f"PARALLELISM_CONFIG_{name.upper()}", at_least=1) for name in _SIZES
-    }
-    missing = {name: size for name, size in found.items() if size is not None and getattr(given, name) is None}
+    found = _sizes_in(environment)
+    if given is None:
+        return ParallelismConfig(**found)
+    missing = {name: size for name, size in found.items() if getattr(given, name) is None}
     return replace(given, **missing) if missing else given
+
+
+def _sizes_in(environment: Environment) -> dict[str, Any]:
+    found = {name: environment.whole(f"PARALLELISM_CONFIG_{name.upper()}", at_least=1) for name in _SIZES}
+    return {name: size for name, size in found.items() if size is not None}

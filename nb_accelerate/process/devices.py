@@ -47,7 +47,7 @@ def choose_device(topology: Topology, *, cpu: bool, name: str | None = None) -> 
     Args:
         topology: the numbers of this process.
         cpu: choose the CPU.
-        name: choose this type of device; None for the best there is.
+        name: choose this type of device, and in a single process the one with its number; None for the best there is.
 
     Raises:
         ConfigError: there are more processes on this machine than devices, or no type of device has this name.
@@ -56,11 +56,11 @@ def choose_device(topology: Topology, *, cpu: bool, name: str | None = None) -> 
     if cpu:
         kind = CPU
     elif name is not None:
-        kind = device_kind(name)
+        kind = device_kind(name.partition(":")[0])
     else:
         kind = next(kind for kind in DEVICE_KINDS if kind.is_available() and (kind.backend or not several))
     if not several or not kind.count():
-        return kind, torch.device(kind.name)
+        return kind, torch.device(kind.name if cpu or name is None or several else name)
     index = topology.local_rank if kind.count() > 1 else 0
     if index >= kind.count():
         raise ConfigError(

@@ -29,6 +29,7 @@ from nb_accelerate.pytree.structures import (
     is_tensor_information as is_tensor_information,
     is_torch_tensor as is_torch_tensor,
     listify as listify,
+    pad_input_tensors as pad_input_tensors,
     recursively_apply as recursively_apply,
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,

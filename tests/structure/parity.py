@@ -42,7 +42,7 @@ OUT_OF_SCOPE = (
 REASONS = (
     (
         r"megatron|sagemaker|sagemager|msamp|habana|gaudi|hpu|mlu|musa|sdaa|npu(_|$)|neuron|lomo|pippy|TrainStep"
-        r"|MULTI_NPU|\bNPU|nvprims|avg_losses_across|pad_input_tensors",
+        r"|MULTI_NPU|\bNPU|nvprims|avg_losses_across",
         OUT_OF_SCOPE,
     ),
     (r"AOT_TS|NVPRIMS|NVFUSER|OFI|FX2TRT|TVM|_BACKEND|TORCHXLA|ONNXRT", OUT_OF_SCOPE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
@@ -82,6 +83,16 @@ def test_structures_are_joined_cut_and_listed():
     assert utils.concatenate([{"text": "alone"}]) == {"text": "alone"}
     with pytest.raises(TypeError, match="found a str"):
         utils.concatenate(["a", "b"])
+
+
+def test_tensors_are_filled_up_to_as_many_rows_as_by_accelerate():
+    theirs = pytest.importorskip("accelerate.utils")
+    for rows, processes in itertools.product(range(1, 12), range(1, 6)):
+        data = {"x": torch.ones(rows, 2)}
+        padded = utils.pad_input_tensors(data, rows, processes)
+        assert torch.equal(padded["x"], theirs.pad_input_tensors(data, rows, processes)["x"])
+    with pytest.raises(TypeError):
+        utils.pad_input_tensors(["a"], 1, 2)
 
 
 def test_placement_leaves_out_the_keys_it_is_told():

@@ -13,6 +13,7 @@ import torch
 
 from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
+from nb_accelerate.config.dynamo import TorchDynamoPlugin
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.kwargs import (
     AutocastKwargs,
@@ -23,6 +24,7 @@ from nb_accelerate.config.kwargs import (
     KwargsHandler,
 )
 from nb_accelerate.config.loader import DataLoaderConfiguration
+from nb_accelerate.config.parallelism import ParallelismConfig
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import context
 from nb_accelerate.process.rng import set_seed
@@ -141,6 +143,19 @@ def test_an_empty_variable_counts_as_not_set():
     environment = Environment({"ACCELERATE_USE_CPU": " ", "A": "YES", "B": "0"})
     assert environment.use_cpu is None
     assert (environment.flag("A"), environment.flag("B"), environment.whole("C")) == (True, False, None)
+
+
+def test_options_that_are_not_given_are_those_of_the_environment_when_they_are_made(monkeypatch):
+    names = {"BACKEND": "aot_ts_nvfuser", "MODE": "reduce-overhead", "USE_FULLGRAPH": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    kwargs = TorchDynamoPlugin().to_kwargs()
+    assert kwargs == {"backend": "aot_ts_nvfuser", "mode": "reduce-overhead", "fullgraph": True}
+    assert TorchDynamoPlugin(backend="eager").to_kwargs() == {"backend": "eager"}
+    assert TorchDynamoPlugin(mode="max-autotune").mode == "max-autotune"
+    assert (ParallelismConfig().tp_size, ParallelismConfig(tp_size=4).tp_size) == (2, 4)
+    assert ParallelismConfig().dp_shard_size is None
 
 
 def test_handlers_know_what_differs_from_the_defaults():

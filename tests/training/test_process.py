@@ -191,6 +191,15 @@ def test_the_device_in_somebodys_group_is_the_one_that_somebody_chose(monkeypatc
     assert device() == "cuda:3"
 
 
+def test_the_environment_may_name_the_device_of_a_process(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:64")
+    assert setup_process().device == torch.device("cuda", 64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    second = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    assert devices.choose_device(second, cpu=False, name="cuda:0")[1] == torch.device("cuda", 1)
+    assert devices.choose_device(Topology(), cpu=True, name="cuda:0")[1] == torch.device("cpu")
+
+
 def test_apple_devices_are_used_by_one_process_only(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert devices.choose_device(Topology(), cpu=False)[1] == torch.device("mps")

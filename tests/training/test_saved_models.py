@@ -142,6 +142,12 @@ def test_a_model_on_meta_gets_its_weights_in_the_numbers_that_are_asked_for(tmp_
     assert empty.head.weight is empty.embed.weight
 
 
+def test_weights_that_a_model_does_not_have_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    torch.save(nn.Linear(2, 2).state_dict() | {"extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
+    assert "were not used when this Linear was loaded, which does not have them: extra." in caplog.text
+
+
 def test_what_is_wrong_with_a_model_is_said(tmp_path: Path):
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(Tied(), tmp_path / "pieces", max_shard_size=100)
