@@ -140,6 +140,14 @@ DIFFERENCES = {
         "next epoch has the next order of a seedable sampler; in accelerate the epoch that was resumed comes "
         "once more."
     ),
+    "test_batch_samplers_are_told_the_epoch": (
+        "`set_epoch` of a prepared loader, and each new epoch, reach a batch sampler that has a `set_epoch`, on any "
+        "number of processes; in accelerate on one."
+    ),
+    "test_tensors_in_dataclasses_become_float32": (
+        "Outputs of a prepared model that are dataclasses become float32 under mixed precision like tuples and dicts; "
+        "accelerate leaves their 16-bit numbers."
+    ),
     "test_the_remainder_is_known_at_the_last_batch": (
         "`GradientState.remainder` is -1 until the last batch; accelerate's says from the first what the last "
         "will have."

@@ -7,6 +7,7 @@ line in ``tests/structure/parity.py`` to be removed.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import os
 import pickle
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import nb_accelerate
 import nb_accelerate.utils
@@ -45,6 +46,13 @@ class Stream(IterableDataset):
         return iter(range(22))
 
 
+class Buckets(BatchSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
 def _on_two_ranks() -> dict[str, Any]:
     """What each package does on this rank, by name: first what accelerate says."""
     found: dict[str, Any] = {}
@@ -69,6 +77,9 @@ def _on_two_ranks() -> dict[str, Any]:
         state, loader = accelerator.gradient_state, accelerator.prepare(DataLoader(range(22), batch_size=4))
         note("remainder", lambda s=state, one=loader: [s.remainder for _ in one])
         note("stream", lambda a=accelerator: a.prepare(DataLoader(Stream(), batch_size=4)).total_batch_size)
+        buckets = Buckets(range(8), 2, False)
+        accelerator.prepare(DataLoader(range(8), batch_sampler=buckets)).set_epoch(3)
+        note("epoch", lambda one=buckets: one.epoch)
         torch.manual_seed(0)
         shuffled = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
         note("order", lambda a=accelerator, one=shuffled: a.gather(torch.cat(list(one))).tolist())
@@ -226,6 +237,22 @@ def test_a_plugin_without_a_number_takes_that_of_the_environment(monkeypatch):
         plugin = package.utils.GradientAccumulationPlugin(sync_each_batch=True)
         steps.append(package.Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps)
     assert steps == [1, 4]
+
+
+def test_batch_samplers_are_told_the_epoch(on_two_ranks):
+    assert on_two_ranks[0]["epoch"] == [0, 3]
+
+
+def test_tensors_in_dataclasses_become_float32():
+    @dataclasses.dataclass
+    class Output:
+        loss: torch.Tensor
+
+    made = [
+        package.utils.convert_outputs_to_fp32(lambda: Output(torch.ones(1, dtype=torch.bfloat16)))()
+        for package in (accelerate, nb_accelerate)
+    ]
+    assert [output.loss.dtype for output in made] == [torch.bfloat16, torch.float32]
 
 
 def test_schedulers_are_adjusted_unless_it_is_switched_off():
