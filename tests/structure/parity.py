@@ -144,6 +144,10 @@ DIFFERENCES = {
         "`set_epoch` of a prepared loader, and each new epoch, reach a batch sampler that has a `set_epoch`, on any "
         "number of processes; in accelerate on one."
     ),
+    "test_split_batches_are_made_for_each_rank": (
+        "With `dispatch_batches=True` and `split_batches=True`, `collate_fn` makes a batch of the rows of each rank, "
+        "as where every rank reads; accelerate cuts the batch of all, so that it is padded to the longest of all."
+    ),
     "test_tensors_in_dataclasses_become_float32": (
         "Outputs of a prepared model that are dataclasses become float32 under mixed precision like tuples and dicts; "
         "accelerate leaves their 16-bit numbers."

@@ -53,6 +53,10 @@ class Buckets(BatchSampler):
         self.epoch = epoch
 
 
+def _padded(rows):
+    return nn.utils.rnn.pad_sequence([torch.full((row + 1,), row) for row in rows], batch_first=True)
+
+
 def _on_two_ranks() -> dict[str, Any]:
     """What each package does on this rank, by name: first what accelerate says."""
     found: dict[str, Any] = {}
@@ -80,6 +84,15 @@ def _on_two_ranks() -> dict[str, Any]:
         buckets = Buckets(range(8), 2, False)
         accelerator.prepare(DataLoader(range(8), batch_sampler=buckets)).set_epoch(3)
         note("epoch", lambda one=buckets: one.epoch)
+        package = importlib.import_module(type(accelerator).__module__.partition(".")[0])
+        padded = package.data_loader.prepare_data_loader(
+            DataLoader(range(4), batch_size=4, collate_fn=_padded),
+            device=torch.device("cpu"),
+            split_batches=True,
+            put_on_device=True,
+            dispatch_batches=True,
+        )
+        note("widths", lambda one=padded: [batch.shape[1] for batch in one])
         torch.manual_seed(0)
         shuffled = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))
         note("order", lambda a=accelerator, one=shuffled: a.gather(torch.cat(list(one))).tolist())
@@ -241,6 +254,11 @@ def test_a_plugin_without_a_number_takes_that_of_the_environment(monkeypatch):
 
 def test_batch_samplers_are_told_the_epoch(on_two_ranks):
     assert on_two_ranks[0]["epoch"] == [0, 3]
+
+
+def test_split_batches_are_made_for_each_rank(on_two_ranks):
+    assert on_two_ranks[0]["widths"] == [[4], [2]]
+    assert on_two_ranks[1]["widths"] == [[4], [4]]
 
 
 def test_tensors_in_dataclasses_become_float32():
