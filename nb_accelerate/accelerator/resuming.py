@@ -19,7 +19,7 @@ from nb_accelerate.accelerator.checkpoint_schedule import CheckpointSchedule
 from nb_accelerate.accelerator.checkpoints import CheckpointSlice
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.fitting import position_here
-from nb_accelerate.checkpoint.numbered import newest_before, next_number, numbered, tell_of_links
+from nb_accelerate.checkpoint.numbered import newest_of_others, next_number, numbered, tell_of_links
 from nb_accelerate.config.checks import check_flag, check_whole
 from nb_accelerate.config.env import Environment
 from nb_accelerate.config.project import SaveInterval
@@ -122,7 +122,7 @@ class ResumingSlice(CheckpointSlice):
             raise ConfigError("resumable was given a loader that this Accelerator did not prepare.")
         interval = None if project.save_every is None else SaveInterval.parse(project.save_every)
         resumes = Environment().resume if resume is None else check_flag("resume", resume)
-        self._leave_earlier_run(Environment().resume_since if resume is None else None)
+        self._leave_earlier_run(begins_anew=resume is None and Environment().begins_anew)
         core.registry.loaded_from = None
         first = self._go_on(dataloader) if resumes else self._begin_anew()
         if core.process.topology.is_main:
@@ -153,18 +153,20 @@ class ResumingSlice(CheckpointSlice):
         elif is_asked_for and not numbered(parent):
             logger.warning("There is no checkpoint in %s to go on from: training begins with the first epoch.", parent)
 
-    def _leave_earlier_run(self, since: int | None) -> None:
+    def _leave_earlier_run(self, *, begins_anew: bool) -> None:
         """Note which checkpoints are of an earlier run. Ranks that are started again go on from none of them.
 
         Args:
-            since: when this run was launched to begin anew, in milliseconds since 1970; None if it was not.
+            begins_anew: whether this run was launched to begin anew.
         """
-        core, parent = self.core, self._numbered_folders()
-        # A machine that has joined later was launched later: the earliest tells when the run began.
+        core, parent, progress = self.core, self._numbered_folders(), self.core.registry.progress
+        # Each machine may have launched its ranks, and a machine may have joined later, when others had saved.
+        of_ranks = core.collectives.all_gather_object(progress.launches)
+        progress.launches = sorted({one for launches in of_ranks for one in launches})
         earlier = gather_from_all_ranks(
-            core.collectives, lambda: -1 if since is None else newest_before(parent, since / 1000)
+            core.collectives, lambda: newest_of_others(parent, progress.launches) if begins_anew else -1
         )
-        core.registry.first_of_run = 1 + min(earlier)
+        core.registry.first_of_run = 1 + max(earlier)
 
     def _go_on(self, dataloader: DataLoaderShard) -> int:
         """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""

@@ -45,7 +45,8 @@ class Manifest:
         kinds: the class of what was saved, by file.
         files: all but this one.
         versions: of what wrote it.
-        saved_at: when, in UTC.
+        launches: ids of the launch of the run, one or one for each machine; none in files of older versions.
+        saved_at: when, in UTC. For people: clocks may be set.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Manifest:
         }
     )
     num_readers: int | None = None
+    launches: list[str] = field(default_factory=list)
     saved_at: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
 
     @property
@@ -151,6 +153,7 @@ def _checked(content: dict[str, Any], *, has_crc32: bool) -> Manifest:
         files=files,
         versions={_a(str, name): _a(str, one) for name, one in _a(dict, content.get("versions", {})).items()},
         num_readers=None if num_readers is None else _number(num_readers),
+        launches=[_a(str, one) for one in _a(list, content.get("launches", []))],
         saved_at=_a(str, content.get("saved_at", "")),
     )
 

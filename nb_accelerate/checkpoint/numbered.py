@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from nb_accelerate.checkpoint.agreement import gather_from_all_ranks
@@ -16,7 +15,7 @@ from nb_accelerate.checkpoint.publishing import published, remove
 from nb_accelerate.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from nb_accelerate.checkpoint.opening import Checkpoint
@@ -70,20 +69,19 @@ def tell_of_links(parent: Path, *, above: int) -> None:
         )
 
 
-def newest_before(parent: Path, time: float) -> int:
-    """Return the number of the newest checkpoint that was saved before a time; -1 if there is none.
+def newest_of_others(parent: Path, launches: Iterable[str]) -> int:
+    """Return the number of the newest checkpoint that another launch has saved; -1 if there is none.
 
     Args:
         parent: the folder that the numbered ones are in.
-        time: in seconds since 1970. What does not say when it was saved, was saved before.
+        launches: ids of this one. What does not say who saved it is of another one.
     """
     for number, folder in reversed(numbered(parent)):
         try:
             manifest = Manifest.read(published(folder, "state"))
-            saved = datetime.fromisoformat(manifest.saved_at).timestamp() if manifest is not None else 0.0
-        except (CheckpointError, ValueError):  # damaged; those below it tell
+        except CheckpointError:  # damaged; those below it tell
             continue
-        if saved < time:
+        if manifest is None or not set(launches).intersection(manifest.launches):
             return number
     return -1
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from nb_accelerate.checkpoint.host_copies import HostCopies
+from nb_accelerate.config.env import Environment
 from nb_accelerate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ class Progress:
         global_step: batches that each rank was given to train with by `Accelerator.resumable`; None if it has not run
             since the beginning, or since a checkpoint was loaded elsewhere.
         metrics: numbers that were logged last, by name; as tensors where they are on a device.
+        launches: ids of the launch of this process; after `Accelerator.resumable`, of all processes.
     """
 
     global_step: int | None = None
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    launches: list[str] = field(default_factory=lambda: list(filter(None, [Environment().launch])))
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Keep the numbers among values that are logged."""

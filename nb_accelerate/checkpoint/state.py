@@ -180,6 +180,7 @@ class StateWriter:
             positions=[position_of(loader)[1] for loader in self.loaders],
             rows_per_step=[rows_per_step(loader) for loader in self.loaders],
             num_rows=[num_rows(loader) for loader in self.loaders],
+            launches=self.progress.launches,
             global_step=self.progress.global_step,
             metrics=self.progress.read_metrics(),
             kinds={part.file: class_of(part.thing) for part in self.parts if part.check is not None},

@@ -25,7 +25,7 @@ _YES = ("1", "true", "yes", "y", "on", "t")
 DEBUG_MODE = "ACCELERATE_DEBUG_MODE"
 DEVICE = "NB_ACCELERATE_DEVICE"
 RESUME = "NB_ACCELERATE_RESUME"
-RESUME_SINCE = "NB_ACCELERATE_RESUME_SINCE"
+LAUNCH = "NB_ACCELERATE_LAUNCH"
 
 
 class Environment:
@@ -143,12 +143,17 @@ class Environment:
         return self.flag(RESUME) is True
 
     @property
-    def resume_since(self) -> int | None:
-        """``NB_ACCELERATE_RESUME_SINCE``: when this run began, in milliseconds since 1970, if it began anew.
+    def begins_anew(self) -> bool:
+        """``NB_ACCELERATE_RESUME``: whether somebody has said that the run goes on from no earlier one."""
+        return self.flag(RESUME) is False
 
-        Ranks that are started again go on from no checkpoint that is older.
+    @property
+    def launch(self) -> str | None:
+        """``NB_ACCELERATE_LAUNCH``, or torchrun's ``TORCHELASTIC_RUN_ID``: the id of the launch of this process.
+
+        Ranks that are started again have the same. Each machine may have one of its own.
         """
-        return self.whole(RESUME_SINCE)
+        return self.text(LAUNCH) or self.text("TORCHELASTIC_RUN_ID")
 
     @property
     def has_rendezvous(self) -> bool:

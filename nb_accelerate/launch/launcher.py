@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
-import time
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from nb_accelerate.config.arguments import suggests_arguments
-from nb_accelerate.config.env import RESUME, RESUME_SINCE, Environment
+from nb_accelerate.config.env import LAUNCH, RESUME, Environment
 from nb_accelerate.config.file import default_path, read_config
 from nb_accelerate.config.launch import LaunchOptions
 from nb_accelerate.config.session_defaults import SESSION_DEFAULTS
@@ -245,7 +245,6 @@ def notebook_launcher(
     """
     is_open = num_processes is None and devices is None and num_nodes == 1
     defaults, origin = _defaults() if is_open else ({}, "")
-    began = {} if resume else {RESUME_SINCE: str(int(time.time() * 1000))}
     options = LaunchOptions(
         function=function,
         args=args,
@@ -268,7 +267,7 @@ def notebook_launcher(
         devices=defaults.get("devices", devices),
         timeout=timeout,
         progress=progress,
-        env={RESUME: str(int(resume)), **began, **(env or {})},
+        env={RESUME: str(int(resume)), LAUNCH: secrets.token_hex(8), **(env or {})},
         by_value=tuple(by_value),
         fold_output=log_line_prefix_template is None if fold_output is None else fold_output,
     )

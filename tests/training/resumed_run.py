@@ -1,6 +1,8 @@
 """A run that saves, is killed, and goes on: the program of the tests and of `make soak`.
 
-Usage: resumed_run.py FOLDER RANKS EVERY [--async] [--pause SECONDS]
+Usage: resumed_run.py FOLDER RANKS EVERY [--async] [--pause SECONDS] [--resume]
+
+The clock by which checkpoints are dated goes back and forth.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ def train(where: str, every: str, in_background: bool, pause: float, ranks: int)
     from nb_accelerate import Accelerator
     from nb_accelerate.utils import ProjectConfiguration
 
+    _set_clock()
     torch.manual_seed(3)
     project = ProjectConfiguration(where, save_every=every, total_limit=2, async_save=in_background)
     accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=2)
@@ -65,6 +69,20 @@ def train(where: str, every: str, in_background: bool, pause: float, ranks: int)
     return end.hexdigest()
 
 
+def _set_clock() -> None:
+    """Have checkpoints of attempts be dated an hour early and an hour late, in turn."""
+    from nb_accelerate.checkpoint import manifest
+
+    hours = 1 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % 2 else -1
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    manifest.datetime = Clock
+
+
 def main() -> None:
     """Run, and print the fingerprints of all ranks as the last line."""
     parser = argparse.ArgumentParser()
@@ -73,6 +91,7 @@ def main() -> None:
     parser.add_argument("every")
     parser.add_argument("--async", dest="in_background", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
     ends = notebook_launcher(
         train,
@@ -81,7 +100,7 @@ def main() -> None:
         start_method="forkserver",
         progress="off",
         max_restarts=100,
-        resume=True,
+        resume=given.resume,
     )
     print(json.dumps(list(ends)))
 

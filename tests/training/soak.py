@@ -58,22 +58,25 @@ def disturbed(where: Path, victim: str, delay: float, *, in_background: bool) ->
         if victim == "the kernel":
             for file in files:
                 file.unlink()
-            process = _start(where, in_background=in_background)
+            process = _start(where, in_background=in_background, resume=True)
             out, err = process.communicate(timeout=LONGEST)
         assert process.returncode == 0, err
     finally:
         process.kill()
         process.communicate()
     found = checkpoints(where, read=True)
-    assert found[-1].is_whole, found
+    newest = max(found, key=lambda one: int(one.folder.name.rpartition("_")[2]))
+    assert newest.is_whole, found
     return _outcome(where, out)
 
 
-def _start(where: Path, *, in_background: bool) -> subprocess.Popen[str]:
+def _start(where: Path, *, in_background: bool, resume: bool = False) -> subprocess.Popen[str]:
     where.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(PROGRAM), str(where), str(RANKS), "1 step", "--pause", "0.02"]
     if in_background:
         command.append("--async")
+    if resume:
+        command.append("--resume")
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 import nb_accelerate
 from nb_accelerate.accelerator import Accelerator
+from nb_accelerate.checkpoint import manifest
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.config.loader import DataLoaderConfiguration
 from nb_accelerate.config.project import ProjectConfiguration, SaveInterval
@@ -156,7 +158,9 @@ def test_the_main_process_alone_says_where_a_run_begins(tmp_path: Path, capfd: p
     assert shown.count("nothing is left to train") == 1
 
 
-def _saves_and_fails_once(where: str) -> int:
+def _saves_and_fails_once(where: str, hours: int = 0, after: int = 0) -> int:
+    """Train for 4 steps, on two ranks, with a clock that is wrong; fail after a step if a file says so."""
+    _set_clock(hours)
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(where, save_every="1 epoch"))
     model = nn.Linear(1, 1)
@@ -166,15 +170,26 @@ def _saves_and_fails_once(where: str) -> int:
     steps = 0
     for _, batches in accelerator.resumable(loader, 2):
         for rows in batches:
-            if Path(where, "fail").exists():
+            if steps == after and Path(where, "fail").exists():
                 accelerator.wait_for_everyone()
                 Path(where, "fail").unlink(missing_ok=True)
-                raise RuntimeError("before the first checkpoint")
+                raise RuntimeError("a failure")
             accelerator.backward(model(rows).sum())
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
     return steps
+
+
+def _set_clock(hours: int) -> None:
+    """Have checkpoints say that they were saved so many hours later."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    manifest.datetime = Clock  # type: ignore[misc]
 
 
 def test_ranks_that_are_started_again_go_on_from_no_checkpoint_of_an_earlier_run(tmp_path: Path):
@@ -190,11 +205,32 @@ def test_ranks_that_are_started_again_go_on_from_no_checkpoint_of_an_earlier_run
     assert launch(max_restarts=1, resume=True) == [0, 0]
 
 
+@pytest.mark.parametrize(("before", "now", "after"), [(1, 0, 0), (0, -1, 2)])
+def test_no_clock_says_which_checkpoints_are_those_of_a_launch(tmp_path: Path, before: int, now: int, after: int):
+    def launch(hours: int, max_restarts: int = 0) -> list[int]:
+        return list(
+            nb_accelerate.notebook_launcher(
+                _saves_and_fails_once,
+                (str(tmp_path), hours, after),
+                2,
+                progress="off",
+                start_method="forkserver",
+                max_restarts=max_restarts,
+            )
+        )
+
+    launch(before)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time.time() + 3600 * before,) * 2)
+    (tmp_path / "fail").touch()
+    assert launch(now, 1) == [4 - after] * 2  # not from the end of the run before, nor from the beginning
+
+
 def test_ranks_that_have_joined_later_go_on_with_the_run_that_they_join(run_ranks: RunRanks, tmp_path: Path):
     def run(where: str, attempt: int) -> list[Any]:
         os.environ |= {"NB_ACCELERATE_RESUME": "0", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        hours = 1 if os.environ["RANK"] == "1" else -1
-        os.environ["NB_ACCELERATE_RESUME_SINCE"] = str(int((time.time() + 3600 * hours) * 1000))
+        # The second time, the first of the machines is gone and another has joined.
+        os.environ["NB_ACCELERATE_LAUNCH"] = f"of machine {int(os.environ['RANK']) + attempt}"
         return _run(Path(where), save_every="1 epoch")
 
     assert all(run_ranks(run, str(tmp_path), 0))
