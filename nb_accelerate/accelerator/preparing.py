@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nb_accelerate.accelerator.compiling import compiled
+from nb_accelerate.accelerator.forward_phase import time_forward
 from nb_accelerate.accelerator.ownership import check_owned, verify_device_map
 from nb_accelerate.accelerator.prepared import PreparedSlice
 from nb_accelerate.accelerator.unprepared import warn_of_unprepared_loader
@@ -211,6 +212,7 @@ class PreparingSlice(PreparedSlice):
         core = self.core
         prepared = compiled(model, core.dynamo, core.process.kind)
         note_use(core.dynamo, "the model that was prepared", advice="Set it before accelerator.prepare(model).")
+        time_forward(prepared)
         core.prepared.models.append(prepared)
         core.shared.models.add(prepared)
         core.steering.begin()

@@ -131,6 +131,10 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             or torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001 - torch.func has no public way
         ):
             return plain(model, *args, **kwargs)
+        if torch.is_grad_enabled():
+            page = here()
+            page.enter(Phase.FORWARD)
+            page.saw_forward = True
         with self._inside():
             return self.models.call(model, plain, args, kwargs)
 

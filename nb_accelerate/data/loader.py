@@ -10,6 +10,7 @@ A batch goes forward through these steps::
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,7 +160,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
         self.epochs.announce()
         page = here()
         enter, step = page.enter, page.step
-        reads, works = Phase.DATA, Phase.EVALUATING if evaluates else Phase.FORWARD
+        reads, work = Phase.DATA, partial(enter, Phase.EVALUATING) if evaluates else page.begin_work
         around = None if evaluates or page.epochs_are_told or not page.is_read else epoch_around()
         if around is not None:
             page.infer_epoch(*around)
@@ -195,7 +196,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 if tracker.active is not progress:
                     tracker.advance(progress)
                 step(position)
-                enter(works)
+                work()
                 if type(current) is LastBatch:  # of one worker of several; others go on
                     progress.rows, current = current.rows, current.batch
                     yield current if late is None else late(current)
@@ -211,7 +212,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
             if tracker.active is not progress:
                 tracker.advance(progress)
             step(position + 1)
-            enter(works)
+            work()
             last = progress.reader.last(current)
             progress.rows, current = last.rows, last.batch
             yield current if late is None else late(current)

@@ -41,6 +41,7 @@ class ProgressPage:
         commands: of the notebook to the training loop.
         measure: takes nothing; notes with `rank_memory` what this process holds in memory now.
         is_read: somebody may read it: it lies in memory that was given.
+        saw_forward: whether a prepared model has said, in this call or cell, that it was called; None if none is to.
         epochs_are_told: `tell_epoch` was called, so that the epochs of the run need not be inferred.
         trains: takes nothing; says that the current loop trains. Other loops evaluate, or do something else.
         times_waits: takes nothing; says that what follows the computation of gradients in backward is a phase of its
@@ -60,6 +61,7 @@ class ProgressPage:
         self.outlet: Callable[[bytes], object] = _nobody
         self.commands = CommandReader(self._memory)
         self.measure: Callable[[], object] = _nothing
+        self.saw_forward: bool | None = None
         self.epochs_are_told = False
         self._scalars: dict[str, int] = {}
         self._loops: list[Loop] = []
@@ -95,6 +97,7 @@ class ProgressPage:
         self._memory[layout.COMMANDS_AT :] = bytes(layout.SIZE - layout.COMMANDS_AT)
         self._scalars.clear()
         self._loops.clear()
+        self.saw_forward = None if self.saw_forward is None else False
         self.epochs_are_told = False
         self._reals[layout.LOSS] = layout.NO_LOSS
         words[layout.TOTAL] = -1
@@ -149,6 +152,14 @@ class ProgressPage:
         loop = Loop()
         self._loops.append(loop)
         return loop
+
+    def begin_work(self) -> None:
+        """Begin what a loop does with a batch: the user's own code, until a prepared model says that it was called.
+
+        One that was compiled afterwards does not say it. A loop that trains it is in forward, as far as is known.
+        """
+        is_unsaid = self.saw_forward is False and self._words[layout.TRAINS]
+        self.enter(Phase.FORWARD if is_unsaid else Phase.RUNNING)
 
     def end_loop(self, loop: Loop) -> None:
         """End a loop, also one that was left early. The page then shows the loop around it, if there is one.

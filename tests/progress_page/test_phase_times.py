@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +159,68 @@ def test_a_signal_that_enters_a_phase_while_another_begins_does_not_shift_later_
     page.enter(Phase.RUNNING)
     clock.wait(7)
     assert milliseconds(read(memory)) == {"FORWARD": 11, "BACKWARD": 6, "RUNNING": 7}  # 1 ms is counted twice
+
+
+def work_before_forward(kind: str) -> dict[str, float]:
+    import time
+
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from nb_accelerate import Accelerator
+    from nb_accelerate.progress_page import here
+
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager" if kind == "compiled" else "no")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if kind == "compiled later":
+        model = torch.compile(model, backend="eager", fullgraph=accelerator.num_processes == 1)
+    if "compiled" in kind:
+        for _ in range(2):
+            model(torch.ones(4, 4)).mean().backward()  # compiles outside of the loop
+    here().begin_request()
+    for (batch,) in loader:
+        time.sleep(0.02)
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {phase.name: spent for phase, spent in read(here()._memory).seconds.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("usual", 1), ("usual", 2), ("compiled", 1), ("compiled", 2), ("compiled later", 1)]
+)
+def test_what_comes_before_the_call_of_the_model_is_no_forward(kind: str, world_size: int) -> None:
+    for seconds in notebook_launcher(work_before_forward, (kind,), num_processes=world_size, progress="off"):
+        before, other = ("FORWARD", "RUNNING") if kind == "compiled later" else ("RUNNING", "FORWARD")
+        assert seconds[before] >= 0.02 * (16 // world_size - 1)
+        assert seconds[other] < seconds[before] / 2
+
+
+def test_a_model_that_was_prepared_can_be_loaded_and_compiled_without_this_package(tmp_path: Path) -> None:
+    def train() -> None:
+        import torch
+        from torch import nn
+
+        from nb_accelerate import Accelerator
+        from nb_accelerate.progress_page import here
+
+        model = Accelerator(cpu=True).prepare(nn.Linear(2, 1))
+        model(torch.ones(1, 2))
+        assert here().saw_forward
+        torch.save(model, tmp_path / "model.pt")
+
+    notebook_launcher(train, num_processes=1, progress="off")
+    program = """
+import sys
+sys.modules["nb_accelerate"] = None
+import torch
+model = torch.load(sys.argv[1], weights_only=False)
+compiled = torch.compile(model, backend="eager", fullgraph=True)
+print(torch.equal(model(torch.ones(1, 2)), compiled(torch.ones(1, 2))))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "model.pt")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"

@@ -234,7 +234,7 @@ def test_a_prepared_loader_reports_and_a_break_ends_its_loop(own_page: ProgressP
     for epoch in range(2):
         for number, _ in enumerate(training):
             sample = reader.read()
-            assert (sample.phase, sample.step, sample.total) == (Phase.FORWARD, number + 1, 6)
+            assert (sample.phase, sample.step, sample.total) == (Phase.RUNNING, number + 1, 6)
             accelerator.backward(weight.square())
             assert (reader.read().epoch, reader.read().loss) == (epoch + 1, 4.0)
             if number == 2:
