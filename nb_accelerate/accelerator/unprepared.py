@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from nb_accelerate.data.loader import DataLoaderShard
+from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.progress_page import Phase, here
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _find_loader(frame: FrameType | None) -> str | None:
     """Return the name of a plain loader that is being read by one of the callers."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            loaders = {name: one for name, one in list(frame.f_locals.items()) if isinstance(one, DataLoader)}
+            loaders = {name: one for name, one in list(locals_of(frame).items()) if isinstance(one, DataLoader)}
             if any(isinstance(one, DataLoaderShard) for one in loaders.values()):
                 return None  # by another `Accelerator`
             for name, loader in loaders.items():

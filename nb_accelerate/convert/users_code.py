@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.errors.traceback_lines import is_users
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class SeenLoop:
         if frame is None or (where := (frame.f_code.co_filename, frame.f_lineno)) in self._backward:
             return
         self._backward[where] = linecache.getline(*where).strip() or f"in {frame.f_code.co_name}"
-        for names in (*(one.f_locals for one in frames_here()), self._variables):
+        for names in (*map(locals_of, frames_here()), self._variables):
             found = {id(one): (name, one) for name, one in list(names.items()) if isinstance(one, _KINDS)}
             self._named |= found  # names of the cell in the place of those in functions
 

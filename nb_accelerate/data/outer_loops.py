@@ -15,6 +15,7 @@ import re
 from collections import ChainMap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+from nb_accelerate.errors.frame_locals import locals_of
 from nb_accelerate.errors.traceback_lines import is_ours, is_users
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _in_frame(frame: FrameType) -> tuple[int, int] | None:
     ranges = _ranges_around(frame.f_code.co_filename, frame.f_lineno)
     if not ranges:
         return None
-    names = ChainMap(frame.f_locals, frame.f_globals)  # each look at f_locals of a function makes a new dict
+    names = ChainMap(locals_of(frame), frame.f_globals)  # type: ignore[arg-type]  # they are only read
     number, epochs = 0, 1
     for target, call in ranges:
         values, current = _range(call, names), _value(target, names)

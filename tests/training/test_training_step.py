@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.config.accumulation import GradientAccumulationPlugin
 from nb_accelerate.config.kwargs import AutocastKwargs, GradScalerKwargs
 from nb_accelerate.errors import ConfigError, NotPreparedError
+from nb_accelerate.errors.frame_locals import locals_of
 
 Schedulers = torch.optim.lr_scheduler
 
@@ -345,3 +349,44 @@ def test_free_memory_lets_go_of_everything():
     model, optimizer = accelerator.free_memory(model, optimizer)
     assert (model, optimizer) == (None, None)
     assert accelerator._models == accelerator._optimizers == accelerator._schedulers == accelerator._dataloaders == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_goes_when_its_last_user_has_dropped_it(run_ranks, world_size):
+    def train(prepares_loader):
+        accelerator = Accelerator(cpu=True)
+        gone = []
+        for _ in range(2):
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=1)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            if prepares_loader:
+                loader = accelerator.prepare(loader)
+            prepared, inner = weakref.ref(model), weakref.ref(accelerator.unwrap_model(model))
+            for (batch,) in loader:
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+            gc.collect()
+            gone.append((prepared(), inner()))
+        return gone
+
+    for prepares_loader in (True, False):
+        for gone in run_ranks(train, prepares_loader, world_size=world_size):
+            assert gone == [(None, None)] * 2
+
+
+def test_looking_at_the_variables_of_a_function_keeps_none_of_them_and_takes_none_away():
+    def look(keeps):
+        own = locals() if keeps else None
+        values = {1, 2}
+        found = locals_of(inspect.currentframe())["values"] is values
+        gone, _ = weakref.ref(values), values.clear()
+        del values
+        return found, gone(), own and own["keeps"]
+
+    assert look(False) == (True, None, None)
+    assert look(True)[2]
+    assert locals_of(inspect.currentframe())["look"] is look
