@@ -12,7 +12,6 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.cli import (
-    completion,
     config,
     env,
     estimate_memory,
@@ -30,7 +29,7 @@ from nb_accelerate.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (config, launch, test, status, stop, estimate_memory, merge_weights, to_fsdp2, completion, env)
+_COMMANDS = (config, launch, test, status, stop, estimate_memory, merge_weights, to_fsdp2, env)
 
 _INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended: 128 + SIGINT."""
