@@ -109,38 +109,6 @@ def notebook_launcher(
 ) -> Launch: ...
 
 
-@overload
-def notebook_launcher(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = ...,
-    num_processes: int | None = ...,
-    mixed_precision: str = ...,
-    use_port: str | int | None = ...,
-    master_addr: str = ...,
-    node_rank: int = ...,
-    num_nodes: int = ...,
-    rdzv_backend: str = ...,
-    rdzv_endpoint: str = ...,
-    rdzv_conf: Mapping[str, Any] | None = ...,
-    rdzv_id: str = ...,
-    max_restarts: int = ...,
-    monitor_interval: float = ...,
-    log_line_prefix_template: str | None = ...,
-    *,
-    kwargs: Mapping[str, Any] | None = ...,
-    start_method: str = ...,
-    devices: str | Sequence[int] | None = ...,
-    timeout: float | None = ...,
-    block: bool,
-    progress: str = ...,
-    env: Mapping[str, str] | None = ...,
-    by_value: Sequence[ModuleType] = ...,
-    fold_output: bool | None = ...,
-    resume: bool = ...,
-    min_nodes: int | None = ...,
-) -> Values | Launch: ...
-
-
 @suggests_arguments
 def notebook_launcher(
     function: Callable[..., Any],
