@@ -163,9 +163,9 @@ class ElasticRendezvous:
             with variables_set({_OWN_STORE: "1"}):
                 info = self._in_thread(self._join)
         except RendezvousTimeoutError:
-            here = {one.address: one for one in (*self._state.machines, self._me)}
-            gone = [one for one in before if one.address not in here]
-            missing = not_all_came(list(here.values()), gone, self._fewest, self.where, self._seconds)
+            here = [self._me, *(one for one in self._state.machines if one.launch != self._me.launch)]
+            gone = [one for one in before if one not in here]
+            missing = not_all_came(here, gone, self._fewest, self.where, self._seconds)
         except RendezvousClosedError:
             missing = StartError("the launch has ended on another machine: nobody can take part in it any more")
         else:
@@ -285,7 +285,9 @@ class ElasticRendezvous:
                 thread.join(_LOOK_INTERVAL)
                 self._check()
                 if time.monotonic() > until:
-                    raise no_first_machine(self.where, self._seconds, TimeoutError("nothing comes back"))
+                    raise no_first_machine(
+                        self.where, self._seconds, TimeoutError("it has all its machines, or no network")
+                    )
         except BaseException:
             self._is_given_up = True
             thread.join(_LEAVING_LIMIT)

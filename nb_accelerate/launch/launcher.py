@@ -155,11 +155,12 @@ def notebook_launcher(
         use_port: port of the rendezvous store. None or 0 finds a free one; on several machines the default is 29500.
         master_addr: on several machines, the address of machine 0 as the others see it.
         node_rank: number of this machine, from 0. Run the same cell on each machine, with its own number.
-        num_nodes: number of machines. All use the same `num_processes`.
-        rdzv_backend: how several machines find one another. ``"static"``: by `node_rank` and `master_addr`.
-            ``"c10d"``: torch elastic numbers them; give all of them the same `rdzv_endpoint` and `rdzv_id`.
+        num_nodes: number of machines. All use the same `num_processes`. They meet by torch elastic, at a port without
+            authentication: keep it inside of a private network.
+        rdzv_backend: who numbers several machines. ``"static"``: you do, by `node_rank`, and machine 0 has
+            `master_addr`. ``"c10d"``: torch elastic; give all of them the same `rdzv_endpoint` and `rdzv_id`.
         rdzv_endpoint: ``"HOST:PORT"`` where machines meet; with ``"static"`` instead of `master_addr` and `use_port`.
-        rdzv_conf: options of the c10d rendezvous, such as ``{"join_timeout": 60}`` in seconds.
+        rdzv_conf: options of torch elastic's rendezvous, such as ``{"join_timeout": 60}`` in seconds.
         rdzv_id: names this launch among others at the same endpoint.
         max_restarts: after a failure, start all ranks again, so many times; not after an error that would come back,
             such as a `ConfigError`. The count is in the environment variable ``TORCHELASTIC_RESTART_COUNT``.

@@ -245,13 +245,14 @@ def test_a_machine_whose_launch_was_killed_is_started_again_and_takes_part(
     all_end_well([first, second])
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_launch_that_is_stopped_for_a_while_is_told_and_ends_nothing(
-    tmp_path: Path, two_hosts: list[str], go_on: Path
+    tmp_path: Path, two_hosts: list[str], go_on: Path, stopped: int
 ) -> None:
     jobs = two_machines(two_hosts, [CONF], go_on, tmp_path / "end")
-    jobs[1].send_signal(signal.SIGSTOP)
-    wait_for(jobs[0].stderr, f"nothing was heard of the machine at {two_hosts[1]}")
-    jobs[1].send_signal(signal.SIGCONT)
+    jobs[stopped].send_signal(signal.SIGSTOP)
+    wait_for(jobs[1 - stopped].stderr, f"nothing was heard of the machine at {two_hosts[stopped]}")
+    jobs[stopped].send_signal(signal.SIGCONT)
     (tmp_path / "end").touch()
     all_end_well(jobs)
 
