@@ -56,6 +56,9 @@ _GRACE = 15.0
 _LEAVING_LIMIT = 5.0
 """Seconds to leave. On a machine without network that never ends."""
 
+_GIVE_UP_LIMIT = 2.0
+"""Seconds for a wait that was given up to end; torch elastic looks once in a second."""
+
 _HEARD_LIMIT = 3.0
 """Seconds for the others to end too, before the store goes that says why this launch has ended."""
 
@@ -135,6 +138,8 @@ class ElasticRendezvous:
         try:
             self._in_thread(functools.partial(self._connect, listener))
         except BaseException:
+            if listener is not None:
+                listener.close()
             self._forget()
             raise
 
@@ -271,8 +276,6 @@ class ElasticRendezvous:
         Raises:
             StartError: the store cannot be reached.
         """
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
-
         found: list[_T] = []
         errors: list[BaseException] = []
         thread = HelperThread(
@@ -290,8 +293,11 @@ class ElasticRendezvous:
                     )
         except BaseException:
             self._is_given_up = True
-            thread.join(_LEAVING_LIMIT)
+            thread.join(_GIVE_UP_LIMIT)
             raise
+        # Not before, because the first import of torch takes its time too.
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
         try:
             if errors:
                 raise errors[0]
@@ -304,12 +310,13 @@ class ElasticRendezvous:
         return found[0]
 
     def _connect(self, listener: socket.socket | None) -> None:
-        if listener is not None:
-            self._make_handler(_store(self._place, listener))
-            self._store.set(_FIRST, self._me.to_text())
-            return
         from torch.distributed.elastic.rendezvous import RendezvousError
 
+        if listener is not None:
+            if not self._is_given_up:  # while torch was imported
+                self._make_handler(_store(self._place, listener))
+                self._store.set(_FIRST, self._me.to_text())
+            return
         deadline = time.monotonic() + self._seconds
         while True:
             try:
