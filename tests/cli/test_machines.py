@@ -183,7 +183,8 @@ def test_a_machine_that_is_started_after_another_takes_part(tmp_path: Path, two_
     assert (tmp_path / "losses.json").exists()
 
 
-def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[str], go_on: Path) -> None:
+@pytest.mark.parametrize("ends", ["is killed", "is interrupted"])
+def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[str], go_on: Path, ends: str) -> None:
     flags = ["--num_machines=1:2", "--num_processes=2", f"--main_process_ip={two_hosts[0]}", *ELASTIC]
     flags.append("--max_restarts=1")
     end = tmp_path / "end"
@@ -192,7 +193,11 @@ def test_a_range_of_machines_grows_and_shrinks(tmp_path: Path, two_hosts: list[s
     second = launch(1, ["--quiet", *flags], go_on, str(end))
     wait_for(first.stdout, "begins 0 of 2")
     wait_for(second.stdout, "begins 1 of 2")
-    kill_machine(1, second)
+    if ends == "is killed":
+        kill_machine(1, second)
+    else:
+        second.send_signal(signal.SIGINT)
+        second.communicate(timeout=60)
     wait_for(first.stdout, "begins 0 of 1")
     end.touch()
     _, error = first.communicate(timeout=30)
