@@ -16,6 +16,7 @@ from nb_accelerate.errors.traceback_lines import cell_name
 from nb_accelerate.launch.panel import facts_of
 from nb_accelerate.pool.namespace_sync import RANK_NUMBERS
 from nb_accelerate.pool.shipping import SIZE_LIMIT, make_manifest
+from nb_accelerate.protocol.content import ATOMS, is_constant
 from nb_accelerate.protocol.messages import RunCell
 from nb_accelerate.ranks.failures import IncidentKind, first_cause, said_of
 from nb_accelerate.ranks.panel import RequestView, make_panel
@@ -192,8 +193,8 @@ class Cell:
             )
 
     def _is_same_there(self, name: str, value: object) -> bool:
-        """Return whether a value of the notebook stands for what the ranks have: a module, or their type of device."""
-        return isinstance(value, ModuleType) or (
+        """Return whether a value of the notebook stands for what the ranks have: an import, or their type of device."""
+        return (is_constant(value) and type(value) not in ATOMS) or (
             name == "device" and str(value).partition(":")[0] == self._group.plan.kind.name
         )
 
@@ -231,7 +232,7 @@ class Cell:
                 f"change in place: %distributed push {' '.join(unread)}"
             )
         gone = manifest.deleted if self._source.free else ()  # to push is to send some names alone
-        deleted = [name for name in sorted(gone) if self._is_untold(f"{name} deleted", self._syncs)]
+        deleted = [name for name in sorted(gone) if self._is_untold(f"{name} deleted", True)]
         if deleted:
             say(f"{_were(deleted)} deleted in the notebook; the ranks still have theirs")
 

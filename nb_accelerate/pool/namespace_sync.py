@@ -178,6 +178,7 @@ class NamespaceSync:
             self._own.discard(name)
             self._lost.discard(name)
             self._modules.pop(name, None)
+            self._told.pop(f"{name} deleted", None)
             snapshot = snapshots.get(name)
             tokens, keys = (
                 (None, frozenset()) if snapshot is None else (snapshot.tokens, frozenset(snapshot.parts(name)))

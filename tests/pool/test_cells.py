@@ -240,9 +240,10 @@ class TestNames:
         cell = notebook.run("%%distributed\nprint(theirs)").ok()
         assert cell.stdout == "ranks\n"
         assert "the ranks have their own theirs" in cell.stderr
-        notebook.run("import torch, time").ok()
-        notebook.run("%%distributed\nimport torch, time").ok()
-        assert notebook.run("%%distributed\ntorch.ones(1), time.monotonic()").ok().stderr == ""
+        imports = "import torch, time; from torch.utils.data import Dataset; from functools import reduce"
+        notebook.run(imports).ok()
+        notebook.run(f"%%distributed\n{imports}").ok()
+        assert notebook.run("%%distributed\ntorch.ones(1), time.monotonic(), Dataset, reduce").ok().stderr == ""
         assert notebook.run("%%distributed\nprint(theirs)").ok().stderr == ""
         notebook.run("%distributed push theirs").ok()
         assert notebook.run("%%distributed\nprint(theirs)").ok().stdout == "notebook\n"
