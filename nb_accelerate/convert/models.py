@@ -57,7 +57,9 @@ class SharedModels:
         tensors = tensors_in(arguments)
         cut, why = self._find(model, arguments)
         rows, ranks = cut.rows(tensors) if cut is not None else {0}, self._collectives.world_size
-        if cut is None or len(rows) > 1 or min(rows) < ranks:
+        norms = [one for one in model.modules() if isinstance(one, _NormBase)] if model.training else []
+        # Batch norm cannot be trained with one row.
+        if cut is None or len(rows) > 1 or min(rows) < ranks * (2 if norms else 1):
             if any(arguments) and torch.is_grad_enabled() and model not in self.cut:
                 self.unshared.setdefault(id(model), (type(model).__name__, line_here(), why))
             return plain(model, *args, **kwargs)
@@ -69,8 +71,7 @@ class SharedModels:
             # Rows of this rank are dropped unlike those of others. Outside, all ranks have equal random numbers.
             torch.manual_seed(torch.initial_seed() + self._num_calls * ranks + self._collectives.rank)
             part = plain(model, *args, **kwargs)
-        if model.training:
-            self._average_statistics(model)
+        self._average_statistics(norms)
         return cut.joined(part, rows.pop(), self._collectives)
 
     def _find(self, model: nn.Module, arguments: Any) -> tuple[Cut | None, str]:
@@ -119,9 +120,8 @@ class SharedModels:
                 f"{self._collectives.rank} is {self._device}. Write 'cuda' without a number, or device"
             )
 
-    def _average_statistics(self, model: nn.Module) -> None:
+    def _average_statistics(self, norms: Sequence[nn.Module]) -> None:
         """Average what batch norm has seen of each rank's rows."""
-        norms = [one for one in model.modules() if isinstance(one, _NormBase)]
         # By .data: backward needs none of them, and would refuse values that were changed.
         kept = [one.data for norm in norms for one in norm.buffers(recurse=False) if one.is_floating_point()]
         for value, mean in zip(kept, operations.reduce(self._collectives, kept, "mean") if kept else (), strict=True):
@@ -150,7 +150,8 @@ class SharedModels:
         *means, has = operations.reduce(self._collectives, [*mine, has], "mean")
         used = has.tolist() if lacks else [1.0] * len(parameters)
         for one, mean, ranks in zip(parameters, means, used, strict=True):
-            one.grad = mean if ranks else None
+            is_sparse = one.grad is not None and one.grad.is_sparse
+            one.grad = None if not ranks else mean.to_sparse(1) if is_sparse else mean
 
     def refuse_parameters(self, inputs: Any) -> None:
         """Refuse `torch.autograd.grad` of parameters, which does not average; gradients of inputs are whole."""

@@ -70,6 +70,17 @@ dl = DataLoader(Noisy(x, y), 8)
 """,
         "np.random.rand()",
     ),
+    "sparse gradients": [
+        HEAD,
+        "model = nn.Embedding(9, 2, sparse=True); optimizer = optim.SparseAdam(model.parameters(), lr=0.1)",
+        """
+for first in range(0, 60, 20):
+    rows = torch.arange(first, first + 20) % (first // 10 + 3)
+    optimizer.zero_grad(); loss = F.cross_entropy(model(rows), y[first:first + 20]); loss.backward(); optimizer.step()
+    print(loss.item(), model.weight.grad.is_sparse, model.weight.sum().item())
+""",
+    ],
+    "batch norm and few rows": _cells("model.insert(1, nn.BatchNorm1d(8)); dl = DataLoader(Subset(ds, range(6)), 3)"),
     "no model": [
         HEAD,
         "w = torch.zeros(6, requires_grad=True)",
