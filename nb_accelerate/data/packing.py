@@ -12,6 +12,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -53,8 +54,8 @@ class BatchLayout:
     size: int = 0
 
 
-class _Packer(pickle.Pickler):
-    """Pickles a structure without its tensors, which it collects in ``tensors``."""
+class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles a structure without its tensors, which it collects in ``tensors``. Classes may be those of a notebook."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -154,3 +155,21 @@ def test_what_fills_the_end_is_the_same_if_the_beginning_is_left_out(run_ranks):
     assert run_ranks(read, world_size=3) == [
         [[first, last], [last]] for first, last in zip(beginnings, ends, strict=True)
     ]
+
+
+def test_batches_may_be_of_classes_that_only_the_launched_function_knows(run_ranks):
+    @dataclass
+    class Own:
+        x: torch.Tensor
+
+    class Image(torch.Tensor):
+        pass
+
+    def read():
+        def collate(rows):
+            return Own(torch.tensor(rows).as_subclass(Image))
+
+        loader = prepared(DataLoader(Stream(range(4)), batch_size=2, collate_fn=collate), {})
+        return [(type(batch) is Own, type(batch.x) is Image, batch.x.tolist()) for batch in loader]
+
+    assert run_ranks(read) == [[(True, True, [0, 1])], [(True, True, [2, 3])]]
