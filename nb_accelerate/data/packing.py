@@ -1,6 +1,6 @@
 """Pack a batch into bytes and a layout that describes them.
 
-The tensors of a batch lie one after the other in one buffer, at offsets aligned for every dtype, so that a
+The tensors and arrays of a batch lie one after the other in one buffer, at offsets aligned for every dtype, so that a
 receiver makes views of the buffer. Everything else is in the layout, which is sent only when it changes: also the
 classes of tensors, and what sparse, nested and quantized tensors are besides the tensors that they are made of.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,14 +56,18 @@ class BatchLayout:
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles a structure without its tensors, which it collects in ``tensors``. Classes may be those of a notebook."""
+    """Pickles a structure without its tensors and arrays, collected in ``tensors``. Classes may be of a notebook."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return how `_Unpacker.persistent_load` finds a tensor; None for other objects, which are then pickled."""
+        """Return how `_Unpacker.persistent_load` finds a tensor or array; None for other objects, which are pickled."""
+        if type(obj) is np.ndarray and not obj.dtype.hasobject:
+            numbers = np.require(obj, requirements=["C", "W"]).reshape(-1).view(np.uint8)
+            self.tensors.append(torch.from_numpy(numbers))
+            return {"index": len(self.tensors) - 1, "dtype": obj.dtype, "shape": obj.shape}
         if not isinstance(obj, Tensor):
             return None
         if obj.is_nested and obj.layout is torch.strided:  # pickled, its parts would be read at wrong places
@@ -82,14 +87,16 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(file)
         self.tensors = tensors
 
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return a tensor, by its index; of a subclass by index, class and attributes; nested, of its parts."""
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what `_Packer.persistent_id` stands for: a tensor, an array, a nested tensor, one of a subclass."""
         if isinstance(pid, int):
             return self.tensors[pid]
+        if isinstance(pid, dict):
+            return self.tensors[pid["index"]].cpu().numpy().view(pid["dtype"]).reshape(pid["shape"])
         if isinstance(pid, tuple):
             return torch.nested.as_nested_tensor(list(pid))
         index, kind, attributes = pid
-        tensor: Tensor = self.tensors[index].as_subclass(kind)
+        tensor = self.tensors[index].as_subclass(kind)
         tensor.__dict__.update(attributes)
         return tensor
 

@@ -6,6 +6,7 @@ import itertools
 from collections import UserDict, namedtuple
 from dataclasses import replace
 
+import numpy as np
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -293,6 +294,33 @@ def test_packed_batches_hold_any_tensors():
     for one, other in zip([*tensors, tensors[0]], [*arrived["tensors"], arrived["again"]], strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
+
+
+def test_arrays_travel_like_tensors():
+    def arrive(arrays):
+        layout, tensors = pack(arrays)
+        buffer = torch.empty(layout.size, dtype=torch.uint8)
+        write(layout, tensors, buffer)
+        return layout, unpack(layout, buffer)
+
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    arrays = [
+        fixed,
+        np.arange(6.0)[::-2],
+        np.array(2.5),
+        np.empty((0, 2), dtype=np.float16),
+        np.array(["a", "bcd"]),
+        np.array([{"x": 1}, None]),
+        np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3)),
+    ]
+    layout, arrived = arrive(arrays)
+    for one, other in zip(arrays, arrived, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert (one == other).all()
+    arrays[1] = arrays[1] + 1.0
+    assert arrive(arrays)[0] == layout  # numbers are not in it, so that it is sent once
 
 
 def test_tensors_come_back_to_where_they_were_if_batches_are_not_to_be_moved():
