@@ -88,6 +88,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self._reader.source.loader
 
     @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler in the batch sampler, as a DataLoader has it that was not given a batch sampler."""
+        inner = getattr(self.batch_sampler, "sampler", None)
+        return self.base_dataloader.sampler if inner is None else inner
+
+    @property
     def use_stateful_dataloader(self) -> bool:
         """Whether this loader is one of torchdata's."""
         return self._reader.source.is_stateful

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
+from nb_accelerate.data.iterable import IterableDatasetShard
 from nb_accelerate.data.reader import ReadState
+from nb_accelerate.data.samplers import PassesEpochOn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -82,6 +85,7 @@ class EpochCounter:
     def __init__(self, *things: Any) -> None:
         self.epoch = 0
         self.saved: tuple[int, Order] | None = None
+        self._part: _Part | None = None
         self._current: weakref.ref[EpochProgress] | None = (
             None  # a strong reference would keep the workers of a dropped loader
         )
@@ -125,24 +129,73 @@ class EpochCounter:
             *things: as for the constructor.
         """
         self._listeners = _listeners(things)
-        self._told: list[Any] = [getattr(one, "epoch", None) for one in self._listeners]
+        self._told = [_epochs_in(one) for one in self._listeners]
+
+    def follow(self, whole: Any, part: Any) -> None:
+        """Have this rank's part of a dataset be in the epoch of the whole one, of which users may call ``set_epoch``.
+
+        Args:
+            whole: the user's. Nothing is done if it, or the part, does not say in which epoch it is.
+            part: what the loader reads instead; users may call its ``set_epoch`` as well.
+        """
+        if part is not whole and all(hasattr(one, "set_epoch") and hasattr(one, "epoch") for one in (whole, part)):
+            self.listen(*(whole if one is part else one for one in self._listeners))
+            self._part = _Part(whole, part)
 
     def set(self, epoch: int) -> None:
         """Set the epoch that comes next, here and in all samplers and datasets."""
         self.epoch = epoch
         self._current = None
-        for index, one in enumerate(self._listeners):
-            one.set_epoch(epoch)
-            self._told[index] = getattr(one, "epoch", None)
+        for index in range(len(self._listeners)):
+            self._tell(index)
+        if self._part is not None:
+            self._part.push()
 
     def announce(self) -> None:
         """Call ``set_epoch``, except of samplers and datasets whose epoch was changed by others, or by themselves."""
-        if not self.epoch:
-            return  # the first epoch is what they were made for
+        if self._part is not None:
+            self._part.pull()
         for index, one in enumerate(self._listeners):
-            if getattr(one, "epoch", None) == self._told[index]:
-                one.set_epoch(self.epoch)
-                self._told[index] = getattr(one, "epoch", None)
+            if self.epoch and _epochs_in(one) == self._told[index]:  # the first epoch is what they were made for
+                self._tell(index)
+        if self._part is not None:
+            self._part.push()
+
+    def _tell(self, index: int) -> None:
+        one = self._listeners[index]
+        one.set_epoch(self.epoch)
+        self._told[index] = _epochs_in(one)
+
+
+class _Part:
+    """A rank's part of a dataset, and the whole one.
+
+    Args:
+        whole: the user's.
+        part: what is read.
+    """
+
+    def __init__(self, whole: Any, part: Any) -> None:
+        self._whole = whole
+        self._part = part
+        self._epoch = part.epoch  # in which the part was left
+
+    def pull(self) -> None:
+        """Set the epoch of the whole dataset to that of the part, if it was the part's that was set."""
+        if self._part.epoch != self._epoch:
+            self._whole.set_epoch(self._part.epoch)
+
+    def push(self) -> None:
+        """Set the epoch of the part to that of the whole dataset."""
+        self._part.set_epoch(self._whole.epoch)
+        self._epoch = self._part.epoch
+
+
+def _epochs_in(thing: Any) -> list[Any]:
+    """Return the values by which a sampler or dataset says in which epoch it is."""
+    inside = vars(thing) if hasattr(thing, "__dict__") else {}
+    known = [value for name, value in inside.items() if "epoch" in name and isinstance(value, int)]
+    return [getattr(thing, "epoch", None), *known]
 
 
 def _listeners(things: tuple[Any, ...]) -> list[Any]:
@@ -151,10 +204,13 @@ def _listeners(things: tuple[Any, ...]) -> list[Any]:
     queue = list(things)
     while queue:
         thing = queue.pop(0)
+        if isinstance(thing, IterableDatasetShard):
+            thing = thing.dataset
         if thing is None or id(thing) in seen:
             continue
         seen.add(id(thing))
-        if callable(getattr(thing, "set_epoch", None)):
+        passes_on = isinstance(thing, PassesEpochOn) or type(thing) is BatchSampler
+        if not passes_on and callable(getattr(thing, "set_epoch", None)):
             found.append(thing)
         inner = vars(thing) if hasattr(thing, "__dict__") else {}
         queue += [inner[name] for name in ("batch_sampler", "sampler") if name in inner]

@@ -130,6 +130,7 @@ def _rebuilt(
         device=device,
         **{**settings_of(loader), **parts, **settings},
     )
+    made.epochs.follow(loader.dataset, made.dataset)
     if isinstance(loader, DataLoaderShard) and loader.iteration:
         made.set_epoch(loader.iteration)
     return made.skipping(chosen.later) if chosen.later else made

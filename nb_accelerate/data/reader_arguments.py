@@ -178,14 +178,17 @@ class ReaderArguments:
         Samplers of other kinds stay the user's own objects, who may hold on to them and call their ``set_epoch``.
         """
         wanted = self._seedable(inner) if self.config.use_seedable_sampler else None
-        if self.ranks == 1 and wanted is None and not self.shares:
+        if self.ranks == 1 and wanted is None and not self.shares and not hasattr(inner, "set_epoch"):
             return outer
         if not batches:
             return wanted if wanted is not None else _copied(outer)
         if type(outer) is not BatchSampler:
             return outer  # its sampler may be bound up with it in ways we do not know
         own = wanted if wanted is not None else _copied(inner)
-        return BatchSampler(own, outer.batch_size, outer.drop_last)
+        made: Any = BatchSampler(own, outer.batch_size, outer.drop_last)
+        if hasattr(own, "set_epoch"):
+            made.set_epoch = own.set_epoch  # code that was written for a DistributedSampler asks for it in many places
+        return made
 
     def _seedable(self, sampler: Any) -> SeedableRandomSampler | None:
         if type(sampler) is not RandomSampler:

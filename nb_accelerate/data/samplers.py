@@ -106,7 +106,24 @@ class IterationEnd:
     rows = GroupRows(None, None)
 
 
-class BatchSamplerShard(BatchSampler):
+class PassesEpochOn:
+    """Has ``set_epoch`` if a sampler inside has it, as code asks for it that was written for that sampler."""
+
+    @property
+    def set_epoch(self) -> Callable[[int], None]:
+        """Set the epoch of the sampler inside.
+
+        Raises:
+            AttributeError: it takes none.
+        """
+        inside: list[Any] = [vars(self).get(name) for name in ("batch_sampler", "sampler")]
+        found: list[Callable[[int], None]] = [one.set_epoch for one in inside if hasattr(one, "set_epoch")]
+        if not found:
+            raise AttributeError(f"{type(self).__name__} has no set_epoch: the sampler inside has none")
+        return found[0]
+
+
+class BatchSamplerShard(PassesEpochOn, BatchSampler):
     """One rank's part of a batch sampler.
 
     Args:
@@ -294,7 +311,7 @@ class BatchSamplerShard(BatchSampler):
         end.rows = GroupRows(rows, mine) if rows and mine > 0 else GroupRows(None, self._local)
 
 
-class SamplerShard(Sampler[Any]):
+class SamplerShard(PassesEpochOn, Sampler[Any]):
     """One rank's part of a sampler whose items are batches by themselves (loaders with ``batch_size=None``).
 
     Args:

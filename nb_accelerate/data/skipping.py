@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 
-from nb_accelerate.data.samplers import FINITE, BatchSamplerShard, SamplerShard, replace_sampler, without_first
+from nb_accelerate.data.samplers import (
+    FINITE,
+    BatchSamplerShard,
+    PassesEpochOn,
+    SamplerShard,
+    replace_sampler,
+    without_first,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-class SkipBatchSampler(BatchSampler):
+class SkipBatchSampler(PassesEpochOn, BatchSampler):
     """Leave out the first batches of any sampler. Their row numbers are drawn, but not read.
 
     Args:
