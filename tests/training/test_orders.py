@@ -216,6 +216,23 @@ def test_one_process_with_workers_goes_on_in_the_order_of_the_epoch(kind: str, s
     compare(kind, tmp_path, use_stateful_dataloader=stateful, draws=kind != "one by one in workers")
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "generator", "own, numpy"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_an_epoch_that_goes_on_twice_is_in_its_order(kind: str, stateful: bool, tmp_path: Path):
+    whole, _ = uninterrupted(kind, str(tmp_path), ((1, 3),), use_stateful_dataloader=stateful)
+    found: list[Any] = []
+    for stop, end, another_seed in ((3, 6, 50), (6, 99, 51)):
+        accelerator, loader = begin(KINDS[kind], tmp_path, another_seed, use_stateful_dataloader=stateful)
+        accelerator.load_state(tmp_path / f"1 {stop}")
+        rest = loader if stateful else accelerator.skip_first_batches(loader, stop)
+        for number, batch in enumerate(rest, stop + 1):
+            found.append((1, number, rows(batch), numbers()))
+            if number == end:
+                accelerator.save_state(tmp_path / f"1 {end}")
+                break
+    assert found == [one for one in whole if (1, 3) < one[:2] < (2, 0)]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "kinds", "options"),
     [
