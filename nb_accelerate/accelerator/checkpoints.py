@@ -10,7 +10,7 @@ from nb_accelerate.accelerator.checkpoint_parts import CheckpointPartsSlice
 from nb_accelerate.accelerator.main_process_only import is_under_main_process
 from nb_accelerate.accelerator.model_files import ModelFilesSlice
 from nb_accelerate.checkpoint import loading, opening, state
-from nb_accelerate.checkpoint.agreement import run_on_all_ranks
+from nb_accelerate.checkpoint.agreement import gather_from_all_ranks, run_on_all_ranks
 from nb_accelerate.checkpoint.background import saves
 from nb_accelerate.checkpoint.names import MANIFEST_NAME
 from nb_accelerate.checkpoint.numbered import is_taken, read_newest, remove_old
@@ -274,7 +274,9 @@ class CheckpointSlice(ModelFilesSlice, CheckpointPartsSlice):
                 parent, read, collectives=collectives, this_rank=this_rank, first=core.registry.first_of_run
             )
         else:
-            folder, next_number = run_on_all_ranks(collectives, lambda: _there(input_dir)), project.iteration
+            first = gather_from_all_ranks(collectives, lambda: _given(input_dir, "input_dir").absolute())[0]
+            folder = run_on_all_ranks(collectives, lambda: _there(_own_or(first, input_dir)))
+            next_number = project.iteration
             whole, damage = opening.read_checkpoint(folder, read, collectives=collectives, this_rank=this_rank)
             if damage or whole is None:
                 raise CheckpointError("\n".join(damage))
@@ -351,6 +353,13 @@ def _given(folder: str | os.PathLike[str] | None, argument: str) -> Path:
             "Accelerator(project_config=ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True))."
         )
     return Path(folder).expanduser()
+
+
+def _own_or(first: Path, given: str | os.PathLike[str] | None) -> Path:
+    """Return the folder that this rank was given, or that of rank 0, where all was saved, if there is nothing in it."""
+    own = _given(given, "input_dir")
+    is_empty = not own.is_dir() or not any(own.iterdir())
+    return first if is_empty and first.is_dir() else own
 
 
 def _there(folder: str | os.PathLike[str] | None) -> Path:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from nb_accelerate.checkpoint.manifest import Manifest
     from nb_accelerate.comm import Collectives
     from nb_accelerate.devices import DeviceKind
+
+logger = logging.getLogger("nb_accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +113,15 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
         return str(staging.path)
 
     try:
-        path = gather_from_all_ranks(collectives, lambda: begin(collectives.rank == 0))[0]
+        path, first = gather_from_all_ranks(collectives, lambda: (begin(collectives.rank == 0), folder.absolute()))[0]
         name = Path(path).name
         sees = gather_from_all_ranks(collectives, lambda: folder_of(Path(path), this_rank.rank).is_dir())
         if all(sees):
+            if first != folder.absolute():
+                logger.warning(
+                    "Rank %d is to save to %s, and rank 0 to %s: all of it is saved there.",
+                    *(this_rank.rank, folder, first),
+                )
             ranks = list(range(this_rank.world_size)) if collectives.world_size > 1 else [this_rank.rank]
         elif not on_each_machine:
             raise CheckpointError(

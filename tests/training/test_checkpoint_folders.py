@@ -360,3 +360,22 @@ def test_machines_that_share_no_disk_each_have_a_checkpoint_if_asked_for(run_ran
         assert "rank 1 does not see: their machines do not share this disk" in refused[0]
         assert refused[1] == []
         assert loaded == [4.0, [rank], [*files, f"random_states_{rank}.pkl"]]
+
+
+def test_ranks_that_name_different_folders_load_what_was_saved_to_that_of_rank_0(
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    def save_and_load() -> list[float]:
+        accelerator, model = _filled(1.0)
+        own = tmp_path / f"of rank {accelerator.process_index}"
+        own.mkdir()
+        found = []
+        for folder in (own, own / "inside"):
+            accelerator.save_state(folder)
+            torch.nn.init.zeros_(accelerator.unwrap_model(model).weight)
+            accelerator.load_state(folder)
+            found.append(accelerator.unwrap_model(model).weight.sum().item())
+        return found
+
+    assert run_ranks(save_and_load) == [[4.0, 4.0]] * 2
+    assert capfd.readouterr().err.count(f"and rank 0 to {tmp_path / 'of rank 0'}: all of it is saved there") == 1
