@@ -174,6 +174,7 @@ class TrainingSlice(Slice):
             NotPreparedError: there are several processes, and nothing was prepared; or the `Accelerator` was made in
                 another process than this one.
             TypeError: the loss is no tensor.
+            ConfigError: gradients of gradients are asked for, which shards do not have.
         """
         core, page = self.core, self.core.page
         if not core.process.is_here:
@@ -191,7 +192,13 @@ class TrainingSlice(Slice):
         page.trains()
         if is_distributed and core.process.kind.is_host and core.accumulation.sync_gradients:
             time_exchange(loss, page)
-        core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
+        if kwargs.get("create_graph"):
+            core.strategy.check_supports("create_graph")
+        try:
+            core.precision.backward(loss if steps == 1 else loss / steps, **kwargs)
+        except RuntimeError as error:
+            core.strategy.explain_backward(error)
+            raise
         page.enter(_RUNNING)
         core.losses.report(loss)
         if core.equal_losses.is_on:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules without a ``forward``, before which nothing could be gathered."""
 
+_READERS = (nn.MultiheadAttention,)
+"""Modules that read the parameters of their parts and never call these, so that nothing would gather a part."""
+
 
 def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """Return the blocks that the options ask for, inner ones first. The model itself is not among them.
@@ -36,6 +39,8 @@ def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> li
         found, asked = blocks_by_class(model), f"auto_wrap_policy={policy!r}"
     else:
         return untied(model, blocks_by_class(model) or repeated_blocks(model))
+    never_called = {id(part) for one in model.modules() if isinstance(one, _READERS) for part in one.children()}
+    found = [block for block in found if id(block) not in never_called]
     if not found:
         raise ConfigError(
             f"{asked} finds no block in {type(model).__name__}, so nothing would be sharded by itself."

@@ -12,6 +12,7 @@ would save. Either kind of checkpoint, whole or of shards, can be loaded with an
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,9 +23,18 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from nb_accelerate.comm.data_parallel import between_groups
+from nb_accelerate.errors import ConfigError
 from nb_accelerate.strategies.ddp import is_alive
 from nb_accelerate.strategies.sharding import SHARDED_AS
-from nb_accelerate.strategies.shards import gather_whole, is_split, local_part, settled, shard_like, shard_state
+from nb_accelerate.strategies.shards import (
+    gather_whole,
+    is_shard,
+    is_split,
+    local_part,
+    settled,
+    shard_like,
+    shard_state,
+)
 from nb_accelerate.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -37,6 +47,8 @@ if TYPE_CHECKING:
     from nb_accelerate.config.distributed import DistributedType
     from nb_accelerate.strategies.mesh import MeshLayout
     from nb_accelerate.strategies.strategy import ModelRequest
+
+logger = logging.getLogger("nb_accelerate")
 
 
 class DTensorStrategy(Strategy):
@@ -176,8 +188,12 @@ def use_shards(optimizer: torch.optim.Optimizer) -> None:
     """Replace, in the groups and in the state of an optimizer, parameters that were sharded since it was made.
 
     A group with parameters on several meshes, or on one and on none, is stepped one by one: torch's loops over many
-    parameters at once (``foreach``) take no such mix.
+    parameters at once (``foreach``, ``fused``) take no such mix.
+
+    Raises:
+        ConfigError: torch's own step of this optimizer fails on shards.
     """
+    set_back: set[str] = set()
     for group in optimizer.param_groups:
         for number, old in enumerate(group["params"]):
             new = getattr(old, SHARDED_AS, None)
@@ -186,5 +202,42 @@ def use_shards(optimizer: torch.optim.Optimizer) -> None:
                 if old in optimizer.state:
                     optimizer.state[new] = shard_state(optimizer.state.pop(old), new)
         meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
-        if len(meshes) > 1 and group.get("foreach", False) is None:
-            group["foreach"] = False
+        if len(meshes) > 1 and "foreach" in group:
+            given = {name for name in ("foreach", "fused") if group.get(name)}
+            group.update(dict.fromkeys({"foreach", *given}, False))
+            set_back |= given
+    if set_back:
+        logger.warning(
+            "%s of %s is set back to False: only some of its parameters are sharded, and torch steps such a mix one "
+            "parameter after the other. Leave it out.",
+            " and ".join(f"{name}=True" for name in sorted(set_back)),
+            type(optimizer).__name__,
+        )
+    _check_steps(optimizer)
+
+
+def _check_steps(optimizer: torch.optim.Optimizer) -> None:
+    parameters: list[Any] = [one for group in optimizer.param_groups for one in group["params"]]
+    shards = [one for one in parameters if is_shard(one)]
+    if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Rprop)) and shards:
+        why = "uses operations that torch does not have for shards"
+    elif (
+        isinstance(optimizer, torch.optim.LBFGS)
+        and shards
+        and (len(shards) < len(parameters) or any(map(_is_uneven, shards)))
+    ):
+        why = "joins all parameters, which torch cannot do with shards of unequal size"
+    else:
+        return
+    raise ConfigError(
+        f"torch.optim.{type(optimizer).__name__} {why}, so it cannot train a model that is sharded or parallelized "
+        "over ranks. Write another optimizer, AdamW, SGD or RMSprop say, or leave fsdp_plugin and parallelism_config "
+        "out."
+    )
+
+
+def _is_uneven(shard: Any) -> bool:
+    return any(
+        is_split(placement) and shard.shape[placement.dim] % shard.device_mesh.size(number)
+        for number, placement in enumerate(shard.placements)
+    )

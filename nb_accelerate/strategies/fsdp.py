@@ -78,6 +78,10 @@ class FSDPStrategy(DTensorStrategy):
             "join_uneven_inputs lets ranks end before the others, but with FSDP every forward and backward needs the "
             "shards of all ranks. Write DataLoaderConfiguration(even_batches=True), the default, instead."
         ),
+        "create_graph": (
+            "Gradients of gradients were asked for (create_graph=True), and with FSDP backward keeps no graph and "
+            "frees the weights that it has gathered. Leave fsdp_plugin out, and train with DDP."
+        ),
     }
 
     def __init__(
@@ -174,6 +178,11 @@ class FSDPStrategy(DTensorStrategy):
             yield
         finally:
             inner.set_requires_gradient_sync(not self._no_sync_depth.get(inner, 0))
+
+    @override
+    def explain_backward(self, error: RuntimeError) -> None:
+        if "setStorage" in str(error):  # a second backward reads weights that the first has freed
+            raise ConfigError(self.refusals["create_graph"]) from error
 
     @override
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:

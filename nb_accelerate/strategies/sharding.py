@@ -142,22 +142,23 @@ def _offload_policy(options: FullyShardedDataParallelPlugin, device: torch.devic
 
 
 def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
-    """Return the parameters of ``ignored_modules``, which stay whole on every rank.
+    """Return the parameters that stay whole on every rank: those of ``ignored_modules``, and scalars.
 
     Raises:
-        ConfigError: there are none such.
+        ConfigError: ``ignored_modules`` names none.
     """
+    own = set(model.parameters())
+    scalars = {parameter for parameter in own if not parameter.dim()}
     chosen = options.ignored_modules
     if chosen is None:
-        return set()
+        return scalars
     if isinstance(chosen, str):
         modules: Sequence[nn.Module] = [part for name, part in model.named_modules() if re.fullmatch(chosen, name)]
         if not modules:
             raise ConfigError(f"ignored_modules={chosen!r} matches the name of no part of {type(model).__name__}.")
     else:
         modules = list(chosen)
-    own = set(model.parameters())
-    return {parameter for module in modules for parameter in module.parameters() if parameter in own}
+    return scalars | {parameter for module in modules for parameter in module.parameters() if parameter in own}
 
 
 def check_weights(model: nn.Module, collectives: Collectives) -> None:

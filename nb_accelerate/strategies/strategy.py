@@ -212,6 +212,9 @@ class Strategy:
         """Return a block whose backward exchanges gradients, although the forward ran in a `no_sync` block."""
         return contextlib.nullcontext()
 
+    def explain_backward(self, error: RuntimeError) -> None:
+        """Raise what says more about an error of backward than torch does; return if it says enough."""
+
     def join(self, models: Sequence[nn.Module]) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
         """Return a block in which ranks may have different numbers of batches.
 

@@ -53,7 +53,8 @@ def _check(optimizer: torch.optim.Optimizer, model: nn.Module, own: Collection[i
             f"{type(model).__name__}, and a DeepSpeed engine has one model. Make an optimizer for each model, or put "
             "the models into one torch.nn.Module."
         )
-    if optimizer.state:
+    # Constructors of some optimizers (Adagrad) make a state; a state without "step" was made by a step.
+    if any(one.get("step", 1) != 0 for one in optimizer.state.values()):
         raise ConfigError(
             f"This {type(optimizer).__name__} has taken steps or was loaded before prepare, and DeepSpeed begins with "
             "an empty state. Prepare it first, then call accelerator.load_state."
