@@ -15,22 +15,23 @@ XLA_VERSION ?= 2.9.0
 XLA        := .venv-xla$(patsubst %,-%,$(filter-out 2.9.0,$(XLA_VERSION)))
 XLA_PINS   := tests/requirements-xla.txt
 
-# DeepSpeed and torchao in an environment of their own, in front of the packages of .venv: with them, `pip install` and tests of .venv
-# would see another set of packages than users without them have.
+# DeepSpeed and torchao, and published trainers, in environments of their own, in front of the packages of .venv: with them,
+# `pip install` and tests of .venv would see another set of packages than users without them have.
 WITH_DEEPSPEED := .venv-deepspeed
+WITH_TRAINERS  := .venv-trainers
 # The site is made from sources and saved outputs: its environment has neither torch nor this package.
 DOCS       := .venv-docs
 DOCS_PINS  := tests/requirements-docs.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-places test-deepspeed test-xla docs notebooks picture screenshots soak lint format
-.PHONY: bench bench-deepspeed clean
+.PHONY: help setup demo test test-slow test-places test-deepspeed test-trainers test-xla docs notebooks picture screenshots
+.PHONY: soak lint format bench bench-deepspeed clean
 
 help: ## Show this list
-	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<11}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
+	@$(PYTHON) -c 'import re; [print(f"  make {m[1]:<17}{m[2]}") for m in re.finditer(r"^([\w-]+):.*?## (.+)$$", open("Makefile").read(), re.M)]'
 	@echo; \
-	echo "  PYTHON=python3.12   the Python to set up with, the first time"; \
-	echo "  ARGS='-k sampler'   more arguments for pytest, or the benchmarks to run"
+	echo "  PYTHON=python3.12     the Python to set up with, the first time"; \
+	echo "  ARGS='-k sampler'     more arguments for pytest, or the benchmarks to run"
 
 setup: $(READY) ## Set up .venv; the others do it by themselves, once
 
@@ -49,6 +50,9 @@ test-places: ## Run a session and quick tests with the versions of Colab, of Kag
 
 test-deepspeed: $(WITH_DEEPSPEED)/ready ## Run the tests that need DeepSpeed or torchao, in an environment with them
 	@$(WITH_DEEPSPEED)/bin/python -m pytest tests/with_deepspeed $(ARGS)
+
+test-trainers: $(WITH_TRAINERS)/ready ## Run published trainers with this package in accelerate's place, in an environment with them
+	@$(WITH_TRAINERS)/bin/python -m pytest tests/with_trainers $(ARGS)
 
 docs: $(DOCS)/ready ## Build the documentation site, build/docs/index.html
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict --config-file notebooks/site/mkdocs.yml
@@ -86,7 +90,7 @@ bench-deepspeed: $(WITH_DEEPSPEED)/ready ## Measure what is added to a step of D
 	@$(WITH_DEEPSPEED)/bin/python tests/benchmarks/run.py deepspeed
 
 clean: ## Remove .venv, build/ and caches
-	rm -rf $(VENV) $(WITH_DEEPSPEED) $(XLA) .venv-places $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WITH_DEEPSPEED) $(WITH_TRAINERS) $(XLA) .venv-places $(DOCS) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # An environment whose set-up was cut off may hold half a package that pip takes for a whole one: begin again.
 $(READY): $(PINS) pyproject.toml
@@ -122,9 +126,9 @@ $(RIVALS): $(READY) tests/requirements-bench.txt
 	@touch $(RIVALS)
 
 # pip sees the packages of .venv as installed, torch too, so it brings no second one.
-$(WITH_DEEPSPEED)/ready: $(READY) tests/requirements-deepspeed.txt
-	@echo "installing DeepSpeed and torchao in $(WITH_DEEPSPEED)"
-	@$(RUN) -m venv --clear $(WITH_DEEPSPEED)
-	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(WITH_DEEPSPEED)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
-	@$(WITH_DEEPSPEED)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-deepspeed.txt
-	@touch $(WITH_DEEPSPEED)/ready
+$(WITH_DEEPSPEED)/ready $(WITH_TRAINERS)/ready: .venv-%/ready: $(READY) tests/requirements-%.txt
+	@echo "installing what is in tests/requirements-$*.txt in $(@D)"
+	@$(RUN) -m venv --clear $(@D)
+	@$(RUN) -c 'import pathlib, sysconfig; behind = sysconfig.get_path("purelib"); [site_packages] = pathlib.Path("$(@D)").glob("lib/python*/site-packages"); (site_packages / "packages_of_venv.pth").write_text(f"import site; site.addsitedir({behind!r})")'
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --constraint $(PINS) --requirement tests/requirements-$*.txt
+	@touch $@

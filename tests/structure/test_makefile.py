@@ -34,15 +34,16 @@ def checkout(tmp_path: Path) -> Path:
         *map(str, ROOT.glob("tests/requirements-*.txt")),
     ):
         shutil.copy(ROOT / file, folder / Path(ROOT / file).relative_to(ROOT))
-    for name in (".venv", ".venv-deepspeed", ".venv-xla", ".venv-xla-2.8.0", ".venv-docs"):
+    for name in (".venv", ".venv-deepspeed", ".venv-trainers", ".venv-xla", ".venv-xla-2.8.0", ".venv-docs"):
         programs = folder / name / "bin"
         programs.mkdir(parents=True)
         for program in ("python", "mkdocs"):
             (programs / program).write_text(WRITES_DOWN)
             (programs / program).chmod(0o755)
-    for name in (".venv/ready", ".venv/rivals", ".venv-deepspeed/ready", ".venv-docs/ready", ".venv-xla/ready"):
-        (folder / name).touch()
-    (folder / ".venv-xla-2.8.0" / "ready").touch()
+    (folder / ".venv" / "ready").touch()  # the others must not be older
+    (folder / ".venv" / "rivals").touch()
+    for environment in folder.glob(".venv-*"):
+        (environment / "ready").touch()
     return folder
 
 

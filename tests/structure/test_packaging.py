@@ -76,8 +76,15 @@ def test_what_tests_of_an_extra_import_is_declared(folder: str, extras: list[str
     assert imported(ROOT / "tests" / folder) - declared("test", *extras) == set()
 
 
+def test_what_tests_of_trainers_import_is_installed_for_them():
+    listed = (ROOT / "tests" / "requirements-trainers.txt").read_text(encoding="utf-8").splitlines()
+    installed = {name_of(line) for line in listed if not line.startswith("#")}
+    assert imported(ROOT / "tests" / "with_trainers") - declared("test") - installed == set()
+
+
 def test_what_the_other_tests_import_is_in_the_extra_test():
-    folders = [one for one in (ROOT / "tests").iterdir() if one.name not in ("xla", "with_deepspeed", "benchmarks")]
+    others = ("xla", "with_deepspeed", "with_trainers", "benchmarks")
+    folders = [one for one in (ROOT / "tests").iterdir() if one.name not in others]
     found = set().union(*map(imported, folders))
     assert {"pytest", "accelerate", "playwright"} <= found
     assert found - declared("test") == set()

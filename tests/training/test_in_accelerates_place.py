@@ -1,9 +1,8 @@
-"""Code that was written for accelerate meets this package in its place: states, pickling, transformers' Trainer."""
+"""Code that was written for accelerate meets this package in its place. Published trainers do in `with_trainers`."""
 
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import subprocess
 import sys
@@ -120,68 +119,3 @@ print(PartialState._shared_state["distributed_type"] == DistributedType.NO, type
 """
     run = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True, text=True)
     assert run.stdout.split() == ["True", "nb_accelerate.optim.optimizer"], run.stderr
-
-
-TRAINER = """
-import importlib, json, sys
-import transformers
-import transformers.trainer, transformers.training_args
-
-if sys.argv[1] == "nb_accelerate":
-    exec(sys.argv[3])
-    places = [importlib.import_module(f"nb_accelerate{part}") for part in ("", ".utils", ".state", ".utils.memory")]
-    for module in (transformers.trainer, transformers.training_args):
-        for name, value in list(vars(module).items()):
-            if str(getattr(value, "__module__", "")).startswith("accelerate"):
-                ours = [getattr(place, name) for place in places if hasattr(place, name)]
-                if ours:
-                    setattr(module, name, ours[0])
-
-import torch
-
-config = transformers.BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                 intermediate_size=16, num_labels=2)
-torch.manual_seed(0)
-model = transformers.BertForSequenceClassification(config)
-rows = [{"input_ids": torch.tensor([i % 30 + 1, 5, 9]), "labels": torch.tensor(i % 2)} for i in range(24)]
-arguments = transformers.TrainingArguments(
-    sys.argv[2], use_cpu=True, per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1, report_to=[],
-    save_steps=5, gradient_accumulation_steps=2, eval_strategy="epoch", seed=3, disable_tqdm=True, data_seed=7,
-)
-trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-trainer.train()
-trainer.train(resume_from_checkpoint=True)
-losses = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
-package = type(trainer.accelerator).__module__.split(".")[0]
-with open(f"{sys.argv[2]}-{trainer.accelerator.process_index}.json", "w") as file:
-    json.dump([package, losses, sum(weight.sum().item() for weight in model.parameters())], file)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.limit(180)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_trainer_of_transformers_computes_what_it_computes_with_accelerate(ranks, tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    script = tmp_path / "train.py"
-    script.write_text(TRAINER, encoding="utf-8")
-    found = {}
-    for package in ("accelerate", "nb_accelerate"):
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        run = subprocess.run(
-            [sys.executable, *launch, str(script), package, str(tmp_path / package), REPLACE],
-            timeout=90,
-            check=False,
-            capture_output=True,
-            text=True,
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
-        )
-        files = [tmp_path / f"{package}-{rank}.json" for rank in range(ranks)]
-        # accelerate's ranks may abort in C++ when they exit, after they have written all ("terminate called").
-        written = package == "accelerate" and all(file.exists() for file in files)
-        assert run.returncode == 0 or written, f"{package}: {run.stderr}"
-        reports = [json.loads(file.read_text()) for file in files]
-        assert {name for name, *_ in reports} == {package}
-        found[package] = [report for _, *report in reports]
-    assert found["nb_accelerate"] == found["accelerate"]
