@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nb_accelerate.comm import operations
 from nb_accelerate.process import rng
-from nb_accelerate.pytree import tensors_in
+from nb_accelerate.pytree import map_tensors, tensors_in
 from nb_accelerate.state.choices import current_collectives, current_data_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import Tensor
 
 
@@ -64,6 +65,24 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Return tensors padded to their greatest size on any process; see `Accelerator.pad_across_processes`."""
     return operations.pad_across_processes(current_data_collectives(), tensor, dim, pad_index, pad_first)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Return tensors with as many zeros added along a dimension as make the rows of a batch a multiple of processes.
+
+    Args:
+        tensor: a tensor, or a structure of tensors.
+        batch_size: rows of the batch.
+        num_processes: among which they are to be shared out.
+        dim: that of the rows.
+    """
+
+    def pad(one: Tensor) -> Tensor:
+        size = list(one.shape)
+        size[dim] = -batch_size % num_processes
+        return torch.cat([one, one.new_zeros(size)], dim)
+
+    return map_tensors(pad, tensor)
 
 
 def wait_for_everyone() -> None:

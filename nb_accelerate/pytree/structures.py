@@ -182,31 +182,6 @@ def slice_tensors(
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return a structure with every tensor filled up with zeros, to the rows that accelerate's pipelines want.
-
-    Args:
-        tensor: a tensor or a structure of tensors.
-        batch_size: rows of the tensors.
-        num_processes: how many parts they are to be cut into.
-        dim: along which the tensors have as many entries as they had before.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-    """
-    each, rest = divmod(batch_size, num_processes)
-    missing = num_processes - (each or batch_size)
-    if missing < min(rest, 1):
-        missing = rest - missing
-
-    def pad(part: Tensor) -> Tensor:
-        padded = part.new_zeros((batch_size + missing, *part.shape[1:]))
-        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-        return padded
-
-    return map_tensors(pad, tensor, strict=True)
-
-
 def get_data_structure(data: Any) -> Any:
     """Return a structure with every tensor replaced by its shape and dtype."""
     return map_tensors(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)

@@ -7,6 +7,7 @@ from nb_accelerate.compat.exchange import (
     gather as gather,
     gather_object as gather_object,
     pad_across_processes as pad_across_processes,
+    pad_input_tensors as pad_input_tensors,
     reduce as reduce,
 )
 from nb_accelerate.compat.models import (
@@ -29,7 +30,6 @@ from nb_accelerate.pytree.structures import (
     is_tensor_information as is_tensor_information,
     is_torch_tensor as is_torch_tensor,
     listify as listify,
-    pad_input_tensors as pad_input_tensors,
     recursively_apply as recursively_apply,
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import sys
@@ -48,6 +47,14 @@ def test_a_function_is_applied_to_the_leaves_that_are_meant():
     assert (type(moved), moved["t"].item(), moved["s"]) == (OrderedDict, -1.0, "x")
 
 
+@pytest.mark.parametrize(("rows", "added"), [(1, 2), (3, 0), (4, 2), (8, 1), (10, 2)])
+def test_rows_of_zeros_make_a_batch_one_that_can_be_shared_out(rows: int, added: int):
+    x = torch.ones(rows, 2)
+    padded = utils.pad_input_tensors({"x": [x]}, rows, 3)["x"][0]
+    assert torch.equal(padded, torch.cat([x, torch.zeros(added, 2)]))
+    assert torch.equal(utils.pad_input_tensors(x.T, rows, 3, dim=1), padded.T)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.recursive(st.integers(), lambda leaves: st.lists(leaves) | st.dictionaries(st.text(), leaves)))
 def test_a_function_that_changes_nothing_changes_nothing(data: Any):
@@ -83,16 +90,6 @@ def test_structures_are_joined_cut_and_listed():
     assert utils.concatenate([{"text": "alone"}]) == {"text": "alone"}
     with pytest.raises(TypeError, match="found a str"):
         utils.concatenate(["a", "b"])
-
-
-def test_tensors_are_filled_up_to_as_many_rows_as_by_accelerate():
-    theirs = pytest.importorskip("accelerate.utils")
-    for rows, processes in itertools.product(range(1, 12), range(1, 6)):
-        data = {"x": torch.ones(rows, 2)}
-        padded = utils.pad_input_tensors(data, rows, processes)
-        assert torch.equal(padded["x"], theirs.pad_input_tensors(data, rows, processes)["x"])
-    with pytest.raises(TypeError):
-        utils.pad_input_tensors(["a"], 1, 2)
 
 
 def test_placement_leaves_out_the_keys_it_is_told():
