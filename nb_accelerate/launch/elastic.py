@@ -179,6 +179,7 @@ class ElasticRendezvous:
                 if why := refusal(machines[:number], machine):
                     raise ConfigError(why)
             name = f"nb_accelerate {self._run_id} {self._state.round}"
+            self._lost = []
             self.round = Round(store=info.store, node_rank=info.rank, machines=machines, name=name)
             return self.round
         # Without the cause: its traceback would keep torch's store, and the port, for as long as the error lives.

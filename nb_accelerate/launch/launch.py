@@ -28,7 +28,7 @@ from nb_accelerate.launch.elastic import MachineJoinedError
 from nb_accelerate.launch.machine_watch import MachineWatch
 from nb_accelerate.launch.owner import Watch
 from nb_accelerate.launch.panel import facts_of, line_prefix
-from nb_accelerate.launch.rendezvous import rendezvous_kind
+from nb_accelerate.launch.rendezvous import is_local, repeated_rendezvous
 from nb_accelerate.launch.servers import one_at_a_time
 from nb_accelerate.launch.setup import pack_notebook
 from nb_accelerate.launch.starters import open_server
@@ -282,7 +282,7 @@ class Launch(Steerable):
                     if server.inherits_call
                     else stack.enter_context(pack_call(options, self._name, can_fork=plan.can_fork))
                 )
-            meet = stack.enter_context(rendezvous_kind(options).open(options, plan, self._check_goes_on))
+            meet = stack.enter_context(repeated_rendezvous(options, plan, self._check_goes_on))
             attempt = 0
             while True:
                 try:
@@ -321,7 +321,7 @@ class Launch(Steerable):
         with contextlib.ExitStack() as stack:
             with enough_room():
                 births = stack.enter_context(contextlib.ExitStack())
-                if rendezvous_kind(options).is_local:
+                if is_local(options):
                     births.enter_context(one_at_a_time())
                 rendezvous = stack.enter_context(meet())
                 self._plan = plan = self._plan.with_nodes(rendezvous.num_nodes)

@@ -1,13 +1,13 @@
-"""Where the ranks of a launch find one another: a row of `RENDEZVOUS` for each way.
+"""Where the ranks of a launch find one another.
 
-``local``: on one machine the store is a file without a name, made here before any rank starts. Each rank gets its
-descriptor, and nobody else can open it: nothing listens, so other users of the machine have nowhere to write keys or
-garbage to. The port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of its own there. Where
-torch cannot open such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound
-here, to loopback, and given to rank 0.
+On one machine the store is a file without a name, made here before any rank starts. Each rank gets its descriptor, and
+nobody else can open it: nothing listens, so other users of the machine have nowhere to write keys or garbage to. The
+port in ``MASTER_PORT`` is kept free for code in ranks that serves a store of its own there. Where torch cannot open
+such a file (macOS, or no ``/proc``), the store listens on another port, on a socket that is bound here, to loopback,
+and given to rank 0.
 
-``static`` and ``c10d``: several machines find one another by torch elastic's rendezvous, whose store is that of the
-ranks too. Which machine serves it is said by ``node_rank``, or by the address that all were given.
+Several machines find one another by torch elastic's rendezvous, whose store is that of the ranks too. Which machine
+serves it is said by ``node_rank``, or by the address that all were given.
 """
 
 from __future__ import annotations
@@ -118,6 +118,15 @@ class Rendezvous:
         return spec, fd
 
 
+def is_local(options: LaunchOptions) -> bool:
+    """Return whether all ranks are on this machine, so that launches of this process can start one after the other.
+
+    With several machines a launch waits for others, which may run in other threads of this process. And it has sockets
+    open that a server forked from this process would keep.
+    """
+    return options.num_nodes == 1
+
+
 @contextlib.contextmanager
 def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendezvous]:
     """Agree on a place, for ranks that are started once; the listener is open while inside.
@@ -126,17 +135,25 @@ def open_rendezvous(options: LaunchOptions, plan: LaunchPlan) -> Iterator[Rendez
         ConfigError: the port that was asked for is taken, or the address is not this machine's.
         StartError: not all machines came, or this one has no loopback interface.
     """
-    with rendezvous_kind(options).open(options, plan, _goes_on) as meet, meet() as rendezvous:
+    with repeated_rendezvous(options, plan, lambda: None) as meet, meet() as rendezvous:
         yield rendezvous
 
 
-def _goes_on() -> None:
-    pass
+def repeated_rendezvous(
+    options: LaunchOptions, plan: LaunchPlan, check: Callable[[], object]
+) -> contextlib.AbstractContextManager[Meet]:
+    """Return a context manager with what is called at each start of the ranks, and does what `open_rendezvous` does.
 
+    Args:
+        options: of the launch.
+        plan: how many ranks on what.
+        check: called while other machines are waited for; raises why nobody waits any more.
 
-@contextlib.contextmanager
-def _local(options: LaunchOptions, plan: LaunchPlan, _: Callable[[], object]) -> Iterator[Meet]:
-    yield functools.partial(_meet_here, options, plan)
+    Raises what `open_rendezvous` and `check` do.
+    """
+    if is_local(options):
+        return contextlib.nullcontext(functools.partial(_meet_here, options, plan))
+    return _elastic(options, plan, check)
 
 
 @contextlib.contextmanager
@@ -254,36 +271,6 @@ def _elastic(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], objec
         raise
     finally:
         elastic.close(ended)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RendezvousKind:
-    """One row: a way in which ranks find one another.
-
-    Attributes:
-        open: takes the options and the plan of a launch, and what is called while other machines are waited for, which
-            raises why nobody waits any more. Returns a context manager with a function that is called at each start
-            of the ranks: it returns a context manager with where they meet, which raises ConfigError or StartError.
-        is_local: all ranks are on this machine, so that launches of this process can start one after the other.
-            With several machines a launch waits for others, which may run in other threads of this process. And it
-            has sockets open that a server forked from this process would keep.
-    """
-
-    open: Callable[[LaunchOptions, LaunchPlan, Callable[[], object]], contextlib.AbstractContextManager[Meet]]
-    is_local: bool = False
-
-
-RENDEZVOUS = {
-    "local": RendezvousKind(open=_local, is_local=True),
-    "static": RendezvousKind(open=_elastic),
-    "c10d": RendezvousKind(open=_elastic),
-}
-"""``local`` on one machine; else by the name in ``rdzv_backend``."""
-
-
-def rendezvous_kind(options: LaunchOptions) -> RendezvousKind:
-    """Return how the ranks of a launch find one another."""
-    return RENDEZVOUS["local" if options.num_nodes == 1 else options.rdzv_backend]
 
 
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:

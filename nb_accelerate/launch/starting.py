@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from nb_accelerate.launch.local import LocalRank
-from nb_accelerate.launch.rendezvous import rendezvous_kind
+from nb_accelerate.launch.rendezvous import is_local
 from nb_accelerate.launch.setup import make_setup
 from nb_accelerate.protocol.interrupts import interrupts_later
 from nb_accelerate.protocol.messages import Call
@@ -49,7 +49,7 @@ def started_ranks(
     stores: list[StoreSpec] = []
     handles: list[LocalRank] = []
     with contextlib.ExitStack() as stack:
-        if not rendezvous_kind(options).is_local:
+        if not is_local(options):
             stack.callback(server.forget)
 
         def new_handles() -> Iterator[LocalRank]:

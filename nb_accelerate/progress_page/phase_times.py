@@ -114,19 +114,6 @@ def seconds_exchanging(words: Sequence[int], now: int) -> float:
     return spent / 1e9 if 0 < spent < _ENDLESS else 0.0
 
 
-def settle(words: memoryview[int], now: int) -> None:
-    """Add the time of the current phase to a copy of a page that is read later, or on another machine.
-
-    Args:
-        words: of the copy.
-        now: `time.monotonic_ns`.
-    """
-    if words[layout.PHASE] in WORK:
-        slot = layout.EXCHANGING if _is_exchanging(words) else layout.NANOSECONDS + words[layout.PHASE]
-        words[slot] += _open(words, now)
-    words[layout.SINCE] = 0
-
-
 def _is_exchanging(words: Sequence[int] | memoryview[int]) -> bool:
     return words[layout.PHASE] == Phase.WAITING and words[layout.WAITS_IN] == Collective.backward
 

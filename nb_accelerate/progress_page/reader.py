@@ -5,12 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from nb_accelerate.progress_page import layout
 from nb_accelerate.progress_page.commands import CommandWriter
-from nb_accelerate.progress_page.phase_times import settle
 from nb_accelerate.progress_page.sample import read
 
 if TYPE_CHECKING:
@@ -43,12 +41,6 @@ class PageReader:
         """Return the number of the call or cell, see `nb_accelerate.progress_page.sample.Sample`."""
         start = 8 * layout.REQUEST
         return int.from_bytes(self._memory[start : start + 8], sys.byteorder)
-
-    def copy(self) -> bytes:
-        """Return the memory as it is now, for `nb_accelerate.progress_page.sample.read` on another machine."""
-        memory = bytearray(self._memory[:])
-        settle(memoryview(memory)[: 8 * layout.NUM_WORDS].cast("q"), time.monotonic_ns())
-        return bytes(memory)
 
     def want_rows(self, wanted: bool) -> None:
         """Ask for progress bars as rows, or as text; see `nb_accelerate.progress_page.ProgressPage.wants_rows`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from nb_accelerate import notebook_launcher
-from nb_accelerate.progress_page import Collective, PageReader, Phase, ProgressPage, Sample, layout
+from nb_accelerate.progress_page import Collective, Phase, ProgressPage, Sample, layout
 from nb_accelerate.progress_page.sample import read
-from nb_accelerate.protocol.anonymous_file import anonymous_file
 
 
 class Clock:
@@ -83,20 +81,6 @@ def test_a_second_backward_through_a_loss_is_no_exchange(clock: Clock) -> None:
     page.begin_request()
     page.wait_after_backward()
     assert read(memory).phase is Phase.RUNNING
-
-
-def test_a_copy_for_another_machine_has_the_time_until_then_whatever_clock_that_one_has(clock: Clock) -> None:
-    reader = PageReader(anonymous_file())
-    try:
-        page = ProgressPage(mmap.mmap(reader.fd, layout.SIZE))
-        page.begin_request()
-        page.enter(Phase.FORWARD)
-        clock.wait(8)
-        copy = reader.copy()
-    finally:
-        reader.close()
-    clock.now = 10**18
-    assert milliseconds(read(copy)) == {"FORWARD": 8}
 
 
 def train(slow: int) -> dict[str, float]:
