@@ -70,13 +70,13 @@ class Order:
             CheckpointError: it is something else.
         """
         try:
-            began, now = _decoded(state.get("began")), _decoded(state.get("now", {}))
+            began, now = (dict(_decoded(state.get(name, {}))) for name in ("began", "now"))
             for name, new in _new().items():
-                if name in (began or {}):
+                if name in began:
                     _put(new, began[name])
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise _damaged(error) from error
-        return cls(began, now)
+        return cls(began or None, now)
 
     def put_back(self, loader: DataLoader[Any]) -> None:
         """Give the generators that a loader and its samplers hold the states that they had when this was saved.

@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from nb_accelerate import Accelerator, DataLoaderConfiguration
+from nb_accelerate.errors import CheckpointError
 from nb_accelerate.process import context
 
 ROWS = 22
@@ -214,6 +215,24 @@ def test_one_process_goes_on_in_the_order_of_the_epoch(kind: str, stateful: bool
 def test_one_process_with_workers_goes_on_in_the_order_of_the_epoch(kind: str, stateful: bool, tmp_path: Path):
     # What is drawn one by one is disturbed by what the loop draws in between.
     compare(kind, tmp_path, use_stateful_dataloader=stateful, draws=kind != "one by one in workers")
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        3,
+        {"began": 3},
+        {"now": ["generator"]},
+        {"began": {"torch": {"dtype": "uint8", "data": "AAAA"}}},
+        {"began": {"numpy": {"dtype": "object", "data": "AAAA"}}},
+        {"began": {"python": [3, {"dtype": "uint32", "data": "AAAA"}, None]}},
+        {"now": {"loader": {"dtype": "uint8", "data": "AAAA"}}},
+    ],
+)
+def test_what_draws_no_order_is_refused(order: Any):
+    loader = Accelerator(cpu=True).prepare(KINDS["generator"]())
+    with pytest.raises(CheckpointError, match="states of random numbers that draw the order"):
+        loader.load_state_dict({"epoch": 0, "position": 2, "order": order})
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "generator", "own, numpy"])
