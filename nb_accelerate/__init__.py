@@ -3,7 +3,7 @@
 There are four ways in.
 
 A few lines make a training loop run on one device or on many, with the names of Hugging Face accelerate. In a
-notebook, ``%%distributed --convert`` above a plain loop needs none of them, and ``--show`` prints them::
+notebook, ``%%distributed --convert`` above a plain loop needs none of them::
 
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

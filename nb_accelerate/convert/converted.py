@@ -27,7 +27,7 @@ from nb_accelerate.accelerator import Accelerator
 from nb_accelerate.comm import SingleCollectives
 from nb_accelerate.convert.loaders import draw_seed, in_parts, whole_batch
 from nb_accelerate.convert.models import SharedModels
-from nb_accelerate.convert.users_code import SeenLoop, line_here
+from nb_accelerate.convert.users_code import line_here
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.process import rng
 from nb_accelerate.process.setup import setup_process
@@ -59,7 +59,6 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         self._plain: dict[tuple[Any, str], Any] = {}
         self._ours: list[Any] = []
         self.models = SharedModels(process, self._collectives)
-        self._seen = SeenLoop(names)
         for name, value in list(names.items()):
             # What is on the notebook's GPU moves to that of the rank; what is on the CPU stays there.
             if isinstance(value, torch.device) and self.models.is_of_another_rank(value):
@@ -95,13 +94,11 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         self._ours = list(self._plain.values())  # a batch may be read after the cell
         self._patch(self._ours)
 
-    def report(self, *, shows: bool) -> None:
-        """Say, on all ranks, whose work was not shared, and why; with `shows`, how the cell is written by hand."""
+    def report(self) -> None:
+        """Say, on all ranks, whose work was not shared, and why."""
         for name, line, why in dict.fromkeys(self.models.unshared.values()):
             said = f"each of the {self._collectives.world_size} ranks computes all of {name} (line {line})"
-            print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - as above
-        if shows:
-            print(self._seen.by_hand(self.models.called, list(self._loaders)))  # noqa: T201 - it was asked for
+            print(f"--convert: {said}, so they are no faster than one: {why}", file=sys.stderr)  # noqa: T201 - of the cell
 
     def _patch(self, functions: Iterable[Any]) -> None:
         for (owner, name), function in zip(self._plain, functions, strict=True):
@@ -142,7 +139,6 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
         page = here()
         page.enter(Phase.BACKWARD)
         page.trains()
-        self._seen.note()
         if not self.models.called:
             self.models.unshared[0] = "the loss", line_here(), "no nn.Module with parameters was called"
         with self._inside():

@@ -195,7 +195,6 @@ CONVERT = (
         "converts",
         "Run a cell that is written for one process with its numbers: ranks share the work of its models.",
     ),
-    Option(("--show",), "shows_by_hand", "With --convert: then print how to write the cell for an Accelerator."),
 )
 
 SHOW = (

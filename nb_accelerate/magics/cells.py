@@ -143,7 +143,6 @@ class Cells:
             progress=values.get("progress", "auto"),
             wants_values="out" in values or bool(values.get("background")),
             converts=bool(values.get("converts")),
-            shows_by_hand=bool(values.get("shows_by_hand")),
         )
 
     def _have_ranks(self, pool: Pool, parsed: Parsed) -> None:

@@ -166,7 +166,6 @@ class Cell:
             wants_accelerator=source.wants_accelerator,
             num_ranks=len(self._syncs),
             converts=self._options.converts,
-            shows_by_hand=self._options.shows_by_hand,
         )
         with contextlib.suppress(ConnectionError):  # it has just ended, which its status tells
             rank.handle.ask(message, packed.fds if packed else ())

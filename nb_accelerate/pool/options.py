@@ -78,7 +78,6 @@ class CellOptions:
         progress: where its panel is drawn, see `nb_accelerate.launch.notebook_launcher`.
         wants_values: return the value of the last expression of each rank.
         converts: the cell is written for one process; ranks share the work of its models.
-        shows_by_hand: then print how it is written for an `Accelerator`.
 
     Raises:
         ConfigError: an option has a value that cannot be.
@@ -92,7 +91,6 @@ class CellOptions:
     quiet: bool = False
     wants_values: bool = False
     converts: bool = False
-    shows_by_hand: bool = False
     progress: str = "auto"
 
     def __post_init__(self) -> None:
@@ -104,8 +102,6 @@ class CellOptions:
             raise ConfigError("ranks=() names no rank. Leave it out for all ranks")
         if self.ranks is not None and self.converts:
             raise ConfigError("--convert shares the work of a cell among all ranks. Leave --ranks out")
-        if self.shows_by_hand and not self.converts:
-            raise ConfigError("--show tells how a cell with --convert is written by hand. Write --convert too")
 
 
 def _no_function() -> None:

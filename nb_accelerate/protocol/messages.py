@@ -248,7 +248,6 @@ class RunCell:
         wants_accelerator: the cell uses the name ``accelerator``.
         num_ranks: how many ranks run it.
         converts: it is written for one process, whose numbers it is to have.
-        shows_by_hand: then print how it is written for an `Accelerator`.
     """
 
     code: str
@@ -261,7 +260,6 @@ class RunCell:
     wants_accelerator: bool = False
     num_ranks: int = 1
     converts: bool = False
-    shows_by_hand: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

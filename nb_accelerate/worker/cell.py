@@ -158,7 +158,7 @@ class PersistentRank:
         with named(CONVERTED)(self._names) as converted:
             result = self._shell.run(cell)
             if result.success:
-                converted.report(shows=cell.shows_by_hand)
+                converted.report()
         return result
 
     def _value(self, value: object) -> tuple[Result | Failure, Packed | None]:

@@ -365,30 +365,16 @@ class TestInANotebook:
         head, setup, last = SHAPES["quickstart"]
         notebook.run(head + setup).ok()
         seeded = f"torch.manual_seed(1)\n{last}"
-        shared = notebook.run(f"%%distributed --convert --show\n{seeded}").ok()
+        shared = notebook.run(f"%%distributed --convert\n{seeded}").ok()
         plain = notebook.run(seeded).ok()
-        printed, _, by_hand = shared.stdout.partition("accelerator = ")
         assert len(numbers(plain.stdout)) > 10
-        assert numbers(printed) == pytest.approx(numbers(plain.stdout), rel=1e-4)
-        names = "model, optimizer, train_dataloader, test_dataloader"
-        line = (head + setup).lstrip().partition("loss.backward()")[0].count("\n") + 1
-        assert by_hand.splitlines()[:3] == [
-            "Accelerator(split_batches=True)  # from nb_accelerate",
-            f"{names} = accelerator.prepare({names})  # before the loop",
-            f"accelerator.backward(loss)  # line {line}: in train",
-        ]
+        assert numbers(shared.stdout) == pytest.approx(numbers(plain.stdout), rel=1e-4)
 
     def test_a_bar_is_no_reason_to_refuse_and_what_is_not_shared_is_said(self, notebook: Kernel):
         notebook.run(f"{HEAD}{SHAPES['GCN'][1]}").ok()
         cell = notebook.run(f"%%distributed --convert\nfrom tqdm.auto import tqdm\n{SHAPES['GCN'][2]}").ok()
         assert "each of the 2 ranks computes all of GCN (line 6), so they are no faster than one" in cell.stderr
 
-    @pytest.mark.parametrize(
-        ("options", "reason"),
-        [
-            ("--convert --ranks 0", "shares the work of a cell among all ranks. Leave --ranks out"),
-            ("--show", "Write --convert too"),
-        ],
-    )
-    def test_options_that_contradict_it_are_refused(self, notebook: Kernel, options: str, reason: str):
-        assert reason in notebook.run(f"%%distributed {options}\n1").message
+    def test_a_part_of_the_ranks_is_refused(self, notebook: Kernel):
+        said = notebook.run("%%distributed --convert --ranks 0\n1").message
+        assert "shares the work of a cell among all ranks. Leave --ranks out" in said
