@@ -94,6 +94,7 @@ def train(folder: Path, address: str, flags: list[str], killed_at: int = -1) -> 
     return (folder / "losses.json").read_text()
 
 
+@pytest.mark.limit(240)  # it runs three of them
 def test_a_job_trains_on_two_machines_and_goes_on_after_one_of_its_processes_was_killed(
     tmp_path: Path, two_hosts: list[str]
 ) -> None:
